@@ -1,0 +1,9 @@
+"""Losses: pure functions of flat tensors that return sums and counts."""
+
+from nemo_like.losses.likelihood import NllLoss
+from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
+from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossTerms
+
+Loss = NllLoss | ClippedPolicyGradientLoss
+
+__all__ = ["ClippedPolicyGradientLoss", "GlobalCounts", "Loss", "LossInputs", "LossTerms", "NllLoss"]

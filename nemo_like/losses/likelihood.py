@@ -1,0 +1,26 @@
+"""Negative log-likelihood: the loss of SFT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nemo_like.losses.reduce import LossInputs, LossTerms, Normalization, token_weights
+from nemo_like.metrics import Mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllLoss:
+    """-sum(m * log p) over the trained tokens; the worker divides by their global number."""
+
+    normalization: Normalization = "token"
+    needs_entropy: bool = False
+    entropy_gradient: bool = False
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        losses = torch.where(inputs.token_mask, -inputs.policy_logprobs, 0.0)
+        weights = token_weights(inputs, self.normalization)
+        loss_sum = (weights * losses).sum()
+        total, weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
+        return LossTerms(loss_sum, {"policy/loss": Mean(total, weight)})

@@ -1,0 +1,116 @@
+"""The clipped policy-gradient surrogate of PPO, GRPO and DAPO, its KL to a reference, and the train/sampler mismatch.
+
+Sources: Schulman et al. 2017 (PPO clip); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO, asymmetric clip and token mean);
+Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (which of them has an unbiased gradient).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.losses.reduce import LossInputs, LossTerms, Normalization, mean_metrics, token_weights
+from nemo_like.metrics import Max, Mean, Metrics
+
+_MAX_EXPONENT = 20.0
+"""exp(20) is finite in float32; a larger difference is a broken sample, not a signal."""
+_MAX_KL = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPolicyGradientLoss:
+    """Per token `max(-A r, -A clip(r, 1 - min, 1 + max))`, `r = exp(l - l_prev)`, plus `beta * KL` minus `c * entropy`."""
+
+    config: PolicyGradientLossConfig
+
+    @property
+    def normalization(self) -> Normalization:
+        return self.config.normalization
+
+    @property
+    def needs_entropy(self) -> bool:
+        return True
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return self.config.entropy_coefficient > 0
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and `reference_logprobs` with a KL)."""
+        mask, columns = inputs.token_mask, inputs.columns
+        # Masked positions hold no sample; their difference is set to 0 so that neither value nor gradient can be NaN.
+        delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
+        losses, per_token = self._surrogate(delta, columns["advantages"])
+        if self.config.reference_policy_kl_penalty > 0:
+            kl = reference_kl(inputs.policy_logprobs, columns["reference_logprobs"], mask, self.config.reference_policy_kl_type)
+            losses = losses + self.config.reference_policy_kl_penalty * kl
+            per_token[f"policy/reference_kl_{self.config.reference_policy_kl_type}"] = kl
+        if inputs.entropy is not None:
+            per_token["policy/entropy"] = inputs.entropy
+            if self.entropy_gradient:
+                losses = losses - self.config.entropy_coefficient * torch.where(mask, inputs.entropy, 0.0)
+        weights = token_weights(inputs, self.normalization)
+        loss_sum = (weights * losses).sum()
+        loss_total, loss_weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
+        metrics: Metrics = {"policy/loss": Mean(loss_total, loss_weight), **mean_metrics(per_token, mask)}
+        metrics |= mismatch_metrics(columns["prev_logprobs"], columns["generation_logprobs"], mask)
+        return LossTerms(loss_sum, metrics)
+
+    def _surrogate(self, delta: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T] surrogate losses and the [T] quantities worth a metric."""
+        low, high = 1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max
+        ratio = torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
+        losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+        clipped_high = (ratio > high) & (advantages > 0)
+        clipped_low = (ratio < low) & (advantages < 0)
+        per_token = {
+            "policy/ratio_mean": ratio,
+            "policy/approx_kl_k1": -delta,
+            "policy/approx_kl_k3": torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) - 1 - delta,
+            "policy/clip_fraction": (clipped_high | clipped_low),
+            "policy/clip_fraction_high": clipped_high,
+            "policy/clip_fraction_low": clipped_low,
+        }
+        if self.config.ratio_clip_c is not None:
+            bound = -advantages * self.config.ratio_clip_c
+            dual = (advantages < 0) & (losses > bound)
+            losses = torch.where(dual, bound, losses)
+            per_token["policy/clip_fraction_dual"] = dual
+        return losses, per_token
+
+
+def reference_kl(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """[T] estimate of KL(policy || reference) whose *gradient* is an unbiased one as well.
+
+    With d = l_ref - l: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Differentiating k1 or k3 directly is biased (k1's
+    expectation is even 0), so both carry the score-function factor exp(l - sg(l)), whose value is 1. 0 where masked.
+    """
+    policy_logprobs = torch.where(mask, policy_logprobs, 0.0)
+    difference = torch.where(mask, reference_logprobs - policy_logprobs, 0.0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    if kind == "k2":
+        return (difference.square() / 2).clamp(max=_MAX_KL)
+    value = -difference if kind == "k1" else torch.exp(difference) - 1 - difference
+    score = torch.exp(policy_logprobs - policy_logprobs.detach())
+    return score * value.clamp(-_MAX_KL, _MAX_KL)
+
+
+def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Metrics:
+    """How far the training engine's log-probs of the sampled tokens are from those the sampler recorded.
+
+    `gen_kl_k3` is healthy at 1e-4..1e-3; `token_mult_prob_error` = mean exp|difference| should stay below about 1.02.
+    """
+    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    weight = torch.exp(difference)
+    metrics = mean_metrics(
+        {
+            "mismatch/gen_kl_k3": weight - 1 - difference,
+            "mismatch/token_mult_prob_error": torch.exp(difference.abs()),
+            "mismatch/importance_ratio_mean": weight,
+        },
+        mask,
+    )
+    metrics["mismatch/logprob_diff_max"] = Max(float(difference.abs().max()) if difference.numel() else 0.0)
+    return metrics

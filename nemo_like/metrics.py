@@ -1,0 +1,106 @@
+"""Metrics that merge exactly across microbatches, ranks and steps, and the timers that feed them.
+
+A metric is a value that knows how to combine with another of its kind, so a mean is always a sum over a weight and
+never a mean of means. This module knows nothing of where metrics go: that is `tracking`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A weighted mean kept as its two sums. Example: `Mean(6.0, 3.0).value == 2.0`; a zero weight has value 0."""
+
+    total: float
+    weight: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total over everything merged."""
+
+    value: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.value + other.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest value merged."""
+
+    value: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest value merged."""
+
+    value: float
+
+    def merge(self, other: Min) -> Min:
+        return Min(min(self.value, other.value))
+
+
+Metric = Mean | Sum | Max | Min
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Combine metrics name by name; names may be missing from some parts. Raises TypeError if one name has two kinds."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            seen = merged.get(name)
+            if seen is None:
+                merged[name] = metric
+            elif type(seen) is not type(metric):
+                raise TypeError(f"metric {name!r} is a {type(seen).__name__} in one part and a {type(metric).__name__} in another")
+            else:
+                merged[name] = seen.merge(metric)  # type: ignore[arg-type]
+    return merged
+
+
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The plain numbers, for logging."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+class Timers:
+    """Wall-clock seconds by phase. `with timers("train"): ...` adds to `timing/train_s`; `pop()` returns and clears."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, name: str) -> float:
+        """Seconds gathered so far under `name`; 0 if it never ran."""
+        return self._seconds.get(name, 0.0)
+
+    def pop(self) -> Metrics:
+        """`{"timing/<name>_s": Sum}` of everything timed since the last call."""
+        metrics: Metrics = {f"timing/{name}_s": Sum(seconds) for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return metrics

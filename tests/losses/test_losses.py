@@ -1,0 +1,174 @@
+"""The losses: exact formulas, independence from how rows are split, and masked positions that cannot poison anything."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs, NllLoss
+from nemo_like.losses.policy_gradient import mismatch_metrics, reference_kl
+from nemo_like.losses.reduce import Normalization
+from nemo_like.metrics import merge_metrics, metric_values
+
+
+def make_rows(lengths: list[int], seed: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        mask = torch.rand(length, generator=generator) > 0.3
+        rows.append(
+            {
+                "policy_logprobs": -torch.rand(length, generator=generator) * 3,
+                "token_mask": mask,
+                "advantages": torch.randn(1, generator=generator).expand(length).clone(),
+                "prev_logprobs": -torch.rand(length, generator=generator) * 3,
+                "generation_logprobs": -torch.rand(length, generator=generator) * 3,
+                "reference_logprobs": -torch.rand(length, generator=generator) * 3,
+            }
+        )
+    return rows
+
+
+def to_inputs(rows: list[dict[str, torch.Tensor]], leaf: list[torch.Tensor]) -> LossInputs:
+    columns = ("advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
+    return LossInputs(
+        policy_logprobs=torch.cat(leaf),
+        token_mask=torch.cat([row["token_mask"] for row in rows]),
+        row_ids=torch.cat([torch.full((len(row["token_mask"]),), i) for i, row in enumerate(rows)]),
+        row_num_tokens=torch.tensor([float(row["token_mask"].sum()) for row in rows]),
+        columns={name: torch.cat([row[name] for row in rows]) for name in columns},
+    )
+
+
+def loss_and_grad(rows: list[dict[str, torch.Tensor]], partition: list[list[int]], loss) -> tuple[float, torch.Tensor, dict[str, float]]:
+    leaves = [row["policy_logprobs"].clone().requires_grad_() for row in rows]
+    counts = GlobalCounts(
+        num_tokens=float(sum(row["token_mask"].sum() for row in rows)),
+        num_rows=float(sum(bool(row["token_mask"].any()) for row in rows)),
+    )
+    total, parts = 0.0, []
+    for group in partition:
+        terms = loss(to_inputs([rows[i] for i in group], [leaves[i] for i in group]))
+        value = terms.loss_sum / counts.denominator(loss.normalization)
+        value.backward()
+        total += float(value.detach())
+        parts.append(terms.metrics)
+    return total, torch.cat([leaf.grad for leaf in leaves]), metric_values(merge_metrics(parts))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    seed=st.integers(0, 10_000),
+    normalization=st.sampled_from(["token", "sequence"]),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_split_into_microbatches_and_the_order_of_rows_change_nothing(lengths, seed, normalization, order):
+    rows = make_rows(lengths, seed)
+    loss = ClippedPolicyGradientLoss(
+        config=PolicyGradientLossConfig(normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)
+    )
+    whole = loss_and_grad(rows, [list(range(len(rows)))], loss)
+    shuffled = list(range(len(rows)))
+    order.shuffle(shuffled)
+    cut = order.randint(1, len(rows))
+    partition = [part for part in (shuffled[:cut], shuffled[cut:]) if part]
+    split = loss_and_grad(rows, partition, loss)
+    assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(split[1], whole[1], rtol=1e-5, atol=1e-7)
+    assert split[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
+    assert whole[2]["policy/loss"] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_nll_is_the_mean_over_the_global_batch(normalization: Normalization):
+    rows = make_rows([5, 2, 7], seed=3)
+    value, _, metrics = loss_and_grad(rows, [[0], [1, 2]], NllLoss(normalization=normalization))
+    if normalization == "token":
+        picked = torch.cat([-row["policy_logprobs"][row["token_mask"]] for row in rows])
+        expected = picked.mean()
+    else:
+        expected = torch.stack([-row["policy_logprobs"][row["token_mask"]].mean() for row in rows if row["token_mask"].any()]).mean()
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["policy/loss"] == pytest.approx(value, rel=1e-6)
+
+
+def single(logprob: float, prev: float, advantage: float, config: PolicyGradientLossConfig) -> tuple[float, float, dict[str, float]]:
+    leaf = torch.tensor([logprob], requires_grad=True)
+    columns = {"advantages": torch.tensor([advantage]), "prev_logprobs": torch.tensor([prev]), "generation_logprobs": torch.tensor([prev])}
+    inputs = LossInputs(
+        policy_logprobs=leaf,
+        token_mask=torch.tensor([True]),
+        row_ids=torch.tensor([0]),
+        row_num_tokens=torch.tensor([1.0]),
+        columns=columns,
+    )
+    terms = ClippedPolicyGradientLoss(config=config)(inputs)
+    terms.loss_sum.backward()
+    return float(terms.loss_sum.detach()), float(leaf.grad), metric_values(terms.metrics)
+
+
+def test_clip_stops_the_gradient_only_on_the_side_that_gains():
+    config = PolicyGradientLossConfig(ratio_clip_min=0.2, ratio_clip_max=0.28)
+    log = math.log
+    value, grad, metrics = single(log(1.5), 0.0, advantage=2.0, config=config)
+    assert (value, grad) == (pytest.approx(-2.0 * 1.28), 0.0)
+    assert metrics["policy/clip_fraction_high"] == 1.0 and metrics["policy/clip_fraction_low"] == 0.0
+    value, grad, _ = single(log(1.5), 0.0, advantage=-2.0, config=config)
+    assert (value, grad) == (pytest.approx(3.0), pytest.approx(3.0))
+    value, grad, metrics = single(log(0.5), 0.0, advantage=-1.0, config=config)
+    assert (value, grad) == (pytest.approx(0.8), 0.0)
+    assert metrics["policy/clip_fraction_low"] == 1.0
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    config = PolicyGradientLossConfig(ratio_clip_c=3.0)
+    value, grad, metrics = single(math.log(10.0), 0.0, advantage=-1.0, config=config)
+    assert (value, grad) == (pytest.approx(3.0), 0.0)
+    assert metrics["policy/clip_fraction_dual"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_gradient_is_unbiased_and_k1_k3_values_too(kind: str):
+    torch.manual_seed(0)
+    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    exact_grad = torch.autograd.grad(exact, logits, retain_graph=True)[0]
+    estimate = reference_kl(policy, reference, torch.ones(6, dtype=torch.bool), kind)
+    expected = (policy.exp().detach() * estimate).sum()  # expectation over samples from the policy, samples held fixed
+    torch.testing.assert_close(torch.autograd.grad(expected, logits)[0], exact_grad)
+    if kind != "k2":
+        torch.testing.assert_close(expected, exact)
+
+
+def test_masked_positions_with_infinities_leave_values_and_gradients_finite():
+    leaf = torch.tensor([-1.0, -float("inf")], requires_grad=True)
+    bad = torch.tensor([-1.1, -float("inf")])
+    inputs = LossInputs(
+        policy_logprobs=leaf,
+        token_mask=torch.tensor([True, False]),
+        row_ids=torch.tensor([0, 0]),
+        row_num_tokens=torch.tensor([1.0]),
+        columns={"advantages": torch.ones(2), "prev_logprobs": bad, "generation_logprobs": bad, "reference_logprobs": bad},
+        entropy=torch.tensor([0.5, float("nan")]),
+    )
+    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1, entropy_coefficient=0.01))
+    terms = loss(inputs)
+    terms.loss_sum.backward()
+    assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad[1] == 0
+    assert all(math.isfinite(value) for value in metric_values(terms.metrics).values())
+
+
+def test_mismatch_metrics_are_zero_error_when_engines_agree():
+    logprobs = -torch.rand(10)
+    values = metric_values(mismatch_metrics(logprobs, logprobs, torch.ones(10, dtype=torch.bool)))
+    assert values["mismatch/gen_kl_k3"] == 0.0 and values["mismatch/token_mult_prob_error"] == 1.0
+    assert values["mismatch/logprob_diff_max"] == 0.0
+
+
+def test_a_step_that_trains_nothing_has_zero_loss():
+    assert GlobalCounts(0.0, 0.0).denominator("token") == 1.0
