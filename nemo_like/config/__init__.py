@@ -1,0 +1,1 @@
+"""YAML files and command-line overrides become plain frozen dataclasses; every error names the key and the line."""

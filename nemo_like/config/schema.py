@@ -80,7 +80,7 @@ class GenerationConfig:
     backend: Literal["hf"] = "hf"
     max_new_tokens: int = 256
     temperature: float = 1.0
-    """Sampling temperature; log-probs of the policy are taken at the same temperature. 0 is greedy (validation only)."""
+    """Sampling temperature; the policy's log-probs are taken at the same temperature. 0 is greedy (validation only)."""
     top_p: float = 1.0
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()

@@ -1,0 +1,284 @@
+"""What must hold between keys, as far as it can be known without data, and the batch arithmetic spelled out.
+
+Types and unknown keys are `build`'s and `source`'s, single values `ranges`'s. Files, models and rows of data are looked
+at by `algorithms.validate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_like.config.errors import Problem
+from nemo_like.config.ranges import select, value_problems
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DynamicBatchingConfig,
+    GrpoRunConfig,
+    RunConfig,
+    SequencePackingConfig,
+    SftRunConfig,
+)
+
+Budgets = SequencePackingConfig | DynamicBatchingConfig
+
+
+def find_problems(config: RunConfig) -> list[Problem]:
+    """Everything in `config` that cannot work, whatever the data is; empty if all is well."""
+    problems = [
+        *value_problems(config),
+        *_batching_modes(config),
+        *_cluster(config),
+        *_scheduler(config),
+        *_validation(config),
+    ]
+    if problems:
+        return problems  # the arithmetic below would divide by the numbers just refused
+    problems += [*_worker_shares(config), *_budgets(config), *_sampling(config)]
+    if isinstance(config, GrpoRunConfig):
+        problems += [*_groups(config), *_rewards(config)]
+    return problems
+
+
+def num_policy_workers(cluster: ClusterConfig) -> int:
+    """Data-parallel policy workers: one per GPU, or `workers_per_node` on CPU."""
+    return 1 if cluster.backend == "local" else cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
+
+
+def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
+    """(name, section) of the token-budget mode that is on; None in plain mode."""
+    policy = config.policy
+    if policy.sequence_packing.enabled:
+        return "policy.sequence_packing", policy.sequence_packing
+    return ("policy.dynamic_batching", policy.dynamic_batching) if policy.dynamic_batching.enabled else None
+
+
+def derivation(config: RunConfig) -> str:
+    """How one step's rows become optimizer steps and microbatches, a line each, everything counted in rows.
+
+    Example line: `8 prompts x 4 generations = 32 rows per step`.
+    """
+    batch, workers = config.policy.train_global_batch_size, num_policy_workers(config.cluster)
+    lines = []
+    if isinstance(config, GrpoRunConfig):
+        prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+        rows, steps = prompts * group, config.grpo.max_num_steps
+        updates = rows // batch
+        lines.append(f"{prompts} prompts x {group} generations = {rows} rows per step")
+        lines.append(f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {_plural(updates, 'step')}")
+        lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
+    else:
+        lines.append(f"{batch} rows per step = 1 optimizer step")
+    lines.append(f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each")
+    lines += _microbatch_lines(config, math.ceil(batch / workers))
+    return "\n".join(lines)
+
+
+def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
+    """How the `rows` of one worker are cut, for training and, in GRPO, for scoring."""
+    policy, mode = config.policy, batching_section(config)
+    for purpose in ("training", "scoring") if isinstance(config, GrpoRunConfig) else ("training",):
+        is_training = purpose == "training"
+        if mode is None:
+            size = policy.train_micro_batch_size if is_training else policy.logprob_batch_size
+            count = math.ceil(rows / size)
+            shown = f"{count} {_plural(count, 'microbatch', 'microbatches')}"
+            yield f"{purpose}: {rows} rows / {size} rows per microbatch = {shown}"
+        else:
+            name, section = mode
+            verb = "packed" if name.endswith("packing") else "padded together"
+            budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
+            at_once = budget // _round_up(policy.max_total_sequence_length, section.sequence_length_round)
+            fit = f"{at_once}" if at_once else "less than one"
+            yield (
+                f"{purpose}: {verb} in microbatches of at most {budget} tokens, which hold {fit} of the longest rows"
+                f" ({policy.max_total_sequence_length} tokens) and more of shorter ones"
+            )
+
+
+def _batching_modes(config: RunConfig) -> Iterator[Problem]:
+    keys = ("policy.sequence_packing.enabled", "policy.dynamic_batching.enabled")
+    if all(select(config, key) for key in keys):
+        yield Problem(
+            keys[::-1],
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and a batch is formed"
+            " one way: set one of them to false (packing is the faster one)",
+        )
+    if config.policy.oversize_rows == "singleton" and batching_section(config) is None:
+        yield Problem(
+            ("policy.oversize_rows",),
+            "policy.oversize_rows is singleton, which needs a token budget to be above: turn on policy.sequence_packing"
+            " or policy.dynamic_batching, or write error or truncate",
+        )
+
+
+def _cluster(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.backend == "local":
+        for key, limit in (("num_nodes", 1), ("gpus_per_node", 1), ("workers_per_node", 1), ("generation_workers", 0)):
+            value = getattr(cluster, key)
+            if value > limit:
+                yield Problem(
+                    (f"cluster.{key}", "cluster.backend"),
+                    f"cluster.{key} is {value}, but cluster.backend local is one worker in this process:"
+                    f" set it to {limit}, or use ray",
+                )
+
+
+def _scheduler(config: RunConfig) -> Iterator[Problem]:
+    scheduler = config.policy.scheduler
+    if scheduler.decay_steps is not None and scheduler.decay_steps <= scheduler.warmup_steps:
+        yield Problem(
+            ("policy.scheduler.decay_steps", "policy.scheduler.warmup_steps"),
+            f"policy.scheduler.decay_steps is {scheduler.decay_steps}, which includes the {scheduler.warmup_steps}"
+            f" warm-up steps; it must be above {scheduler.warmup_steps}, or null for the whole run",
+        )
+
+
+def _validation(config: RunConfig) -> Iterator[Problem]:
+    path = config.data.validation_path
+    if isinstance(config, SftRunConfig) and config.sft.val_generate:
+        if path is None:
+            yield Problem(("sft.val_generate",), "sft.val_generate is true, but data.validation_path is not set")
+        if not config.reward.functions:
+            yield Problem(
+                ("sft.val_generate",),
+                "sft.val_generate is true, but reward.functions has nothing to score answers with",
+            )
+    name = "grpo" if isinstance(config, GrpoRunConfig) else "sft"
+    period = select(config, f"{name}.val_period")
+    if isinstance(period, int) and period > 0 and path is None:
+        key = f"{name}.val_period"
+        yield Problem((key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0")
+
+
+def _worker_shares(config: RunConfig) -> Iterator[Problem]:
+    """Every worker must get rows, and in plain mode equally many."""
+    key, batch = "policy.train_global_batch_size", config.policy.train_global_batch_size
+    workers = num_policy_workers(config.cluster)
+    is_plain = batching_section(config) is None
+    if batch >= workers and (not is_plain or batch % workers == 0):
+        return
+    shown = _workers_shown(config.cluster)
+    counted = f"{key} {batch} / {workers} workers ({shown}) = {_number(batch / workers)} rows each"
+    if is_plain:
+        legal = _nearest_multiples(batch, workers)
+        why = "without packing or dynamic batching every worker takes equally many"
+        text = f"{counted}; {why}: set it to {_either(legal)}"
+    else:
+        text = f"{counted}; every worker needs at least one: set it to {workers} or more, or use fewer workers"
+    yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
+
+
+def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
+    """At least two completions per prompt, and rows that divide into optimizer steps."""
+    prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    if group < 2:
+        yield Problem(
+            ("grpo.num_generations_per_prompt",),
+            f"grpo.num_generations_per_prompt is {group}: the advantage ({config.grpo.advantage.baseline}) compares"
+            " completions of one prompt, so there must be at least 2",
+        )
+        return
+    batch, rows = config.policy.train_global_batch_size, prompts * group
+    if rows % batch == 0:
+        return
+    unit = num_policy_workers(config.cluster) if batching_section(config) is None else 1
+    divisors = [size for size in range(1, rows + 1) if rows % size == 0]
+    legal = [size for size in divisors if size % unit == 0] or divisors
+    sizes = [*[size for size in legal if size < batch][-1:], *[size for size in legal if size > batch][:1]]
+    step = batch // math.gcd(batch, group)
+    yield Problem(
+        ("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+        f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} / policy.train_global_batch_size"
+        f" {batch} = {_number(rows / batch)} optimizer steps, not a whole number: set policy.train_global_batch_size to"
+        f" {_either(sizes)}, or grpo.num_prompts_per_step to {_either(_nearest_multiples(prompts, step))}",
+    )
+
+
+def _budgets(config: RunConfig) -> Iterator[Problem]:
+    """The longest row that is allowed must fit the budget, unless it is said what to do when it does not."""
+    mode, longest = batching_section(config), config.policy.max_total_sequence_length
+    if mode is None:
+        return
+    name, section = mode
+    unit = section.sequence_length_round
+    for key, budget in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+        needed = _round_up(longest, unit)
+        if budget < unit:
+            yield Problem((f"{name}.{key}",), f"{name}.{key} is {budget}, below sequence_length_round {unit}: no row would fit")
+        elif budget < needed and config.policy.oversize_rows == "error":
+            rounded = f", {needed} when rounded up to {name}.sequence_length_round {unit}" if needed != longest else ""
+            yield Problem(
+                (f"{name}.{key}", "policy.max_total_sequence_length"),
+                f"{name}.{key} is {budget}, but a row may have {longest} tokens"
+                f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to at least {needed},"
+                " or policy.oversize_rows to truncate or singleton",
+            )
+
+
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    is_grpo = isinstance(config, GrpoRunConfig)
+    generates = is_grpo or (isinstance(config, SftRunConfig) and config.sft.val_generate)
+    generation, longest = config.policy.generation, config.policy.max_total_sequence_length
+    if generates and generation.max_new_tokens >= longest:
+        yield Problem(
+            ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
+            f"policy.generation.max_new_tokens is {generation.max_new_tokens} and policy.max_total_sequence_length"
+            f" {longest}, prompt included, so no prompt would fit: lower the first or raise the second",
+        )
+    if is_grpo and generation.temperature == 0:
+        yield Problem(
+            ("policy.generation.temperature",),
+            "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so there is nothing to"
+            " compare; set it above 0, usually to 1 (grpo.val_temperature is for validation)",
+        )
+    if any(not text for text in generation.stop_strings):
+        yield Problem(
+            ("policy.generation.stop_strings",),
+            "policy.generation.stop_strings has an empty text, which would stop at once",
+        )
+
+
+def _rewards(config: GrpoRunConfig) -> Iterator[Problem]:
+    functions = config.reward.functions
+    if not functions:
+        yield Problem(
+            ("reward.functions",),
+            "reward.functions is empty, so nothing scores the completions; e.g."
+            " reward.functions.answer.path=nemo_like.environments.math.answer_reward",
+        )
+    elif all(function.weight == 0 for function in functions.values()):
+        yield Problem(
+            ("reward.functions",), "every weight in reward.functions is 0, so the reward is always 0; give one a weight"
+        )
+
+
+def _workers_shown(cluster: ClusterConfig) -> str:
+    if cluster.backend == "local":
+        return "cluster.backend local"
+    key = "gpus_per_node" if cluster.gpus_per_node else "workers_per_node"
+    return f"cluster.num_nodes {cluster.num_nodes} x cluster.{key} {getattr(cluster, key)}"
+
+
+def _nearest_multiples(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` around `value`, at least `unit`. Example: 6, 4 -> [4, 8]."""
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _number(value: float) -> str:
+    """Example: 1.5, 4, 2.333."""
+    return f"{value:.4g}" if value < 1000 or value % 1 else f"{value:.0f}"
+
+
+def _plural(count: int, word: str, plural: str | None = None) -> str:
+    return word if count == 1 else plural or f"{word}s"

@@ -1,0 +1,182 @@
+"""Hydra's part: defaults lists, overrides and interpolation become one plain nested dict. Types are `build`'s business.
+
+The defaults of the schema are the first layer, the user's file and what its defaults list names come over it, the
+command line comes last. Hydra's working directory, output directory and logging are never touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
+from nemo_like.config.source import Sources, read_yaml
+
+_DEFAULTS_NAME = "_nemo_like_schema_defaults"
+_PRIMARY_NAME = "_nemo_like_primary"
+_ENTRY = re.compile(r"^(?P<keywords>(?:(?:optional|override)\s+)*)(?P<name>[^@]+)(?P<package>@.*)?$")
+MISSING = "???"
+"""What a required key holds until it is set."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layer:
+    """One file of the composition. Example: `policy/qwen.yaml` named as `policy: qwen` stands under `policy`."""
+
+    path: Path
+    prefix: str
+
+
+def schema_defaults(section: type) -> dict[str, Any]:
+    """The defaults of a config dataclass as plain nested values; `???` where there is none."""
+    plain: dict[str, Any] = {}
+    types = field_types(section)
+    for field in dataclasses.fields(section):
+        if is_section(types[field.name]):
+            plain[field.name] = schema_defaults(types[field.name])
+        elif field.default is not dataclasses.MISSING:
+            plain[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
+        else:
+            plain[field.name] = MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return plain
+
+
+def defaults_chain(path: Path) -> list[Path]:
+    """`path` and every file its defaults lists name, depth first; what is chosen by interpolation is left out.
+
+    Raises ConfigError for a file that is missing or broken, and for files that name each other in a circle.
+    """
+    return _chain(path, path.parent, ())
+
+
+@contextmanager
+def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
+    """Hydra set up for one config file; every Hydra error inside becomes a ConfigError."""
+    store = ConfigStore.instance()
+    store.store(name=_DEFAULTS_NAME, node=schema_defaults(RUN_CONFIGS[kind]))
+    store.store(name=_PRIMARY_NAME, node={"defaults": [_DEFAULTS_NAME, path.name.removesuffix(".yaml"), "_self_"]})
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
+            yield
+    except HydraException as error:
+        raise ConfigError(f"{shown_path(path)}: {_first_paragraph(error)}") from error
+
+
+def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
+    """The files Hydra will merge, in the order it merges them. Call it inside `hydra_session`."""
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoader)
+    defaults = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN).defaults
+    layers = []
+    for default in defaults:
+        file = path.parent / f"{default.config_path.removesuffix('.yaml')}.yaml"
+        if file.is_file():
+            layers.append(Layer(file, (default.package or "").replace("_global_", "").strip(".")))
+    return layers
+
+
+def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
+    """Everything merged and resolved; call it inside `hydra_session`. ConfigError where an interpolation fails."""
+    config = compose(_PRIMARY_NAME, list(overrides))
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_interpolation_text(error, sources)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
+    key = str(error.full_key or "the config")
+    place = sources.locate(key)
+    problem = _first_paragraph(error).removeprefix("KeyError raised while resolving interpolation: ").strip('"')
+    is_variable = problem.startswith("Environment variable")
+    way_out = "set it, or write ${oc.env:NAME,default}" if is_variable else "for a literal ${ write \\${"
+    return f"{key} cannot be resolved: {problem}; {way_out}" + (f" ({place})" if place else "")
+
+
+def _first_paragraph(error: Exception) -> str:
+    """The message without Hydra's search paths, links and key dumps; of the cause, where the error says nothing."""
+    text = str(error).strip() or str(error.__cause__ or type(error).__name__)
+    lines = re.split(r"\n\s*\n|\n\s+full_key:", text)[0].splitlines()
+    return " ".join(line.strip() for line in lines if "https://" not in line)
+
+
+def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...]) -> list[Path]:
+    path = path.resolve()
+    if path in trail:
+        circle = " -> ".join(shown_path(file) for file in (*trail[trail.index(path) :], path))
+        raise ConfigError(f"defaults lists name each other in a circle: {circle}")
+    root = read_yaml(path)
+    files = [path]
+    for key, value in root.value if root is not None else ():
+        if key.value == "defaults":
+            for target in _targets(value, path, config_dir):
+                files += _chain(target, config_dir, (*trail, path))
+    return files
+
+
+def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:
+    """The files one defaults list names."""
+    if not isinstance(defaults, yaml.SequenceNode):
+        place = f"{shown_path(path)}:{defaults.start_mark.line + 1}"
+        raise ConfigError(f"{place} defaults is no list; write `defaults: [name, _self_]`")
+    for entry in defaults.value:
+        place = f"{shown_path(path)}:{entry.start_mark.line + 1}"
+        for keywords, name, package in _names(entry, place):
+            if name == "_self_" or "override" in keywords or "${" in name:
+                continue
+            if name.startswith("../") and not package:
+                raise ConfigError(f"{place} defaults entry {name}: for a file outside the folder write {name}@_global_")
+            folder = config_dir if name.startswith("/") else path.parent
+            target = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"
+            if target.is_file():
+                yield target
+            elif "optional" not in keywords:
+                raise ConfigError(f"{place} defaults entry {name}: {missing_file_text(target)}")
+
+
+def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
+    """(keywords, name, package) of one entry: `name`, `group: option` or `group: [options]`."""
+    if isinstance(entry, yaml.ScalarNode):
+        pairs = [(entry.value, "")]
+    elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
+        group, options = entry.value[0]
+        chosen = options.value if isinstance(options, yaml.SequenceNode) else [options]
+        pairs = [(group.value, f"/{option.value}") for option in chosen if option.value not in ("null", "~", "")]
+    else:
+        raise ConfigError(f"{place} defaults entry is neither `name` nor `group: name`")
+    for text, suffix in pairs:
+        match = _ENTRY.match(text)
+        if match is None:
+            raise ConfigError(f"{place} defaults entry {text!r} names no file")
+        yield match["keywords"], match["name"].strip() + suffix, match["package"] or ""
+
+
+def missing_file_text(path: Path) -> str:
+    """Says that a config file is missing, with the nearest name in its folder."""
+    if path.is_dir():
+        return f"{shown_path(path)} is a directory; name a YAML file in it"
+    stems = [file.stem for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(path.stem, sorted(stems), n=1, cutoff=0.6)
+    if nearest:
+        return f"{shown_path(path)} does not exist; did you mean {shown_path(path.with_name(nearest[0] + '.yaml'))}?"
+    folder = "" if path.parent.is_dir() else f", nor does the folder {shown_path(path.parent)}"
+    return f"{shown_path(path)} does not exist{folder}"

@@ -1,0 +1,53 @@
+"""What is said to a user whose input is wrong: one message that names the key, the place, the value and the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong: a key, a file, a row of data. The message is all a user needs; the exit code is 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a key was written. Example: `Location("configs/demo_sft.yaml", 7)` or `Location("the command line")`."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, before its place is known.
+
+    Example: `Problem(("policy.optimizer.lr",), "policy.optimizer.lr is -1.0; it must be above 0")`.
+    """
+
+    keys: tuple[str, ...]
+    """The dotted keys that take part, the one to look at first in front."""
+    text: str
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.location is None else f"{self.text} ({self.location})"
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise one ConfigError that lists all `problems`; do nothing if there are none."""
+    if len(problems) == 1:
+        raise ConfigError(str(problems[0]))
+    if problems:
+        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def shown_path(path: Path) -> str:
+    """`path` as a user would type it: relative where it lies under the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

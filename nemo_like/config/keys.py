@@ -1,0 +1,179 @@
+"""The schema seen as dotted keys: which exist, of which type, and which one was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+
+Kind = Literal["sft", "grpo"]
+
+RUN_CONFIGS: dict[Kind, type[RunConfig]] = {"sft": SftRunConfig, "grpo": GrpoRunConfig}
+
+_FOREIGN_NAMES = {
+    "actor_rollout_ref": "policy",
+    "adv_estimator": "grpo.advantage.baseline",
+    "beta": "loss_fn.reference_policy_kl_penalty",
+    "clip_ratio_high": "loss_fn.ratio_clip_max",
+    "clip_ratio_low": "loss_fn.ratio_clip_min",
+    "env": "reward.functions",
+    "epsilon": "loss_fn.ratio_clip_min",
+    "epsilon_high": "loss_fn.ratio_clip_max",
+    "exp_name": "run_name",
+    "experiment_name": "run_name",
+    "gradient_checkpointing": "policy.activation_checkpointing",
+    "group_size": "grpo.num_generations_per_prompt",
+    "kl_coef": "loss_fn.reference_policy_kl_penalty",
+    "learning_rate": "policy.optimizer.lr",
+    "loss_agg_mode": "loss_fn.normalization",
+    "loss_type": "loss_fn.normalization",
+    "max_completion_length": "policy.generation.max_new_tokens",
+    "max_response_length": "policy.generation.max_new_tokens",
+    "max_length": "policy.max_total_sequence_length",
+    "max_prompt_length": "policy.max_total_sequence_length",
+    "max_seq_length": "policy.max_total_sequence_length",
+    "max_steps": "max_num_steps",
+    "max_tokens_per_microbatch": "train_mb_tokens",
+    "max_tokens_per_gpu": "train_mb_tokens",
+    "micro_batch_size": "policy.train_micro_batch_size",
+    "model": "policy.model_name",
+    "model_name_or_path": "policy.model_name",
+    "model_path": "policy.model_name",
+    "n_gpus_per_node": "cluster.gpus_per_node",
+    "nnodes": "cluster.num_nodes",
+    "normalize_rewards": "grpo.advantage.normalize",
+    "num_epochs": "sft.max_num_epochs",
+    "num_generations": "grpo.num_generations_per_prompt",
+    "num_train_epochs": "sft.max_num_epochs",
+    "output_path": "output_dir",
+    "per_device_train_batch_size": "policy.train_micro_batch_size",
+    "ppo_max_token_len_per_gpu": "train_mb_tokens",
+    "ppo_mini_batch_size": "policy.train_global_batch_size",
+    "save_interval": "checkpointing.save_period",
+    "save_steps": "checkpointing.save_period",
+    "scale_rewards": "grpo.advantage.normalize",
+    "token_level_loss": "loss_fn.normalization",
+    "tokenizer": "policy.tokenizer_name",
+    "total_epochs": "sft.max_num_epochs",
+    "train_batch_size": "policy.train_global_batch_size",
+    "train_files": "data.train_path",
+    "use_leave_one_out_baseline": "grpo.advantage.baseline",
+    "val_files": "data.validation_path",
+}
+"""What other tools call it -> our key, or its end where several sections have it. Suggested, never accepted."""
+
+_MAX_SUGGESTIONS = 3
+
+
+@cache
+def field_types(section: type) -> dict[str, Any]:
+    """Name -> resolved type of each field of a config dataclass, in order."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def without_none(annotation: Any) -> tuple[Any, bool]:
+    """(`X`, True) of `X | None`, else (`annotation`, False)."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        others = [part for part in get_args(annotation) if part is not type(None)]
+        assert len(others) == 1, f"{annotation}: the schema has no unions but X | None"
+        return others[0], True
+    return annotation, False
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether the annotation is a config dataclass."""
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def is_open_section(annotation: Any) -> bool:
+    """Whether it is a mapping whose keys the user names, such as `reward.functions`."""
+    return get_origin(annotation) is dict
+
+
+def child_types(annotation: Any) -> Mapping[str, Any] | None:
+    """Fields of a section; None for anything else."""
+    return field_types(annotation) if is_section(annotation) else None
+
+
+def type_at(root: Any, path: str) -> Any | None:
+    """The type of the dotted key `path` below `root`; None if the schema has no such key. The empty path is `root`."""
+    annotation = root
+    for name in path.split(".") if path else ():
+        annotation, _ = without_none(annotation)
+        if is_open_section(annotation):
+            annotation = get_args(annotation)[1]
+        elif is_section(annotation) and name in field_types(annotation):
+            annotation = field_types(annotation)[name]
+        else:
+            return None
+    return annotation
+
+
+def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of the schema with its type, sections included; a user-named level is written `*`."""
+    for name, annotation in field_types(root).items():
+        path = f"{prefix}{name}"
+        yield path, annotation
+        inner, _ = without_none(annotation)
+        if is_open_section(inner):
+            yield from all_keys(get_args(inner)[1], f"{path}.*.")
+        elif is_section(inner):
+            yield from all_keys(inner, f"{path}.")
+
+
+def leaf_keys(root: type) -> list[str]:
+    """Every dotted key that takes a value: what a user can set."""
+    return [path for path, annotation in all_keys(root) if not is_section(annotation) and not is_open_section(annotation)]
+
+
+def unknown_key_text(kind: Kind, path: str) -> str:
+    """The message for a key that the schema of `kind` has not: the nearest spelling, or where the key lives."""
+    root = RUN_CONFIGS[kind]
+    for other, config in RUN_CONFIGS.items():
+        if other != kind and type_at(config, path) is not None:
+            return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"
+    unknown, rest = _split_at_unknown(root, path)
+    nearest = [key + rest if type_at(root, key + rest) is not None else key for key in suggest_keys(root, unknown)]
+    suggestions = nearest or suggest_keys(root, path)
+    if suggestions:
+        return f"unknown key {path}; did you mean {' or '.join(suggestions)}?"
+    parent = unknown.rpartition(".")[0]
+    siblings = child_types(type_at(root, parent))
+    return f"unknown key {path}" + (f"; {parent or 'the top level'} has {', '.join(siblings)}" if siblings else "")
+
+
+def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
+    """Example: `policy.optimzer.lr` -> (`policy.optimzer`, `.lr`)."""
+    names = path.split(".")
+    for end in range(1, len(names)):
+        if type_at(root, ".".join(names[:end])) is None:
+            return ".".join(names[:end]), "." + ".".join(names[end:])
+    return path, ""
+
+
+def suggest_keys(root: type, path: str) -> list[str]:
+    """At most three existing keys for the unknown `path`, the likeliest first.
+
+    A name from another tool, then the same name in another section, then a like name in the same section, then the
+    whole path. Examples: `policy.seqence_packing` -> `policy.sequence_packing`; `policy.lr` -> `policy.optimizer.lr`.
+    """
+    keys = [key for key, _ in all_keys(root) if "*" not in key]
+    parent, _, name = path.rpartition(".")
+    siblings = [key for key in keys if key.rpartition(".")[0] == parent]
+    names = {key.rpartition(".")[2]: key for key in siblings}
+    like_names = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)]
+    foreign = _FOREIGN_NAMES.get(name)
+    from_elsewhere = [key for key in keys if foreign is not None and (key == foreign or key.endswith(f".{foreign}"))]
+    same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    found = from_elsewhere or [*like_names, *same_name]
+    if not found:
+        # A long common path must not make names alike that are not.
+        alike = [key for key in keys if difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() >= 0.6]
+        found = difflib.get_close_matches(path, alike, n=1, cutoff=0.7)
+    return list(dict.fromkeys(found))[:_MAX_SUGGESTIONS]

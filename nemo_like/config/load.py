@@ -1,0 +1,95 @@
+"""`load_config`: a YAML file and overrides in, a checked config out, or one ConfigError that says what to change.
+
+Relative paths inside a config are taken from the working directory; the files of a defaults list from the file that
+names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, overload
+
+import yaml
+
+from nemo_like.config.build import build_config, to_dict
+from nemo_like.config.check import find_problems
+from nemo_like.config.compose import compose_plain, defaults_chain, find_layers, hydra_session, missing_file_text
+from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
+from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
+from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides
+from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.source import Sources, check_keys, read_yaml, record
+
+__all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
+
+
+@overload
+def load_config(kind: Literal["sft"], path: Path, overrides: Sequence[str] = ()) -> SftRunConfig: ...
+@overload
+def load_config(kind: Literal["grpo"], path: Path, overrides: Sequence[str] = ()) -> GrpoRunConfig: ...
+@overload
+def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> SftRunConfig | GrpoRunConfig: ...
+
+
+def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Compose the file and the overrides over the schema's defaults, check all that needs no data, build.
+
+    Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`. Raises ConfigError.
+    """
+    path = _config_file(path)
+    defaults_chain(path)  # Hydra recurses without end on a circle, and says less about what is missing
+    parsed = parse_overrides(overrides, path.parent)
+    texts = [override.for_hydra(kind) for override in parsed]
+    sources = Sources()
+    with hydra_session(kind, path):
+        unknown = [*check_override_keys(kind, parsed)]
+        for layer in find_layers(path, [override.text for override in parsed if override.chooses_file]):
+            root = read_yaml(layer.path)
+            if root is not None:
+                unknown += check_keys(kind, root, layer.prefix, layer.path)
+                record(sources, root, layer.prefix, layer.path)
+        raise_problems(unknown)
+        record_overrides(sources, parsed)
+        plain = compose_plain(texts, sources)
+    config, problems = build_config(RUN_CONFIGS[kind], plain, sources)
+    raise_problems(problems)
+    assert config is not None
+    raise_problems([_located(problem, sources) for problem in find_problems(config)])
+    return config
+
+
+def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
+    """The job a config is for, told from the sections only one job has. Raises ConfigError if that is not clear."""
+    path = _config_file(path)
+    roots = [read_yaml(file) for file in defaults_chain(path)]
+    names = {key.value for root in roots if root is not None for key, _ in root.value}
+    names |= {override.key.partition(".")[0] for override in parse_overrides(overrides, path.parent)}
+    shared = field_types(RunConfig)
+    own = {kind: [name for name in field_types(config) if name not in shared] for kind, config in RUN_CONFIGS.items()}
+    found: list[Kind] = [kind for kind in RUN_CONFIGS if names & set(own[kind])]
+    if len(found) == 1:
+        return found[0]
+    sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
+    problem = "has sections of several jobs" if found else "has no section that says which job it is for"
+    raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole resolved config; loading the text gives an equal config."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def _config_file(path: Path) -> Path:
+    path = Path(path).absolute()
+    if not path.is_file():
+        raise ConfigError(f"config file {missing_file_text(path)}")
+    if path.suffix != ".yaml":
+        raise ConfigError(f"config file {shown_path(path)} must be named .yaml")
+    return path
+
+
+def _located(problem: Problem, sources: Sources) -> Problem:
+    places = [sources.written[key].location for key in problem.keys if key in sources.written]
+    return replace(problem, location=places[0]) if places else problem

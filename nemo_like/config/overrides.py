@@ -1,0 +1,124 @@
+"""Overrides from the command line: `key=value` sets, `+key=value` adds, `~key` goes back to the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from nemo_like.config.errors import ConfigError, Location, Problem
+from nemo_like.config.keys import (
+    RUN_CONFIGS,
+    Kind,
+    is_open_section,
+    is_section,
+    type_at,
+    unknown_key_text,
+    without_none,
+)
+from nemo_like.config.source import Sources, Written
+
+COMMAND_LINE = Location("the command line")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOverride:
+    """One override. Example: `policy.optimizer.lr=1e-4` has the value 0.0001, spelled `1e-4`."""
+
+    key: str
+    value: Any
+    spelled: str
+    is_delete: bool
+    chooses_file: bool
+    """It picks a file of a config group (a folder), as in `policy=qwen`, and sets no key."""
+    text: str
+
+    def for_hydra(self, kind: Kind) -> str:
+        """The override in Hydra's words.
+
+        Every key of the schema has a default, so `+key` and `key` mean the same; `++` is both. Hydra cannot delete a
+        key that holds null, so a key that may hold it is set to null instead, which is its default.
+        """
+        if self.chooses_file:
+            return self.text
+        if not self.is_delete:
+            return "++" + self.text.lstrip("+")
+        may_be_null = without_none(type_at(RUN_CONFIGS[kind], self.key))[1]
+        return f"++{self.key}=null" if may_be_null else self.text
+
+
+def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverride]:
+    """Parse `texts`; raises ConfigError, with the override and what to write, for one that does not parse."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            raise ConfigError(f"override {text!r} does not parse: {_syntax_hint(text)}") from error
+        if override.is_sweep_override():
+            raise ConfigError(f"override {text!r} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text")
+        parsed.append(_parsed(override, text, config_dir))
+    return parsed
+
+
+def check_override_keys(kind: Kind, overrides: Sequence[ParsedOverride]) -> Iterator[Problem]:
+    """Keys the schema has not, also inside values like `{lr: 1}`."""
+    for override in overrides:
+        if not override.chooses_file:
+            yield from _check_key(kind, override.key, override.value)
+
+
+def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> None:
+    """Remember which keys the command line set."""
+    for override in overrides:
+        if override.chooses_file:
+            continue
+        if not isinstance(override.value, dict):
+            sources.forget(override.key)
+        _record(sources, override.key, override.value, override.spelled)
+
+
+def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
+    key = override.key_or_group
+    value = override.value()
+    is_folder = "/" in key or override.package is not None or (config_dir / key).is_dir()
+    return ParsedOverride(
+        key=key,
+        value=value,
+        spelled=text.partition("=")[2].strip(),
+        is_delete=override.is_delete(),
+        chooses_file=is_folder and (override.is_delete() or isinstance(value, str | list)),
+        text=text,
+    )
+
+
+def _syntax_hint(text: str) -> str:
+    if "=" not in text and not text.startswith("~"):
+        return f"write {text}=VALUE"
+    value = text.partition("=")[2]
+    if any(character in value for character in "=,:'\"()[]{}\\ ") and not value.startswith(("[", "{", "'", '"')):
+        return f"quote the value twice, once for the shell: {text.partition('=')[0]}=\"'...'\""
+    return "write key=value, +key=value or ~key, with dots between sections, e.g. policy.optimizer.lr=1e-4"
+
+
+def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
+    annotation = type_at(RUN_CONFIGS[kind], key)
+    if annotation is None:
+        yield Problem((key,), unknown_key_text(kind, key), COMMAND_LINE)
+    elif isinstance(value, dict) and (is_section(annotation) or is_open_section(annotation)):
+        for name, inner in value.items():
+            yield from _check_key(kind, f"{key}.{name}", inner)
+
+
+def _record(sources: Sources, key: str, value: Any, spelled: str | None) -> None:
+    is_plain = spelled is not None and not spelled.startswith(("'", '"', "[", "{"))
+    sources.written[key] = Written(COMMAND_LINE, spelled if is_plain else None)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _record(sources, f"{key}.{name}", inner, None)

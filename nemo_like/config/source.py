@@ -1,0 +1,197 @@
+"""YAML files read with the place of every key, so that an error can say file and line. It composes nothing.
+
+Hydra merges the files; this module reads the same files beside it, and what it keeps of each value is where it was
+written and how it was spelled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_like.config.errors import ConfigError, Location, Problem, shown_path
+from nemo_like.config.keys import (
+    RUN_CONFIGS,
+    Kind,
+    child_types,
+    is_open_section,
+    is_section,
+    type_at,
+    unknown_key_text,
+    without_none,
+)
+
+_STR_TAG = "tag:yaml.org,2002:str"
+_NULL_TAG = "tag:yaml.org,2002:null"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a key was last set: where, and its value as it was spelled if it is a plain (unquoted) scalar."""
+
+    location: Location
+    spelled: str | None = None
+
+
+@dataclass
+class Sources:
+    """Dotted key -> where it was last written. Later files and the command line replace what earlier ones said."""
+
+    written: dict[str, Written] = field(default_factory=dict)
+
+    def locate(self, path: str) -> Location | None:
+        """The place of `path`, or of the nearest section above it that was written down; None if nothing was."""
+        while path:
+            if path in self.written:
+                return self.written[path].location
+            path = path.rpartition("[" if path.endswith("]") else ".")[0]
+        return None
+
+    def spelled(self, path: str) -> str | None:
+        """The text of an unquoted scalar, e.g. `007` where YAML made it the number 7; None if it is not known."""
+        written = self.written.get(path)
+        return None if written is None else written.spelled
+
+    def forget(self, path: str) -> None:
+        """Drop `path` and all below it: a value that is about to be replaced."""
+        below = re.compile(re.escape(path) + r"($|[.\[])")
+        self.written = {key: value for key, value in self.written.items() if not below.match(key)}
+
+
+def read_yaml(path: Path) -> yaml.MappingNode | None:
+    """The root mapping of a YAML file, None if the file is empty.
+
+    Raises ConfigError, with file and line, if it cannot be read, is not YAML, is not a mapping or has a key twice.
+    """
+    name = shown_path(path)
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not a YAML text file: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(yaml_error_text(error, path)) from error
+    if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _NULL_TAG):
+        return None
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{name} holds {_kind_of(root)}; a config is a mapping of sections, such as `policy:`")
+    _refuse_duplicates(root, path, set())
+    return root
+
+
+def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
+    """One line for what the YAML parser found."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return f"{shown_path(path)} is not valid YAML: {error}"
+    problem = f"{error.problem}" + (f" ({error.context})" if error.context else "")  # type: ignore[union-attr]
+    hint = "; indent with spaces" if "'\\t'" in problem else ""
+    return f"{shown_path(path)}:{mark.line + 1} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
+
+
+def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
+    """Unknown keys and sections that are no mappings in one file, whose content stands under the dotted `prefix`."""
+    yield from _check_section(kind, root, prefix, shown_path(path), is_root=True)
+
+
+def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) -> None:
+    """Remember where every key of one file stands."""
+    _record(sources, root, prefix, shown_path(path))
+
+
+def _check_section(kind: Kind, node: yaml.MappingNode, prefix: str, source: str, *, is_root: bool = False) -> Iterator[Problem]:
+    for key_node, value in _items(node):
+        location = Location(source, key_node.start_mark.line + 1)
+        path = f"{prefix}.{key_node.value}" if prefix else key_node.value
+        if is_root and key_node.value == "defaults":
+            continue
+        annotation = None if key_node.tag != _STR_TAG else type_at(RUN_CONFIGS[kind], path)
+        if annotation is None:
+            yield Problem((path,), _unknown_text(kind, prefix, key_node), location)
+            continue
+        annotation, _ = without_none(annotation)
+        if not (is_section(annotation) or is_open_section(annotation)):
+            continue
+        if isinstance(value, yaml.MappingNode):
+            yield from _check_section(kind, value, path, source)
+        elif "${" not in str(value.value):
+            yield Problem((path,), _not_a_section_text(path, annotation, value), location)
+
+
+def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
+    path = f"{prefix}.{key_node.value}" if prefix else key_node.value
+    if "." in key_node.value and type_at(RUN_CONFIGS[kind], path) is not None:
+        return f"{key_node.value} is one key with dots in it; in YAML write nested sections, dots are for overrides"
+    return unknown_key_text(kind, path)
+
+
+def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
+    keys = child_types(annotation)
+    examples = "names of your choice" if keys is None else ", ".join(list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
+    if value.tag == _NULL_TAG:
+        return f"{path} is empty; remove the line or give it keys ({examples})"
+    return f"{path} is {_kind_of(value)}; it is a section with keys ({examples})"
+
+
+def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) -> None:
+    for key_node, value in _items(node):
+        path = f"{prefix}.{key_node.value}" if prefix else key_node.value
+        if not isinstance(value, yaml.MappingNode):
+            sources.forget(path)
+        sources.written[path] = _written(value, source, key_node.start_mark.line + 1)
+        if isinstance(value, yaml.MappingNode):
+            _record(sources, value, path, source)
+        elif isinstance(value, yaml.SequenceNode):
+            for index, item in enumerate(value.value):
+                sources.written[f"{path}[{index}]"] = _written(item, source, item.start_mark.line + 1)
+
+
+def _written(node: yaml.Node, source: str, line: int) -> Written:
+    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    return Written(Location(source, line), node.value if is_plain else None)
+
+
+def _items(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Keys and values of a mapping, with those merged in by `<<` first."""
+    own = []
+    for key, value in node.value:
+        if key.tag != _MERGE_TAG:
+            own.append((key, value))
+            continue
+        for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if isinstance(part, yaml.MappingNode):
+                yield from _items(part)
+    yield from own
+
+
+def _refuse_duplicates(node: yaml.Node, path: Path, ancestors: set[int]) -> None:
+    """Also refuses keys that are no scalars, and an anchor that contains itself."""
+    if id(node) in ancestors:
+        raise ConfigError(f"{shown_path(path)}:{node.start_mark.line + 1} contains itself through an alias")
+    children = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        first_lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{shown_path(path)}:{line} has {_kind_of(key)} as a key; keys are plain words")
+            if key.value in first_lines and key.tag != _MERGE_TAG:
+                first = first_lines[key.value]
+                raise ConfigError(f"{shown_path(path)}:{line} has the key {key.value} again; it is in line {first} already")
+            first_lines[key.value] = line
+            children.append(value)
+    for child in children:
+        _refuse_duplicates(child, path, ancestors | {id(node)})
+
+
+def _kind_of(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    return "a list" if isinstance(node, yaml.SequenceNode) else f"the value {node.value!r}"
