@@ -1,0 +1,236 @@
+"""Conversations to token ids, and which of them carry loss. The words come from the tokenizer's chat template.
+
+Loss is on what the model itself would write: an assistant turn's text and the token that ends the turn. Which part of
+the rendered text that is, is found for any template: `{% generation %}` blocks are believed where there are some;
+otherwise the conversation is rendered up to each assistant turn with the generation prompt, and there the turn begins.
+
+A tokenizer without a chat template gets the plain rule: each turn's text, then a line break after turns of others and
+the end-of-sequence token after the assistant's; the beginning-of-sequence token first if the tokenizer puts one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import Message
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Span = tuple[int, int]
+"""Characters [start, end) of the rendered text."""
+
+
+class ChatEncoder:
+    """Encodes conversations (`encode_sft`) and what comes before an answer (`encode_prompt`).
+
+    Example with ChatML: user "2+2=?", assistant "4" is `<|im_start|>user\\n2+2=?<|im_end|>\\n<|im_start|>assistant\\n`,
+    which is the prompt, and `4<|im_end|>`, which carries the loss.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        prompt_template: str | None = None,
+        train_on: Literal["assistant", "all"] = "assistant",
+    ) -> None:
+        """`system_prompt` opens conversations that have no system turn; `prompt_template` goes around every user turn.
+
+        Raises ConfigError for a tokenizer without an end-of-sequence token or that cannot say where in the text a token
+        stands, and for a template that is not a format string with `{prompt}`.
+        """
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no eos token, so no row could end; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no tokenizer.json; the loss mask needs one that knows "
+                "where in the text each token stands"
+            )
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        self._system_prompt = system_prompt
+        self._prompt_template = prompt_template
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+        self._special_texts = tuple({*tokenizer.all_special_tokens, *added})
+        self._marks_generation = bool(tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template)))
+        self._bos_text = _bos_text(tokenizer)
+        _check_prompt_template(prompt_template)
+
+    @property
+    def eos_token_id(self) -> int:
+        return _token_id(self.tokenizer.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's; where it has none the eos token, as padding is never attended to nor trained."""
+        return self.eos_token_id if self.tokenizer.pad_token_id is None else _token_id(self.tokenizer.pad_token_id)
+
+    def encode_sft(self, messages: Sequence[Message]) -> EncodedRow:
+        """Token ids up to the end of the last assistant turn (`train_on="all"`: of the conversation), and their mask.
+
+        Raises ConfigError if there is no assistant turn to be found, or the template refuses the messages.
+        """
+        messages = self._prepare(messages)
+        if self._marks_generation and self.train_on == "assistant":
+            return self._encode_marked(messages)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ConfigError("there is no assistant turn to learn from")
+        text, spans = self._render_with_spans(messages) if self.tokenizer.chat_template else self._plain(messages)
+        if self.train_on == "all":
+            spans = [(0, len(text))]
+        text = text[: spans[-1][1]]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+        mask = np.zeros(len(starts), dtype=np.uint8)
+        # A token that begins before the turn also holds text of the prompt; the model is never asked to write it.
+        for start, end in spans:
+            mask[(starts >= start) & (starts < end)] = 1
+        return EncodedRow(np.array(encoded["input_ids"], dtype=np.int32), mask)
+
+    def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """int32 [L]: the conversation and the opening of the assistant's turn."""
+        messages = self._prepare(messages)
+        text = self._render(messages, opening=True) if self.tokenizer.chat_template else self._plain(messages)[0]
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def marked_text(self, row: EncodedRow) -> str:
+        """The row decoded, with the trained parts between ⟦ and ⟧."""
+        edges = np.flatnonzero(np.diff(row.token_mask)) + 1
+        parts = []
+        for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
+            text = self.tokenizer.decode(ids.tolist())
+            parts.append(f"⟦{text}⟧" if len(mask) and mask[0] else str(text))
+        return "".join(parts)
+
+    def _prepare(self, messages: Sequence[Message]) -> list[Message]:
+        prepared = list(messages)
+        if self._system_prompt is not None and not any(message["role"] == "system" for message in messages):
+            prepared.insert(0, {"role": "system", "content": self._system_prompt})
+        template = self._prompt_template
+        if template is None:
+            return prepared
+        return [
+            {**message, "content": template.format(prompt=message["content"])} if message["role"] == "user" else message
+            for message in prepared
+        ]
+
+    def _render(self, messages: Sequence[Message], *, opening: bool = False) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening))
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}: {error}"
+            ) from error
+
+    def _encode_marked(self, messages: list[Message]) -> EncodedRow:
+        encoded = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.array(encoded["assistant_masks"], dtype=np.uint8)  # type: ignore[index]
+        trained = np.flatnonzero(mask)
+        if len(trained) == 0:
+            raise ConfigError("the chat template's {% generation %} blocks mark no token of this conversation")
+        end = trained[-1] + 1
+        return EncodedRow(np.array(encoded["input_ids"], dtype=np.int32)[:end], mask[:end])  # type: ignore[index]
+
+    def _render_with_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        """The text, and the assistant's parts of it; it ends where the last of them does unless all is trained."""
+        full = self._render(messages)
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [self._span(messages, turn, full) for turn in turns]
+        if self.train_on == "all" and turns[-1] < len(messages) - 1:
+            return full, spans
+        start, end = spans[-1]
+        text = full[:end]
+        if not text.endswith(self._special_texts):
+            text += str(self.tokenizer.eos_token)
+        return text, [*spans[:-1], (start, len(text))]
+
+    def _span(self, messages: list[Message], turn: int, full: str) -> Span:
+        if turn:
+            start = _common_prefix(self._render(messages[:turn], opening=True), full)
+        else:
+            start = _common_prefix(self._with_other_text(messages, turn), full)
+        end = self._turn_end(messages, turn, full)
+        if not start < end:
+            raise ConfigError(
+                f"turn {turn} of the conversation cannot be found in what the chat template renders; mark it in the "
+                "template with {% generation %}, or set data.train_on=all"
+            )
+        # A line break behind the token that ends the turn belongs to the template, not to what the model writes.
+        trimmed = full[start:end].rstrip()
+        return (start, start + len(trimmed)) if trimmed.endswith(self._special_texts) else (start, end)
+
+    def _turn_end(self, messages: list[Message], turn: int, full: str) -> int:
+        up_to_turn = self._render(messages[: turn + 1])
+        if full.startswith(up_to_turn):
+            return len(up_to_turn)
+        # Some templates write a turn otherwise once it is no longer the last (they drop its reasoning). What follows
+        # the turn's text is then looked up where it is the last, and found again behind the text here.
+        text_end = len(up_to_turn) - _common_suffix(self._with_other_text(messages[: turn + 1], turn), up_to_turn)
+        behind = up_to_turn[text_end:]
+        text_end = len(full) - _common_suffix(self._with_other_text(messages, turn), full)
+        return text_end + _common_prefix(full[text_end:], behind)
+
+    def _with_other_text(self, messages: list[Message], turn: int) -> str:
+        """The conversation rendered with another text for `turn`: its first and last characters differ."""
+        text = str(messages[turn].get("content", "")).strip()
+        first, last = ("1" if text[at : at + 1 or None] == "0" else "0" for at in (0, -1))
+        return self._render([*messages[:turn], {**messages[turn], "content": first + last}, *messages[turn + 1 :]])
+
+    def _plain(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        text, spans = self._bos_text, []
+        for message in messages:
+            if message["role"] == "assistant":
+                start = len(text)
+                text += message["content"] + str(self.tokenizer.eos_token)
+                spans.append((start, len(text)))
+            else:
+                text += message["content"] + "\n"
+        return text, spans
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """Number of characters in which both begin alike."""
+    if right.startswith(left):
+        return len(left)
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def _common_suffix(left: str, right: str) -> int:
+    return _common_prefix(left[::-1], right[::-1])
+
+
+def _token_id(value: object) -> int:
+    assert isinstance(value, int), f"a token id is an int, not {value!r}"
+    return value
+
+
+def _bos_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    begins = tokenizer("")["input_ids"]
+    return str(tokenizer.bos_token) if tokenizer.bos_token_id is not None and tokenizer.bos_token_id in begins else ""  # type: ignore[operator]
+
+
+def _check_prompt_template(template: str | None) -> None:
+    if template is None:
+        return
+    try:
+        formatted = template.format(prompt="\0")
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"data.prompt_template {template!r} is not a format string: {error!r}; "
+            "braces that are not {prompt} are written twice: {{ and }}"
+        ) from error
+    if "\0" not in formatted:
+        raise ConfigError(f"data.prompt_template {template!r} has no {{prompt}}, so the question would be lost")

@@ -1,0 +1,88 @@
+"""Row operations on one column of a batch: a tensor [B, ...], an array [B, ...], a Jagged or a list of B entries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_like.data.jagged import Jagged
+
+Column = Tensor | np.ndarray | Jagged | list
+
+
+def num_rows(name: str, column: Any) -> int:
+    """B. Raises TypeError for what cannot be a column."""
+    if isinstance(column, (Tensor, np.ndarray)) and column.ndim == 0:
+        raise TypeError(f"column {name!r} is a single number; a column has one entry per row")
+    if not isinstance(column, (Tensor, np.ndarray, Jagged, list)):
+        raise TypeError(f"column {name!r} is a {type(column).__name__}; a column is a torch.Tensor, np.ndarray, Jagged or list")
+    return len(column)
+
+
+def take_rows(column: Column, rows: np.ndarray) -> Column:
+    """The given rows (int64 [n]) in the given order, copied once. Entries of lists stay the same objects."""
+    if isinstance(column, Tensor):
+        return column[torch.from_numpy(rows).to(column.device)]
+    if isinstance(column, Jagged):
+        return column.take(rows)
+    if isinstance(column, list):
+        return [column[row] for row in rows.tolist()]
+    return column[rows]
+
+
+def slice_rows(column: Column, start: int, stop: int) -> Column:
+    """Rows [start, stop), as a view except for lists."""
+    return column.slice(start, stop) if isinstance(column, Jagged) else column[start:stop]
+
+
+def repeat_rows(column: Column, num_repeats: int) -> Column:
+    """Each row `num_repeats` times, side by side; entries of lists are deep copies, so each can be changed alone."""
+    if isinstance(column, Tensor):
+        return column.repeat_interleave(num_repeats, dim=0)
+    if isinstance(column, list):
+        return [copy.deepcopy(entry) for entry in column for _ in range(num_repeats)]
+    rows = np.repeat(np.arange(len(column), dtype=np.int64), num_repeats)
+    return take_rows(column, rows)
+
+
+def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
+    """At most `max_length` along `dim` (dim 1 of a Jagged is its tokens); columns without that dim stay as they are."""
+    if isinstance(column, Jagged):
+        return column.truncate(max_length) if dim == 1 else column
+    if isinstance(column, Tensor):
+        return column.narrow(dim, 0, min(max_length, column.shape[dim])) if column.ndim > dim else column
+    if isinstance(column, np.ndarray) and column.ndim > dim:
+        return column[(slice(None),) * dim + (slice(0, max_length),)]
+    return column
+
+
+def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Column:
+    """All rows of all parts. Tensors and arrays of different size along dim 1 are right-padded with `pad_value` first.
+
+    Raises TypeError where the parts are of different kinds.
+    """
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1:
+        raise TypeError(f"column {name!r} is of several kinds: {sorted(kind.__name__ for kind in kinds)}")
+    first = parts[0]
+    if isinstance(first, Jagged):
+        return Jagged.concat(list(parts))  # type: ignore[arg-type]
+    if isinstance(first, list):
+        return [entry for part in parts for entry in part]
+    size = max((part.shape[1] for part in parts if part.ndim > 1), default=0)  # type: ignore[union-attr]
+    wide = [_pad_dim_1(part, size, pad_value) for part in parts]  # type: ignore[arg-type]
+    return torch.cat(wide) if isinstance(first, Tensor) else np.concatenate(wide)  # type: ignore[arg-type]
+
+
+def _pad_dim_1(part: Any, size: int, pad_value: float) -> Any:
+    if part.ndim < 2 or part.shape[1] == size:
+        return part
+    shape = (part.shape[0], size, *part.shape[2:])
+    padded = part.new_full(shape, pad_value) if isinstance(part, Tensor) else np.full(shape, pad_value, dtype=part.dtype)
+    padded[:, : part.shape[1]] = part
+    return padded

@@ -1,0 +1,274 @@
+"""Rows of text from a file, taken as they are: the format is recognised from the columns, and a bad row is named.
+
+Understood: `messages` (optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's `question` and
+`answer` with `####`. Two shapes come out: `conversation` (what SFT learns) and `question` (what a rollout starts from).
+Nothing is tokenised here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from nemo_like.config.errors import ConfigError, shown_path
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+"""`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat template as they are."""
+
+UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; question + answer with '#### result' (GSM8K)"
+_FORMATS = (("messages",), ("prompt", "completion"), ("prompt", "answer"), ("prompt",), ("question", "answer"))
+_SUFFIXES = ".jsonl, .json, .parquet, or a directory with an Arrow dataset (datasets.save_to_disk) or parquet files"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a rollout starts from.
+
+    Example: the row `{"prompt": "2+2=?", "answer": "4"}` is `Question(messages=[{"role": "user", "content": "2+2=?"}],
+    text="2+2=?", answer="4", row=...)`.
+    """
+
+    messages: list[Message]
+    text: str
+    """The last user turn, as the file has it."""
+    answer: str | None
+    row: Row
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """The rows of one file or directory; all have the same format."""
+
+    rows: list[Row]
+    places: Sequence[str]
+    """Where each row stands. Example: `data/train.jsonl:17`."""
+    format: tuple[str, ...]
+    """The columns the format was recognised by."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return self.rows[index]
+
+
+def load_rows(
+    path: str | Path,
+    *,
+    purpose: Literal["sft", "rl"] = "sft",
+    max_rows: int | None = None,
+    key: str = "data.train_path",
+) -> Rows:
+    """The first `max_rows` rows (default all), each checked for its format and for what `purpose` needs.
+
+    Raises ConfigError that names `key` and the path, or the file, the line and what is wrong with it.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"{key}: there is no {str(path)!r}; give {_SUFFIXES}")
+    rows: list[Row] = []
+    places: list[str] = []
+    columns: tuple[str, ...] = ()
+    for place, row in _reader(path, key)(path):
+        if max_rows is not None and len(rows) >= max_rows:
+            break
+        columns = columns or _recognise(row, place)
+        problem = _problem(row, columns, purpose)
+        if problem:
+            raise ConfigError(f"{place}: {problem}")
+        rows.append(row)
+        places.append(place)
+    if not rows:
+        raise ConfigError(
+            f"{key}: {shown_path(path)} has no rows" + ("" if max_rows is None else f" (the first {max_rows} were asked for)")
+        )
+    return Rows(rows, places, columns)
+
+
+def conversation(row: Row) -> list[Message]:
+    """The turns SFT learns from; the last is an assistant's where the row gives a completion or an answer."""
+    columns = _recognise(row, "row")
+    if columns == ("messages",):
+        return [_without_none(message) for message in row["messages"]]
+    if columns == ("question", "answer"):
+        return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    turns = _turns(row["prompt"], "user")
+    return turns if len(columns) == 1 else turns + _turns(row[columns[1]], "assistant")
+
+
+def question(row: Row) -> Question:
+    """The turns before the last answer, and the answer. GSM8K: the text behind `####`, without thousands separators."""
+    columns = _recognise(row, "row")
+    answer = row.get("answer")
+    if columns == ("question", "answer"):
+        messages = [{"role": "user", "content": row["question"]}]
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    elif columns == ("messages",):
+        messages = _before_last_answer(conversation(row))
+    else:
+        messages = _turns(row["prompt"], "user")
+    text = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    return Question(messages, text, None if answer is None else str(answer), row)
+
+
+def _recognise(row: Row, place: str) -> tuple[str, ...]:
+    for columns in _FORMATS:
+        if all(row.get(column) is not None for column in columns):
+            return columns
+    raise ConfigError(f"{place}: columns {sorted(row)} are no format that is understood. Understood: {UNDERSTOOD}")
+
+
+def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
+    """What is wrong with a row of this format, or None."""
+    for column in columns:
+        if row.get(column) is None:
+            return f"column {column!r} is missing; the rows before have {' + '.join(columns)}, this one has {sorted(row)}"
+        problem = _text_problem(row[column], column)
+        if problem:
+            return problem
+    if columns == ("question", "answer"):
+        if "####" not in row["answer"]:
+            return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
+        return None
+    if purpose == "sft" and not any(message["role"] == "assistant" for message in conversation(row)):
+        return f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
+    if purpose == "rl" and not question(row).messages:
+        return "there is no turn before the assistant's, so nothing to ask the model"
+    return None
+
+
+def _text_problem(value: Any, column: str) -> str | None:
+    if isinstance(value, str) or (column == "answer" and isinstance(value, int | float) and not isinstance(value, bool)):
+        return None
+    if column not in ("messages", "prompt", "completion"):
+        return f"column {column!r} is {_shown(value)}, not a text"
+    if not isinstance(value, list) or not value:
+        wanted = "a list of messages" if column == "messages" else "a text or a list of messages"
+        return f"column {column!r} is {_shown(value)}, not {wanted}"
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"{column}[{index}] is {_shown(message)}, not an object with role and content"
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return f"{column}[{index}].content is {_shown(message.get('content'))}, not a text"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+
+
+def _turns(value: Any, role: str) -> list[Message]:
+    """A text as one turn of `role`; a list of messages as it is."""
+    return [_without_none(message) for message in value] if isinstance(value, list) else [{"role": role, "content": str(value)}]
+
+
+def _without_none(message: Message) -> Message:
+    """Columnar files fill every key of every message; a key without a value is not there."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _before_last_answer(messages: list[Message]) -> list[Message]:
+    last = messages[-1]["role"] == "assistant"
+    return messages[:-1] if last else messages
+
+
+def _reader(path: Path, key: str) -> Callable[[Path], Iterator[tuple[str, Row]]]:
+    if path.is_dir():
+        return _read_directory
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise ConfigError(f"{key}: {shown_path(path)} ends in {path.suffix!r}; give {_SUFFIXES}")
+    return readers[path.suffix]
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                place = f"{shown_path(path)}:{number}"
+                yield place, _object(_parse(line, place), place)
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
+    rows = _parse(path.read_bytes(), shown_path(path))
+    if not isinstance(rows, list):
+        raise ConfigError(
+            f"{shown_path(path)}: holds {_shown(rows)}, not a list of objects; one object per line is a .jsonl file"
+        )
+    for number, row in enumerate(rows):
+        place = f"{shown_path(path)} row {number}"
+        yield place, _object(row, place)
+
+
+def _parse(data: bytes, place: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 text at byte {error.start + 1}: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
+        raise ConfigError(f"{place}: not valid JSON at {at}: {error.msg}, near {near!r}") from error
+
+
+def _object(value: Any, place: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {_shown(value)} is not an object with columns. Understood: {UNDERSTOOD}")
+    return value
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            batches = file.iter_batches()
+            yield from _batch_rows(batches, shown_path(path))
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{shown_path(path)}: not a parquet file: {error}") from error
+
+
+def _read_directory(path: Path) -> Iterator[tuple[str, Row]]:
+    """What `datasets.save_to_disk` writes (Arrow streams listed in state.json), or parquet files in order of name."""
+    if (path / "dataset_dict.json").exists():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        raise ConfigError(
+            f"{shown_path(path)} holds several splits; name one: " + ", ".join(shown_path(path / split) for split in splits)
+        )
+    if (path / "state.json").exists():
+        for file in json.loads((path / "state.json").read_text())["_data_files"]:
+            yield from _read_arrow(path / file["filename"])
+        return
+    files = sorted(path.glob("*.parquet"))
+    if not files:
+        raise ConfigError(f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or parquet files")
+    for file in files:
+        yield from _read_parquet(file)
+
+
+def _read_arrow(path: Path) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
+            yield from _batch_rows(batches, shown_path(path))
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {error}") from error
+
+
+def _batch_rows(batches: Any, shown: str) -> Iterator[tuple[str, Row]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"{shown} row {number}", row
+            number += 1

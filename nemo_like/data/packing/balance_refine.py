@@ -1,0 +1,149 @@
+"""Assignments of rows to bins and bins to ranks, made and then improved. Decides nothing about how many bins there are.
+
+`Rows` come sorted by work, dearest first; an assignment is the bin of each, int64 [n].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_like.data.packing import balance_kernels, packers
+from nemo_like.data.packing.bounds import microbatch_limits
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What is assigned as a whole (a row, or a group of rows), sorted by work, dearest first."""
+
+    tokens: np.ndarray  # int64 [n]
+    work: np.ndarray  # float64 [n]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Refiner:
+    """Starts and refinement for one shape of schedule."""
+
+    rows: Rows
+    capacity: int
+    """Most tokens of a bin."""
+    num_ranks: int
+    num_bins: int
+    """A multiple of `num_ranks`."""
+    kernels: Any | None
+    """Compiled loops, or None to interpret them."""
+
+    def fill(self, targets: np.ndarray) -> np.ndarray | None:
+        """Each row to the bin that lacks most of its target [K] among those with room; None where that gets stuck."""
+        bin_of = np.zeros(len(self.rows), dtype=np.int64)
+        if self.kernels is not None:
+            fits = self.kernels.fill(self.rows.tokens, self.rows.work, targets.copy(), self.capacity, bin_of)
+            return bin_of if fits else None
+        assigned = bin_of.tolist()
+        fits = balance_kernels.fill(
+            self.rows.tokens.tolist(), self.rows.work.tolist(), targets.tolist(), self.capacity, assigned
+        )
+        return np.asarray(assigned, dtype=np.int64) if fits else None
+
+    def row_targets(self) -> np.ndarray:
+        """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing forces otherwise.
+
+        In turn each microbatch gets an equal share of what is left, or more where a row that fits in none before it
+        forces that; then it takes what work it can hold, and the ones after share the rest.
+        """
+        num_microbatches = self.num_bins // self.num_ranks
+        tops, most_work = microbatch_limits(
+            self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches
+        )
+        targets, left = np.zeros(num_microbatches), float(self.rows.work.sum()) / self.num_ranks
+        held = np.diff(most_work) / self.num_ranks
+        for m in range(num_microbatches):
+            share = left / (num_microbatches - m)
+            targets[m] = max(share, tops[m])
+            left = max(0.0, left - (min(targets[m], held[m]) if targets[m] > share else share))
+        return np.repeat(targets, self.num_ranks)
+
+    def spread(self, packing: packers.Packing) -> np.ndarray:
+        """A packing of these rows over all bins, as far as there are rows, as an assignment."""
+        num_bins = min(self.num_bins, len(self.rows))
+        packing = packers.spread(packing, self.rows.tokens, self.capacity, num_bins, len(self.rows))
+        bin_of = np.empty(len(self.rows), dtype=np.int64)
+        bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
+        return bin_of
+
+    def bin_work(self, bin_of: np.ndarray) -> np.ndarray:
+        return np.bincount(bin_of, self.rows.work, minlength=self.num_bins)
+
+    def lockstep_work(self, bin_of: np.ndarray) -> float:
+        """Sum over microbatches of their dearest bin, bins of like work together."""
+        return float(np.sort(self.bin_work(bin_of))[::-1][:: self.num_ranks].sum())
+
+    def max_rank_work(self, bin_of: np.ndarray, rank_of: np.ndarray) -> float:
+        """Work of the dearest rank; `rank_of` [K]."""
+        return float(np.bincount(rank_of, self.bin_work(bin_of), minlength=self.num_ranks).max())
+
+    def deal(self, bin_work: np.ndarray) -> np.ndarray:
+        """The rank of each bin, int64 [K]: bins of like work form a microbatch, its dearest goes to the rank with least."""
+        order = np.argsort(-bin_work, kind="stable").reshape(-1, self.num_ranks)
+        rank_of, rank_work = np.empty(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks)
+        for bins in order:
+            ranks = np.argsort(rank_work, kind="stable")
+            rank_of[bins] = ranks
+            rank_work[ranks] += bin_work[bins]
+        return rank_of
+
+    def level_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+        """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment, steps taken)."""
+        return self._level(bin_of, np.arange(self.num_bins), max_steps)
+
+    def level_ranks(self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+        """The same for the dearest rank, bins staying where they are."""
+        return self._level(bin_of, rank_of, max_steps)
+
+    def _level(self, bin_of: np.ndarray, unit_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+        num_units = int(unit_of.max()) + 1
+        state = self._state(bin_of, unit_of, num_units)
+        steps, before = 0, np.inf
+        while True:
+            unit_work = np.asarray(state.unit_work)
+            order = np.argsort(-unit_work, kind="stable")
+            row_of = np.empty(num_units, dtype=np.int64)
+            row_of[order] = np.arange(num_units) // self.num_ranks
+            tops = unit_work[order[:: self.num_ranks]]
+            if tops.sum() >= before * (1 - 1e-6) or steps >= max_steps:
+                return np.asarray(state.bin_of, dtype=np.int64), steps
+            before = tops.sum()
+            if self.kernels is None:
+                state = state._replace(row_of=row_of.tolist(), tops=tops.tolist())
+                steps += balance_kernels.level(state, order.tolist(), self.num_ranks, self.capacity, max_steps - steps)
+            else:
+                state = state._replace(row_of=row_of, tops=tops)
+                steps += self.kernels.level(state, order, self.num_ranks, self.capacity, max_steps - steps)
+
+    def _state(self, bin_of: np.ndarray, unit_of: np.ndarray, num_units: int) -> balance_kernels.State:
+        units = unit_of[bin_of]
+        by_unit = np.argsort(units, kind="stable")
+        same = units[by_unit[1:]] == units[by_unit[:-1]]
+        first, following = np.full(num_units, -1), np.full(len(units), -1)
+        following[by_unit[:-1][same]] = by_unit[1:][same]
+        starts = by_unit[np.concatenate([[True], ~same])]
+        first[units[starts]] = starts
+        arrays = (
+            self.rows.tokens,
+            self.rows.work,
+            bin_of.copy(),
+            np.bincount(bin_of, self.rows.tokens, minlength=self.num_bins).astype(np.int64),
+            np.bincount(bin_of, minlength=self.num_bins),
+            unit_of,
+            np.bincount(units, self.rows.work, minlength=num_units),
+            first,
+            following,
+        )
+        if self.kernels is None:
+            arrays = tuple(array.tolist() for array in arrays)
+        return balance_kernels.State(*arrays, row_of=None, tops=None)
