@@ -1,0 +1,307 @@
+"""Columns of rows, and their way to the data-parallel ranks and back. A container: it never plans.
+
+Every question of which rows go where is put to `plan_batch`, and the answer travels with the data as `plan`. A column
+is a torch.Tensor [B, ...], a np.ndarray [B, ...], a Jagged or a list of B entries.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_like.data.columns import Column, concat_rows, num_rows, repeat_rows, slice_rows, take_rows, truncate_rows
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.plan import BatchPlan, PlanSpec, RankPlan, plan_batch
+from nemo_like.distributed.batching_args import DynamicBatchingArgs, SequencePackingArgs, dynamic_spec, packing_spec
+
+__all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict", "unshard"]
+
+
+class BatchedDataDict(UserDict[str, Any]):
+    """Named columns with one entry per row.
+
+    Example: `BatchedDataDict(input_ids=Jagged.from_rows([[1, 2, 3], [4]], np.int32), reward=np.array([1.0, 0.0]))`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.plan: RankPlan | None = None
+        """The microbatches of these rows, where they came from a plan."""
+        self.score_plan: RankPlan | None = None
+        """The same rows and steps in microbatches of another token budget."""
+        super().__init__(*args, **kwargs)
+
+    # The container
+
+    @property
+    def size(self) -> int:
+        """Number of rows, 0 without columns. Raises ValueError if the columns disagree."""
+        sizes = {name: num_rows(name, column) for name, column in self.data.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError("columns disagree on the number of rows: " + ", ".join(f"{name} {n}" for name, n in sizes.items()))
+        return next(iter(sizes.values()), 0)
+
+    @classmethod
+    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
+        """All rows of all batches, in order; batches without columns are skipped.
+
+        Tensors and arrays of different size along dim 1 are right-padded with 0, or with `pad_value_dict[name]`. Raises
+        KeyError for a column that some batches lack. The result has no plan: one plan belongs to one rank's rows.
+        """
+        filled = [batch for batch in batches if len(batch)]
+        if not filled:
+            return cls()
+        names = list(filled[0])
+        for index, batch in enumerate(filled):
+            if set(batch) != set(names):
+                raise KeyError(f"batch {index} has columns {sorted(batch)}, the first has {sorted(names)}; all need the same")
+        pad = pad_value_dict or {}
+        return cls({name: concat_rows(name, [batch[name] for batch in filled], pad.get(name, 0)) for name in names})
+
+    def select_indices(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
+        """The given rows in the given order, copied."""
+        rows = _as_int64(indices)
+        return type(self)({name: take_rows(column, rows) for name, column in self.data.items()})
+
+    def slice(self, start: int, end: int) -> SlicedDataDict:
+        """Rows [start, end), as views where the column allows it; carries no plan (`get_batch` does)."""
+        return SlicedDataDict({name: slice_rows(column, start, end) for name, column in self.data.items()})
+
+    def reorder_data(self, reorder_indices: Sequence[int] | np.ndarray | Tensor) -> None:
+        """In place: the row that is now at i goes to position `reorder_indices[i]`.
+
+        With the indices that `shard_by_batch_size` returned, the rows of all shards, end to end, are in order again.
+        Raises ValueError if the indices are not a permutation of the rows.
+        """
+        target = _as_int64(reorder_indices)
+        if len(target) != self.size or not np.array_equal(np.sort(target), np.arange(len(target))):
+            raise ValueError(f"reorder_data needs each of the {self.size} row positions exactly once, got {len(target)} indices")
+        order = np.argsort(target)
+        self.data = {name: take_rows(column, order) for name, column in self.data.items()}
+        self.plan = self.score_plan = None
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Each row `num_repeats` times in a row; entries of lists are deep copies."""
+        return type(self)({name: repeat_rows(column, num_repeats) for name, column in self.data.items()})
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """In place: columns with `dim` are cut there to at most `truncated_len`; dim 1 of a Jagged is its tokens."""
+        self.data = {name: truncate_rows(column, dim, truncated_len) for name, column in self.data.items()}
+
+    def to(self, device: str | torch.device) -> Self:
+        """In place: tensors move to `device`, the rest stays. Returns self."""
+        self.data = {name: column.to(device) if isinstance(column, Tensor) else column for name, column in self.data.items()}
+        return self
+
+    def get_dict(self) -> dict[str, Any]:
+        """The plain dict of columns."""
+        return self.data
+
+    # To the ranks and back
+
+    def shard(self, plan: BatchPlan, score_plan: BatchPlan | None = None) -> list[SlicedDataDict]:
+        """One shard per data-parallel rank, rows in the order in which the plan visits them, each token copied once.
+
+        `score_plan` must have the same rows on the same ranks and steps (`plan.with_budget`). Raises ValueError if a
+        plan was made for other rows.
+        """
+        if plan.num_rows != self.size:
+            raise ValueError(f"the plan is for {plan.num_rows} rows, the batch has {self.size}")
+        shards = []
+        for dp_rank in range(plan.spec.num_ranks):
+            shard = self._take(plan.rows_of_rank(dp_rank))
+            shard.plan = plan.rank_plan(dp_rank)
+            shard.score_plan = None if score_plan is None else _localize(score_plan, plan, dp_rank)
+            shards.append(shard)
+        return shards
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
+    ) -> list[SlicedDataDict]: ...
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
+        """Rows for `shards` ranks; every `batch_size` rows (default: all) are one global batch, which no row leaves.
+
+        Plain: a list of shards; shard s has the s-th contiguous part of each global batch (`allow_uneven_shards`: the
+        last shards may be short or empty). With packing or dynamic batching: `(shards, sorted_indices)`; each shard
+        carries its plan and has equally many microbatches (dummies of zero rows where rows run out), and
+        `from_batches(shards)`, then `reorder_data(sorted_indices)`, is the input, for any number of global batches.
+        Raises ValueError for sizes that do not divide, both modes at once, or a row above the budget.
+        """
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise ValueError("dynamic_batching_args and sequence_packing_args exclude each other; pass one of them")
+        if allow_uneven_shards and batch_size is not None:
+            raise ValueError("allow_uneven_shards treats all rows as one batch; leave batch_size out")
+        batch_size = self.size if batch_size is None else batch_size
+        if batch_size < 1 or self.size % batch_size:
+            raise ValueError(f"{self.size} rows are not a whole number of batches of batch_size={batch_size}")
+        if sequence_packing_args is not None:
+            spec = packing_spec(sequence_packing_args, shards, batch_size)
+            return self._shard_by_plan(spec, sequence_packing_args["input_lengths_key"])
+        if dynamic_batching_args is not None:
+            spec = dynamic_spec(dynamic_batching_args, shards, batch_size)
+            return self._shard_by_plan(spec, dynamic_batching_args["input_lengths_key"])
+        return self._split_evenly(shards, batch_size, allow_uneven_shards)
+
+    def _take(self, rows: np.ndarray) -> SlicedDataDict:
+        return SlicedDataDict({name: take_rows(column, rows) for name, column in self.data.items()})
+
+    def _shard_by_plan(self, spec: PlanSpec, lengths_key: str) -> tuple[list[SlicedDataDict], list[int]]:
+        if lengths_key not in self.data:
+            raise KeyError(f"input_lengths_key {lengths_key!r} is not a column; there are {sorted(self.data)}")
+        plan = plan_batch(_as_int64(self.data[lengths_key]), spec)
+        sorted_indices = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)])
+        return self.shard(plan), sorted_indices.tolist()
+
+    def _split_evenly(self, shards: int, batch_size: int, allow_uneven_shards: bool) -> list[SlicedDataDict]:
+        if batch_size % shards and not allow_uneven_shards:
+            raise ValueError(
+                f"batch_size={batch_size} is not a multiple of shards={shards}; allow_uneven_shards=True splits anyway"
+            )
+        share = -(-batch_size // shards)
+        shard_of_row = np.arange(self.size) % batch_size // share
+        return [self._take(np.flatnonzero(shard_of_row == shard)) for shard in range(shards)]
+
+    # The microbatches of one rank
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
+        """This rank's rows of global batch `batch_idx`, with the part of the plan that is theirs.
+
+        Without a plan it is rows [batch_idx x batch_size, (batch_idx + 1) x batch_size); a plan needs none.
+        """
+        if self.plan is None:
+            if batch_size is None:
+                raise ValueError("get_batch needs batch_size for rows that carry no plan")
+            if not 0 <= batch_idx * batch_size < self.size:
+                raise IndexError(f"batch {batch_idx} of {batch_size} rows is outside the {self.size} rows")
+            return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        start, stop = _rows_of_step(self.plan, batch_idx)
+        batch = self.slice(start, stop)
+        batch.plan = _plan_of_step(self.plan, batch_idx, start)
+        batch.score_plan = None if self.score_plan is None else _plan_of_step(self.score_plan, batch_idx, start)
+        return batch
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
+        """Microbatches of `microbatch_size` rows. Raises ValueError if the rows do not divide."""
+        if self.size % microbatch_size:
+            raise ValueError(f"{self.size} rows are not a whole number of microbatches of {microbatch_size}")
+        return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
+        """The plan's microbatches, cut along `sequence_dim` to their own padded length. A dummy has zero rows."""
+        for microbatch in self._plan_of_one_step().microbatches:
+            rows = self._contiguous(microbatch.rows)
+            rows.truncate_tensors(sequence_dim, max(microbatch.padded_lengths, default=microbatch.num_tokens))
+            yield rows
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` yields."""
+        return len(self._plan_of_one_step().microbatches)
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
+        """The rows of each of the plan's microbatches, not yet packed (`layout.build_inputs`). A dummy has zero rows."""
+        return (self._contiguous(microbatch.rows) for microbatch in self._plan_of_one_step().microbatches)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """How many microbatches there are, and the tokens of the largest."""
+        microbatches = self._plan_of_one_step().microbatches
+        return len(microbatches), max((microbatch.num_tokens for microbatch in microbatches), default=0)
+
+    def _plan_of_one_step(self) -> RankPlan:
+        if self.plan is None:
+            raise ValueError(
+                "these rows carry no plan; use a shard that shard_by_batch_size made with packing or dynamic batching, "
+                "or get_batch of it"
+            )
+        if self.plan.num_steps != 1:
+            raise ValueError(
+                f"these rows belong to {self.plan.num_steps} global batches; call get_batch(i) first and iterate over one"
+            )
+        return self.plan
+
+    def _contiguous(self, rows: tuple[int, ...]) -> SlicedDataDict:
+        return self.slice(rows[0], rows[-1] + 1) if rows else self.slice(0, 0)
+
+
+class SlicedDataDict(BatchedDataDict):
+    """Rows of one data-parallel rank."""
+
+
+def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
+    """One column of every rank, rows in the ranks' own order, back in the order of the batch.
+
+    Rows that the plan gave to no rank (deferred or dropped) are empty in a Jagged, 0 in an array or a tensor, None in a
+    list. Raises ValueError if the ranks returned another number of rows than they got.
+    """
+    rows = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(plan.spec.num_ranks)])
+    counts = [len(plan.rows_of_rank(dp_rank)) for dp_rank in range(plan.spec.num_ranks)]
+    if [len(part) for part in parts] != counts:
+        raise ValueError(f"the ranks returned {[len(part) for part in parts]} rows, the plan gave them {counts}")
+    column = concat_rows("of the ranks", parts)
+    missing = plan.num_rows - len(rows)
+    if missing:
+        column = concat_rows("of the ranks", [column, _blank_rows(column, missing)])
+        rows = np.concatenate([rows, np.setdiff1d(np.arange(plan.num_rows), rows)])
+    return take_rows(column, np.argsort(rows))
+
+
+def _blank_rows(column: Column, count: int) -> Column:
+    if isinstance(column, list):
+        return [None] * count
+    if isinstance(column, Jagged):
+        return Jagged(column.values[:0], np.zeros(count + 1, dtype=np.int64))
+    if isinstance(column, Tensor):
+        return column.new_zeros((count, *column.shape[1:]))
+    return np.zeros((count, *column.shape[1:]), dtype=column.dtype)
+
+
+def _localize(score_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
+    """`score_plan` of one rank with row indices that point into the shard that `plan` laid out."""
+    wanted, laid_out = score_plan.rows_of_rank(dp_rank), plan.rows_of_rank(dp_rank)
+    if not np.array_equal(np.sort(wanted), np.sort(laid_out)):
+        raise ValueError(f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with plan.with_budget")
+    return score_plan.rank_plan(dp_rank, laid_out)
+
+
+def _rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
+    if not 0 <= step < plan.num_steps:
+        raise IndexError(f"global batch {step} of {plan.num_steps}")
+    counts = [0, *np.cumsum([len(microbatch.rows) for microbatch in plan.microbatches]).tolist()]
+    return counts[plan.step_offsets[step]], counts[plan.step_offsets[step + 1]]
+
+
+def _plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:
+    microbatches = tuple(replace(item, rows=tuple(row - first_row for row in item.rows)) for item in plan.step(step))
+    return replace(plan, microbatches=microbatches, step_offsets=(0, len(microbatches)))
+
+
+def _as_int64(values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    return np.asarray(values, dtype=np.int64)

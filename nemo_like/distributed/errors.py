@@ -1,0 +1,59 @@
+"""What can go wrong between the driver, its workers and the cluster, each as one paragraph a user can act on."""
+
+from __future__ import annotations
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be reached, or has no room for what `cluster.*` asks."""
+
+
+class WorkerFailure(RuntimeError):
+    """A worker of a group failed and the rest of the group was stopped. `str()` is the paragraph to show."""
+
+    def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
+        super().__init__(message)
+        self.group = group
+        self.rank = rank
+        self.method = method
+
+
+class WorkerError(WorkerFailure):
+    """A worker raised. `cause` is its exception, `traceback_text` where in the worker it came from."""
+
+    def __init__(self, *, group: str, rank: int, method: str, cause: Exception, traceback_text: str, advice: str = "") -> None:
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        message = f"worker {rank} of the {group} group failed in `{method}`: {what}"
+        super().__init__(f"{message}\n{advice}" if advice else message, group=group, rank=rank, method=method)
+        self.cause = cause
+        self.traceback_text = traceback_text
+        self.add_note(f"In the worker:\n{traceback_text}")
+
+
+class WorkerDied(WorkerFailure):
+    """A worker's process ended. `cause` says how, `log_tail` holds the last lines it wrote."""
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        rank: int,
+        method: str,
+        pid: int,
+        node: str,
+        cause: str,
+        advice: str,
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(
+            f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`: {cause}. {advice} The"
+            " other workers of the group were stopped; run again with resume=true to go on from the last checkpoint.",
+            group=group,
+            rank=rank,
+            method=method,
+        )
+        self.pid = pid
+        self.node = node
+        self.cause = cause
+        self.log_tail = log_tail
+        if log_tail:
+            self.add_note(f"The last lines it wrote:\n{log_tail}")

@@ -1,0 +1,235 @@
+"""The part of a Ray cluster that one run uses: the connection, and a placement group with one bundle per worker.
+
+A bundle is one worker's CPU cores, and its GPU if there are any. Policy and generation share bundles when they are
+colocated. All bundles are taken at once or none, so two runs that start together cannot block each other half-placed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import ray
+from ray._private import ray_constants
+from ray._private.state import available_resources_per_node
+from ray.exceptions import AuthenticationError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.errors import ClusterError
+from nemo_like.distributed.placement import Demand, Node, Resources
+
+logger = logging.getLogger(__name__)
+
+COLOCATED_GROUPS = 4
+"""Groups that can share a bundle (policy, generator and what later runs add); each takes an equal share."""
+
+_POLL_S = 0.5
+_FIRST_REPORT_S = 2.0
+_REPORT_S = 5.0
+_RESERVE_S = 10.0
+"""Within this long Ray places a group for which there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One worker's resources on one node."""
+
+    placement_group: PlacementGroup
+    index: int
+    node_id: str
+    num_cpus: float
+    num_gpus: float
+
+
+class RayVirtualCluster:
+    """Room for the workers of one run on a Ray cluster.
+
+    Connects to the cluster of `RAY_ADDRESS`, which Ray itself sets inside a submitted job; without it, starts one on
+    this machine that listens on loopback only. A Ray this process is connected to already is used as it is.
+    """
+
+    def __init__(self, config: ClusterConfig, *, generates: bool = True, report: Callable[[str], None] = logger.warning) -> None:
+        """Reserve room as `config` asks; `generates` says whether `generation_workers` counts.
+
+        While there is no room, `report` is told every few seconds what is needed and what is available. Raises
+        ClusterError after `placement_timeout_s`, or at once if this process started the cluster, to which nothing can
+        be added.
+        """
+        self.config = config
+        self._demand = Demand.of(config, generates=generates)
+        self._report = report
+        self._placement_group: PlacementGroup | None = None
+        self._connection = _connect()
+        try:
+            node_ids = self._reserve()
+        except BaseException:
+            self.shutdown()
+            raise
+        bundles = tuple(self._bundle(index, node_id) for index, node_id in enumerate(node_ids))
+        self.policy_bundles = bundles[: self._demand.num_workers]
+        """Node by node, so the ranks of a node are neighbours."""
+        self.generation_bundles = bundles[self._demand.num_workers :] or self.policy_bundles
+        """Those of the policy when they are shared."""
+
+    @property
+    def num_policy_workers(self) -> int:
+        return len(self.policy_bundles)
+
+    @property
+    def num_generation_workers(self) -> int:
+        return len(self.generation_bundles)
+
+    def shutdown(self) -> None:
+        """Give the room back, disconnect from a Ray that this object joined, and stop one that it started."""
+        if not ray.is_initialized():
+            return
+        if self._placement_group is not None:
+            remove_placement_group(self._placement_group)
+            self._placement_group = None
+        if self._connection != "given":
+            ray.shutdown()
+
+    def __enter__(self) -> RayVirtualCluster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _bundle(self, index: int, node_id: str) -> Bundle:
+        assert self._placement_group is not None
+        return Bundle(self._placement_group, index, node_id, self._demand.bundle.cpus, self._demand.bundle.gpus)
+
+    def _reserve(self) -> list[str]:
+        """Take every bundle, waiting for room if need be; returns the node id of each."""
+        deadline = time.monotonic() + self.config.placement_timeout_s
+        nodes = _list_nodes()
+        if self._connection == "started" and not self._demand.fits(nodes):
+            raise self._no_room("this machine is the whole cluster, and nothing can be added to it", nodes)
+        while True:
+            node_ids = self._await_room(deadline)
+            if self._place(node_ids):
+                return node_ids
+
+    def _await_room(self, deadline: float) -> list[str]:
+        """The node id of each bundle, once there is room. Raises ClusterError after the deadline.
+
+        The room is claimed with one bundle per node, which states the need for different nodes and shows an autoscaler
+        what to add. It is given back at once: only bundles of one GPU each keep every worker on a GPU of its own.
+        """
+        claims = [placement_group([_as_dict(self._demand.per_node)] * self._demand.num_nodes, strategy="STRICT_SPREAD")]
+        if self._demand.num_anywhere:
+            claims.append(placement_group([_as_dict(self._demand.bundle)] * self._demand.num_anywhere, strategy="PACK"))
+        try:
+            next_report = time.monotonic() + _FIRST_REPORT_S
+            while not all(claim.wait(_POLL_S) for claim in claims):
+                now = time.monotonic()
+                if now >= deadline:
+                    limit = f"gave up after {self.config.placement_timeout_s:g} s (cluster.placement_timeout_s)"
+                    raise self._no_room(limit, _list_nodes())
+                if now >= next_report:
+                    self._report(self._progress(_list_nodes(), deadline - now))
+                    next_report = now + _REPORT_S
+            policy_nodes, *other_nodes = map(_nodes_of, claims)
+        finally:
+            for claim in claims:
+                remove_placement_group(claim)
+        per_bundle = [node_id for node_id in policy_nodes for _ in range(self._demand.workers_per_node)]
+        return per_bundle + [node_id for node_ids in other_nodes for node_id in node_ids]
+
+    def _place(self, node_ids: list[str]) -> bool:
+        """Take one bundle on each of `node_ids`; False if somebody else was faster."""
+        group = placement_group(
+            [_as_dict(self._demand.bundle)] * len(node_ids),
+            strategy="PACK",
+            bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids],
+        )
+        if group.wait(_RESERVE_S):
+            self._placement_group = group
+            return True
+        remove_placement_group(group)
+        return False
+
+    def _progress(self, nodes: list[Node], seconds_left: float) -> str:
+        state = "" if self._demand.fits(nodes) else ", for which nodes must join the cluster"
+        return (
+            f"waiting for room on the Ray cluster{state}; {self._demand.describe(nodes)}."
+            f" Giving up in {seconds_left:.0f} s (cluster.placement_timeout_s)"
+        )
+
+    def _no_room(self, what: str, nodes: list[Node]) -> ClusterError:
+        return ClusterError(f"no room for the workers: {what}; {self._demand.describe(nodes)}. {self._demand.advise(nodes)}")
+
+
+def _connect() -> Literal["given", "joined", "started"]:
+    """Be connected to Ray; says whether it already was, joined the cluster of RAY_ADDRESS, or started one."""
+    if ray.is_initialized():
+        return "given"
+    address = os.environ.get("RAY_ADDRESS", "local")
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        with _loopback_only():
+            ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+        return "started"
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS is {address}, not the address of a cluster's head (host:port, or auto). To run on the cluster"
+            " behind that URL use `ray job submit`, as ray_jobs/submit.sh does; to run on this machine, unset it"
+        )
+    try:
+        ray.init(address=address, logging_level=logging.ERROR)
+    except (ConnectionError, AuthenticationError) as error:
+        raise ClusterError(f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {error}") from error
+    return "joined"
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Have a Ray that starts inside the block listen on 127.0.0.1 alone.
+
+    Ray turns a loopback address it is given into the machine's own, except where it is not to form clusters, as on a
+    laptop; its processes read that from the environment, this one has read it already.
+    """
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, before_here = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before_here
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _list_nodes() -> list[Node]:
+    free = available_resources_per_node()
+    return [
+        Node(
+            node_id=node["NodeID"],
+            name=node["NodeManagerAddress"],
+            total=_resources(node["Resources"]),
+            free=_resources(free.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _nodes_of(group: PlacementGroup) -> list[str]:
+    """The node id of each bundle, in bundle order."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in sorted(nodes)]
+
+
+def _as_dict(resources: Resources) -> dict[str, float]:
+    return {"CPU": resources.cpus} | ({"GPU": resources.gpus} if resources.gpus else {})
+
+
+def _resources(amounts: dict[str, float]) -> Resources:
+    return Resources(amounts.get("CPU", 0.0), amounts.get("GPU", 0.0))

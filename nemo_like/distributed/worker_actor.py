@@ -1,0 +1,149 @@
+"""The process side of a `RayWorkerGroup`: the one class that Ray turns into actors, and the worker inside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import socket
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker knows of its place.
+
+    Example: the second of two workers on one node of a CPU cluster has rank 1, world_size 2, local_rank 1, device "cpu"
+    and init_method "tcp://10.0.0.5:23117".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Position among the group's workers on the same node."""
+    device: str
+    """"cpu" or "cuda:0"; a worker sees no GPU but its own."""
+    init_method: str
+    """Where the group meets: `tcp://address:port` or `file://path`."""
+    collective_timeout_s: float
+    num_threads: int
+    """CPU threads of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a worker's process runs, and what is needed to find out later how it ended."""
+
+    pid: int
+    node_id: str
+    ip: str
+    log_path: str
+    """File on its node with the process's standard error."""
+    num_oom_kills: int
+    """Processes the kernel of its node had killed for memory when the worker started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception on its way from a worker to the driver."""
+
+    cause: Exception
+    traceback_text: str
+    is_collective: bool
+    """It says no more than that a collective broke or timed out: most likely the echo of another worker's failure."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Raised:
+        return cls(_portable(error), "".join(traceback.format_exception(error)), is_collective_error(error))
+
+
+class WorkerActor:
+    """Holds one worker and calls its methods. Exceptions come back as values, so that none is lost on the way."""
+
+    def __init__(self, label: str, num_threads: int) -> None:
+        # Before anything imports torch, which reads these once. Ray's own choice is the actor's share of the bundle.
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+        self._label = label
+        self._worker: Any = None
+
+    def __repr__(self) -> str:
+        return self._label  # Ray puts it before every line the worker prints
+
+    def locate(self) -> Location:
+        return Location(
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            ip=ray.util.get_node_ip_address(),
+            log_path=os.path.realpath("/proc/self/fd/2"),
+            num_oom_kills=count_oom_kills(),
+        )
+
+    def choose_port(self) -> int:
+        """A port of this node that is free now.
+
+        Taken below the range the kernel hands out for outgoing connections, so that none of those takes it meanwhile.
+        """
+        candidates = random.Random(f"{os.getpid()}").sample(range(20000, 32000), 200)
+        return next(port for port in candidates if _is_free(port))
+
+    @ray.method(num_returns=2)
+    def build(self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> tuple[Raised | None, None]:
+        try:
+            self._worker = worker_class(context, **kwargs)
+        except Exception as error:
+            return Raised.of(error), None
+        return None, None
+
+    @ray.method(num_returns=2)
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Raised | None, Any]:
+        try:
+            return None, getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:
+            return Raised.of(error), None
+
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out", re.IGNORECASE
+)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether `error` comes from torch.distributed's communication rather than from the worker's own work."""
+    if any(kind.__name__ in ("DistError", "DistBackendError", "DistNetworkError") for kind in type(error).__mro__):
+        return True
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+
+
+def count_oom_kills() -> int:
+    """Processes killed for memory so far in this control group, or else on this machine; 0 if Linux does not tell."""
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        if path.exists():
+            for name, count in map(str.split, path.read_text().splitlines()):
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _portable(error: Exception) -> Exception:
+    """`error` itself if it survives being taken apart and put together again, else one of the same text that does."""
+    try:
+        copy.deepcopy(error)
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

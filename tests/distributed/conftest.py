@@ -1,0 +1,25 @@
+"""A Ray cluster of two nodes on this machine, one per test module that asks for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+CPUS_PER_NODE = 2
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[str]:
+    """Two raylets with two (logical) CPUs each, and this process connected to them; the value is the head's address."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
+    cluster.add_node(num_cpus=CPUS_PER_NODE)
+    address = cluster.address
+    assert address is not None
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    yield address
+    ray.shutdown()
+    cluster.shutdown()
