@@ -1,0 +1,90 @@
+"""A trained engine as a Hugging Face model directory, written by rank 0 with at most one file's tensors in memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, PreTrainedModel
+
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.policy.engine import Engine
+
+_MAX_FILE_BYTES = 4 << 30
+
+
+def export_hf(
+    engine: Engine, causal_lm: PreTrainedModel, config: PolicyConfig, directory: Path, *, is_writer: bool
+) -> None:
+    """Weights in compute precision, configuration, generation configuration and tokenizer. Called by every rank.
+
+    Tied weights are written once, under the name of the input embedding, as transformers does.
+    """
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    files = split_by_bytes(engine.weight_shapes(), dtype.itemsize, _MAX_FILE_BYTES)
+    if is_writer:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_configuration(causal_lm, config, dtype, directory)
+    for index, names in enumerate(files):
+        tensors = {}
+        for name, tensor in engine.full_weights(names):
+            if is_writer:
+                tensors[name] = tensor.cpu().contiguous()
+        if is_writer:
+            save_file(tensors, directory / _file_name(index, len(files)), metadata={"format": "pt"})
+    if is_writer and len(files) > 1:
+        _write_index(files, engine.weight_shapes(), dtype.itemsize, directory)
+
+
+def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int) -> list[list[str]]:
+    """Names in order, in groups of at most `max_bytes`; a larger tensor is a group of its own.
+
+    Example: 10, 20 and 40 bytes with at most 30 give two groups, of two names and of one.
+    """
+    groups: list[list[str]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * itemsize
+        if not groups or size > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def _write_configuration(causal_lm: PreTrainedModel, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
+    model_config = copy.deepcopy(causal_lm.config)
+    model_config.dtype = dtype
+    model_config.architectures = [_class_name(causal_lm)]
+    model_config.save_pretrained(directory)
+    if causal_lm.generation_config is not None:
+        causal_lm.generation_config.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name or config.model_name, trust_remote_code=False)
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    tokenizer.save_pretrained(directory)
+
+
+def _class_name(causal_lm: PreTrainedModel) -> str:
+    """The transformers class, not the one FSDP puts in front of it."""
+    return next(cls.__name__ for cls in type(causal_lm).__mro__ if cls.__module__.startswith("transformers."))
+
+
+def _write_index(
+    files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], itemsize: int, directory: Path
+) -> None:
+    index = {
+        "metadata": {"total_size": sum(prod(shape) for shape in shapes.values()) * itemsize},
+        "weight_map": {name: _file_name(number, len(files)) for number, names in enumerate(files) for name in names},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _file_name(index: int, num_files: int) -> str:
+    return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"

@@ -1,0 +1,106 @@
+"""What a policy worker asks of a training engine. The worker knows losses and metrics, the engine knows parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from nemo_like.data.packing.layout import ModelInputs
+
+ResultT = TypeVar("ResultT")
+Sync = Literal["microbatch", "step"]
+
+
+class TokenScores(NamedTuple):
+    """Of the T predicting positions of a microbatch; 0 where `inputs.label_mask` is False."""
+
+    logprobs: Tensor
+    """float32 [T]: log-prob of `inputs.labels`."""
+    entropy: Tensor | None
+    """float32 [T], if it was asked for."""
+
+
+StepFunction = Callable[[ModelInputs, TokenScores], tuple[Tensor | None, ResultT]]
+"""What is done with a microbatch's scores: (loss to differentiate, None without backward; what `run` returns)."""
+
+
+class Engine(Protocol):
+    """One model, sharded over the ranks of the process group. Every method is called by every rank."""
+
+    device: torch.device
+    world_size: int
+    num_optimizer_steps: int
+    """Optimizer steps taken so far; part of the checkpoint."""
+
+    @property
+    def dp_rank(self) -> int: ...
+
+    @property
+    def sync(self) -> Sync:
+        """Where ranks wait for each other: at every microbatch, or once per optimizer step."""
+        ...
+
+    @property
+    def model_config(self) -> Any:
+        """The Hugging Face configuration."""
+        ...
+
+    def run(
+        self,
+        microbatches: Iterable[ModelInputs],
+        step_fn: StepFunction[ResultT],
+        *,
+        backward: bool,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> list[ResultT]:
+        """Forward (and backward) of each microbatch, in an order the engine chooses; results in the given order.
+
+        Every rank passes the same number. Gradients are *summed* over microbatches and dp ranks and kept until
+        `optimizer_step`; the loss carries its own division.
+        """
+        ...
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clip, update, clear gradients; returns the gradients' global norm before clipping."""
+        ...
+
+    def sum_over_dp(self, values: Sequence[float]) -> list[float]:
+        """Each value added up over the dp ranks, in float64."""
+        ...
+
+    def gather_over_dp(self, value: Any) -> list[Any]:
+        """The dp ranks' values (any small Python object), in rank order, on every rank."""
+        ...
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> full shape of each distinct weight (a tied one appears once), in a fixed order."""
+        ...
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The named weights, whole, in compute precision, one at a time."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of weights and optimizer state."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, also by another number of ranks."""
+        ...
+
+    def export_hf(self, directory: Path) -> None:
+        """Rank 0 writes a model that transformers loads."""
+        ...
+
+    def sleep(self) -> None:
+        """Leave the accelerator's memory to somebody else."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...

@@ -1,0 +1,36 @@
+"""Turn a GGUF file into a Hugging Face model directory, so that a model kept as GGUF can be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_like.config.errors import ConfigError
+
+
+def convert_gguf(source: Path, target: Path) -> Path:
+    """Dequantise `source` to float32 safetensors in the new directory `target`, tokenizer and chat template included.
+
+    Raises ConfigError when `source` is no GGUF file, when `target` exists, or when the `gguf` package is missing.
+    """
+    if not source.is_file() or source.suffix != ".gguf":
+        raise ConfigError(f"{source} is not a .gguf file; give the path of one")
+    if target.exists():
+        raise ConfigError(f"{target} exists already; choose another --out or remove it first")
+    try:
+        import gguf  # noqa: F401  (transformers imports it by name and only then fails, deep inside)
+    except ModuleNotFoundError as error:
+        raise ConfigError("reading GGUF needs the package gguf: pip install 'nemo-like[gguf]'") from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+    # The weights are plain float32 now; what is left of the quantisation would refuse to be saved.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    unfinished = target.with_name(target.name + ".tmp")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(target)
+    return target

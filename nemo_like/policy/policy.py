@@ -1,0 +1,179 @@
+"""The driver's side of the policy: it plans batches, sends each dp rank its rows once, and asks the workers.
+
+Everything here is small and on the CPU; nothing imports a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.data.columns import take_rows
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.packing.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.losses import Loss
+from nemo_like.metrics import Metrics
+from nemo_like.policy.engine import Sync
+from nemo_like.policy.probe import IsolationReport
+from nemo_like.policy.worker import PolicyInfo
+
+Purpose = Literal["train", "evaluate"]
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """Rows that already are where they will be used."""
+
+    plan: BatchPlan
+    shards: tuple[Handle, ...]
+    """One per dp rank."""
+    names: frozenset[str]
+    """Columns the shards hold."""
+
+
+class Policy:
+    """The model that learns, spread over the workers of `group`."""
+
+    def __init__(self, group: WorkerGroup, config: PolicyConfig, *, seed: int = 0) -> None:
+        self.group = group
+        self.config = config
+        self._seed = seed
+
+    @cached_property
+    def info(self) -> PolicyInfo:
+        """Size and cost of the model, and the workers' speed."""
+        return self.group.run_all_workers("info")[0]
+
+    def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
+        """Which rows of a batch form which microbatch on which rank, from their lengths alone.
+
+        To `evaluate`, the whole batch is one step under the scoring budget. Raises ValueError for a row above the cap
+        where `policy.oversize_rows` is `error`.
+        """
+        spec = plan_spec(
+            self.config,
+            purpose=purpose,
+            num_ranks=self.group.topology.dp,
+            cost=self.info.cost,
+            sync=self.info.sync,
+            seed=self._seed,
+        )
+        return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
+
+    def place(self, batch: BatchedDataDict, plan: BatchPlan) -> PlacedBatch:
+        """Give each dp rank its rows of `batch`, unpadded, for any number of calls of score, train and evaluate."""
+        shards = batch.shard(plan, self._score_plan(plan))
+        return PlacedBatch(plan, tuple(self.group.put(shard) for shard in shards), frozenset(batch))
+
+    def score(self, placed: PlacedBatch) -> dict[str, Jagged]:
+        """`prev_logprobs` (and `reference_logprobs` where there is a reference), rows in the batch's order.
+
+        Float32 per token, at the sampling temperature; 0 for tokens that are not trained.
+        """
+        parts = self.group.run_all_workers_sharded_data("score", placed.shards)
+        scores = {}
+        for name in parts[0]:
+            column = unshard([part[name] for part in parts], placed.plan)
+            assert isinstance(column, Jagged)
+            scores[name] = column
+        return scores
+
+    def train(
+        self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
+    ) -> list[Metrics]:
+        """One optimizer step per global batch of the plan, and the metrics of each.
+
+        Of `columns` (rows in the batch's order) only those travel that the placed batch does not have.
+        """
+        new = {name: column for name, column in (columns or {}).items() if name not in placed.names}
+        rows = [placed.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
+        parts = [{name: take_rows(column, mine) for name, column in new.items()} for mine in rows]
+        return self.group.run_all_workers_sharded_data("train", placed.shards, parts, loss=loss)[0]
+
+    def evaluate(self, placed: PlacedBatch, loss: Loss) -> Metrics:
+        """The loss's metrics over the placed rows, without training on them."""
+        return self.group.run_all_workers_sharded_data("evaluate", placed.shards, loss=loss)[0]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The model is on its device inside, and in host memory outside."""
+        self.group.run_all_workers("wake")
+        try:
+            yield
+        finally:
+            self.group.run_all_workers("sleep")
+
+    def probe_isolation(self) -> IsolationReport:
+        """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""
+        return self.group.run_all_workers("probe_isolation")[0]
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and schedule into `directory`, every rank its part."""
+        self.group.run_all_workers("save", str(directory.resolve()))
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, with this or another number of ranks."""
+        self.group.run_all_workers("load", str(directory.resolve()))
+
+    def export_hf(self, directory: Path) -> None:
+        """A model directory that transformers loads."""
+        self.group.run_all_workers("export_hf", str(directory.resolve()))
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+    def _score_plan(self, plan: BatchPlan) -> BatchPlan | None:
+        """The same rows on the same ranks under the scoring budget; None where one plan serves both."""
+        max_tokens, max_rows = _budget(self.config, "evaluate")
+        if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):
+            return None
+        return plan.with_budget(max_tokens, max_rows=max_rows)
+
+
+def plan_spec(
+    config: PolicyConfig, *, purpose: Purpose, num_ranks: int, cost: CostModel, sync: Sync = "step", seed: int = 0
+) -> PlanSpec:
+    """What the planner is asked for: packed rows, padded rows under a token budget, or so many rows at a time."""
+    max_tokens, max_rows = _budget(config, purpose)
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    common = {
+        "max_tokens": max_tokens,
+        "max_rows": max_rows,
+        "num_ranks": num_ranks,
+        "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
+        "sync": sync,
+        "oversize": config.oversize_rows,
+        "cost": cost,
+        "seed": seed,
+    }
+    if packing.enabled:
+        return PlanSpec(
+            layout="packed",
+            algorithm=packing.algorithm,
+            balance=packing.balance,
+            microbatch_order=packing.microbatch_order,
+            sequence_length_round=packing.sequence_length_round,
+            **common,
+        )
+    if dynamic.enabled:
+        return PlanSpec(layout="padded", sequence_length_round=dynamic.sequence_length_round, **common)
+    return PlanSpec(layout="padded", **common)
+
+
+def _budget(config: PolicyConfig, purpose: Purpose) -> tuple[int | None, int | None]:
+    """(most tokens, most rows) of a microbatch."""
+    scoring = purpose == "evaluate"
+    for mode in (config.sequence_packing, config.dynamic_batching):
+        if mode.enabled:
+            return mode.logprob_mb_tokens if scoring else mode.train_mb_tokens, None
+    return None, config.logprob_batch_size if scoring else config.train_micro_batch_size

@@ -1,0 +1,284 @@
+"""One rank of the policy: it scores, trains and evaluates its shard. It knows plans, losses and metrics, and no engine.
+
+The division that makes a step independent of how its rows were split happens here and nowhere else: the counts of the
+whole optimizer step are summed over the dp ranks before the first backward, each microbatch contributes
+loss_sum / count, and the engine sums gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens, unpack_tokens
+from nemo_like.data.packing.plan import Microbatch, PlanSpec, RankPlan
+from nemo_like.distributed.batched_data_dict import SlicedDataDict
+from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
+from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from nemo_like.policy.engine import Engine, Sync, TokenScores
+from nemo_like.policy.optim import learning_rate
+from nemo_like.policy.peak import peak_flops
+from nemo_like.policy.probe import IsolationReport, probe_isolation
+from nemo_like.weight_sync.stream import Bucket, plan_buckets
+
+Columns = Mapping[str, np.ndarray | Jagged]
+_NUM_TRAINED = "num_trained_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInfo:
+    """What a driver needs to know of the policy to plan batches and to report throughput."""
+
+    num_params: int
+    num_workers: int
+    cost: CostModel
+    """Forward FLOPs of a row, from the model's configuration."""
+    sync: Sync
+    """Where the ranks wait for each other."""
+    peak_flops: float
+    """FLOPs per second one worker's device could do at best."""
+    peak_flops_source: str
+
+
+class PolicyWorker:
+    """Drives one engine, and a frozen second one as reference. `DTensorPolicyWorker` says which engines those are."""
+
+    def __init__(self, config: PolicyConfig, policy: Engine, reference: Engine | None) -> None:
+        self.config = config
+        self._policy = policy
+        self._reference = reference
+        self._buckets: list[list[str]] = []
+
+    def score(self, shard: SlicedDataDict) -> dict[str, Jagged]:
+        """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its order.
+
+        Float32 per token at the sampling temperature; 0 for tokens that are not trained.
+        """
+        plan = _score_plan(shard)
+        rows = _Rows(shard, plan.spec, self._policy.device)
+        engines = {"prev_logprobs": self._policy}
+        if self._reference is not None:
+            engines["reference_logprobs"] = self._reference
+        scores = {}
+        for name, engine in engines.items():
+            inputs = map(rows.inputs, plan.microbatches)
+            parts = engine.run(inputs, _unpacked, backward=False, temperature=self._sampling_temperature)
+            scores[name] = rows.in_shard_order(plan.microbatches, parts)
+        return scores
+
+    def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
+        """One optimizer step for each step of the plan; `columns` join the shard's, row by row.
+
+        Returns the metrics of each step, over all dp ranks and so equal on all of them.
+        """
+        assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
+        rows = _Rows({**shard, **(columns or {})}, shard.plan.spec, self._policy.device)
+        num_steps = len(shard.plan.step_offsets) - 1
+        return [self._train_step(rows, shard.plan.step(step), loss) for step in range(num_steps)]
+
+    def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
+        """The loss's metrics over all rows of all dp ranks, without gradients."""
+        plan = _score_plan(shard)
+        rows = _Rows(shard, plan.spec, self._policy.device)
+        options = self._score_options(loss)
+        inputs = map(rows.inputs, plan.microbatches)
+        parts = self._policy.run(inputs, _LossStep(loss, denominator=1.0), backward=False, **options)
+        return merge_metrics(self._policy.gather_over_dp(merge_metrics(parts)))
+
+    def probe_isolation(self) -> IsolationReport:
+        """Check on the model itself that rows of a microbatch do not see each other; IsolationError if they do."""
+        return probe_isolation(
+            self._policy,
+            layout="packed" if self.config.sequence_packing.enabled else "padded",
+            vocab_size=self._policy.model_config.vocab_size,
+            precision=self.config.precision,
+        )
+
+    def info(self) -> PolicyInfo:
+        """The model's size and cost, and the device's speed."""
+        peak, source = peak_flops(self._policy.device)
+        return PolicyInfo(
+            num_params=sum(prod(shape) for shape in self._policy.weight_shapes().values()),
+            num_workers=self._policy.world_size,
+            cost=CostModel.from_model_config(self._policy.model_config),
+            sync=self._policy.sync,
+            peak_flops=peak,
+            peak_flops_source=source,
+        )
+
+    def num_weight_buckets(self, max_bytes: int) -> int:
+        """Cut the weights into buckets of at most `max_bytes` for the calls of `weight_bucket` that follow."""
+        itemsize = 2 if self.config.precision == "bfloat16" else 4
+        shapes = self._policy.weight_shapes()
+        names = list(shapes)
+        buckets = plan_buckets([prod(shape) * itemsize for shape in shapes.values()], max_bytes)
+        self._buckets = [names[bucket.start : bucket.stop] for bucket in buckets]
+        return len(self._buckets)
+
+    def weight_bucket(self, index: int) -> Bucket | None:
+        """Bucket `index` of the weights as they are now, on rank 0; the others help to gather it and return None."""
+        weights = self._policy.full_weights(self._buckets[index])
+        if self._policy.dp_rank == 0:
+            return Bucket.encode(weights)
+        for _ in weights:
+            pass
+        return None
+
+    def save(self, directory: str | Path) -> None:
+        """Every rank writes its part of weights, optimizer and schedule into `directory`."""
+        self._policy.save(Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Read what `save` wrote, with any number of ranks. The reference stays as it was."""
+        self._policy.load(Path(directory))
+
+    def export_hf(self, directory: str | Path) -> None:
+        """Rank 0 writes a model that transformers loads."""
+        self._policy.export_hf(Path(directory))
+
+    def sleep(self) -> None:
+        """Move everything out of the accelerator's memory."""
+        for engine in filter(None, (self._policy, self._reference)):
+            engine.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        for engine in filter(None, (self._policy, self._reference)):
+            engine.wake()
+
+    @property
+    def _sampling_temperature(self) -> float:
+        # Temperature 0 is greedy decoding; the distribution it was taken from is the model's own.
+        return self.config.generation.temperature or 1.0
+
+    def _score_options(self, loss: Loss) -> dict[str, Any]:
+        """Likelihood is of the model's own distribution, a policy gradient of the one that was sampled from."""
+        temperature = 1.0 if isinstance(loss, NllLoss) else self._sampling_temperature
+        return {"temperature": temperature, "with_entropy": loss.needs_entropy}
+
+    def _train_step(self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss) -> Metrics:
+        counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
+        lr = learning_rate(self._policy.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
+        step_fn = _LossStep(loss, counts.denominator(loss.normalization))
+        start = _compute_seconds(self._policy.device)
+        inputs = map(rows.inputs, microbatches)
+        parts = self._policy.run(inputs, step_fn, backward=True, **self._score_options(loss))
+        seconds = _compute_seconds(self._policy.device) - start
+        grad_norm = self._policy.optimizer_step(lr)
+        gathered = self._policy.gather_over_dp((merge_metrics(parts), seconds))
+        metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
+        rank_seconds = [rank_seconds for _, rank_seconds in gathered]
+        metrics["policy/grad_norm"] = Mean(grad_norm)
+        metrics["policy/lr"] = Mean(lr)
+        metrics["policy/num_tokens"] = Sum(counts.num_tokens)
+        metrics["policy/num_rows"] = Sum(counts.num_rows)
+        mean_seconds = sum(rank_seconds) / len(rank_seconds)
+        metrics["policy/rank_time_worst_over_mean"] = Mean(max(rank_seconds) / mean_seconds if mean_seconds else 1.0)
+        if self._policy.device.type == "cuda":
+            metrics["policy/peak_memory_gb"] = Max(torch.cuda.max_memory_allocated(self._policy.device) / 1e9)
+        return metrics
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A shard's rows as microbatches of tensors.
+
+    `token_mask` says which tokens are trained, `row_mask` (absent means all) which rows.
+    """
+
+    columns: Mapping[str, Any]
+    spec: PlanSpec
+    device: torch.device
+
+    def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
+        """(trained tokens, rows that have any): what the summed loss is divided by, once summed over dp ranks."""
+        counts = [self.num_trained_tokens(microbatch) for microbatch in microbatches]
+        return float(sum(count.sum() for count in counts)), float(sum((count > 0).sum() for count in counts))
+
+    def num_trained_tokens(self, microbatch: Microbatch) -> np.ndarray:
+        """int64 [R] of each row; [1] of 0 for a dummy."""
+        counts = num_predicted_tokens(self.columns["token_mask"], microbatch)
+        if "row_mask" in self.columns and microbatch.rows:
+            counts = counts * np.asarray(self.columns["row_mask"], dtype=bool)[list(microbatch.rows)]
+        return counts
+
+    def inputs(self, microbatch: Microbatch) -> ModelInputs:
+        """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet the vocabulary."""
+        inputs = build_inputs(self.columns, microbatch, self.spec, device=self.device)
+        counts = torch.from_numpy(self.num_trained_tokens(microbatch)).to(self.device, torch.float32)
+        is_trained_row = counts > 0
+        mask = inputs.label_mask & inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
+        row_columns = {**inputs.row_columns, _NUM_TRAINED: counts}
+        return dataclasses.replace(inputs, label_mask=mask, row_columns=row_columns)
+
+    def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
+        """The rows of `parts` (one Jagged per microbatch) where the shard has them; 0 for tokens that were cut off."""
+        offsets = self.columns["input_ids"].offsets
+        values = np.zeros(offsets[-1], dtype=np.float32)
+        for microbatch, part in zip(microbatches, parts, strict=True):
+            for row, scores in zip(microbatch.rows, part, strict=True):
+                values[offsets[row] : offsets[row] + len(scores)] = scores
+        return Jagged(values, offsets)
+
+
+@dataclass(frozen=True)
+class _LossStep:
+    """What the engine does with the scores of a microbatch: its share of the loss, and its metrics."""
+
+    loss: Loss
+    denominator: float
+
+    def __call__(self, inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor, Metrics]:
+        entropy = scores.entropy
+        if entropy is not None and not self.loss.entropy_gradient:
+            entropy = entropy.detach()
+        terms = self.loss(
+            LossInputs(
+                policy_logprobs=scores.logprobs,
+                token_mask=inputs.label_mask,
+                row_ids=inputs.row_ids,
+                row_num_tokens=inputs.row_columns[_NUM_TRAINED],
+                columns=_loss_columns(inputs),
+                entropy=entropy,
+            )
+        )
+        return terms.loss_sum / self.denominator, terms.metrics
+
+
+def _score_plan(shard: SlicedDataDict) -> RankPlan:
+    plan = shard.plan if shard.score_plan is None else shard.score_plan
+    assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
+    return plan
+
+
+def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
+    """Every column of real numbers, one value per position; what is given per row holds for all its positions."""
+    columns = {name: column.float() for name, column in inputs.columns.items() if column.is_floating_point()}
+    for name, column in inputs.row_columns.items():
+        if column.is_floating_point() and name != _NUM_TRAINED:
+            columns[name] = column.float()[inputs.row_ids]
+    return columns
+
+
+def _unpacked(inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor | None, Jagged]:
+    return None, unpack_tokens(scores.logprobs, inputs)
+
+
+def _compute_seconds(device: torch.device) -> float:
+    """A clock of this rank's own work. On CPU that is CPU time, which does not pass while it waits for the others."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.policy.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """`model_dir(architecture)`: the directory of a tiny model, made once."""
+    made: dict[str, str] = {}
+
+    def make(architecture: str) -> str:
+        if architecture not in made:
+            made[architecture] = str(save_tiny_model(tmp_path_factory.mktemp(architecture), architecture))
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[ProcessPoolExecutor]:
+    """Two processes that stay warm: importing torch costs more than most tests."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Path:
+    """A rendezvous file that does not exist yet."""
+    return tmp_path / "rendezvous"

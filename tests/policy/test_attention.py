@@ -1,0 +1,125 @@
+"""Packed attention equals each row alone, and no row sees another."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_like.policy.attention import attention_forward, padded_attention, varlen_attention
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True) -> Tensor:
+    """[L, H, D] of one row by the textbook formula."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        allowed = allowed & (distance.abs() < window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v)
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def random_qkv(length: int, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(length, heads, dim), (length, kv_heads, dim), (length, kv_heads, dim)]
+    q, k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
+    return q, k, v
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum),
+    window=st.sampled_from([None, 1, 5, 64]),
+    causal=st.booleans(),
+)
+def test_packed_equals_each_row_alone(lengths, window, causal):
+    q, k, v = random_qkv(sum(lengths))
+    upstream = torch.randn_like(q)
+    rows = [
+        naive_attention(*row, 0.3, window, causal)
+        for row in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    ]
+    expected = torch.cat(rows)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
+    out = varlen_attention(q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, causal=causal)
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=10), data=st.data(), window=st.sampled_from([None, 7]))
+def test_changing_one_row_leaves_the_others_bit_equal(lengths, data, window):
+    changed = data.draw(st.integers(0, len(lengths) - 1))
+    q, k, v = (tensor.detach() for tensor in random_qkv(sum(lengths)))
+    cu_seqlens = boundaries(lengths)
+    before = varlen_attention(q, k, v, cu_seqlens, max(lengths), scale=0.3, window=window)
+    start, end = cu_seqlens[changed], cu_seqlens[changed + 1]
+    for tensor in (q, k, v):
+        tensor[start:end] += 1000.0
+    after = varlen_attention(q, k, v, cu_seqlens, max(lengths), scale=0.3, window=window)
+    assert torch.equal(before[:start], after[:start])
+    assert torch.equal(before[end:], after[end:])
+
+
+def test_segments_longer_than_a_group_are_attended_alone():
+    lengths = [300, 3, 257, 300, 4]
+    q, k, v = (tensor.detach() for tensor in random_qkv(sum(lengths)))
+    out = varlen_attention(q, k, v, boundaries(lengths), 300, scale=0.3)
+    rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([naive_attention(*row, 0.3, None) for row in rows])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_padded_rows_equal_each_row_alone_and_ignore_their_padding(window):
+    lengths, size = [7, 3, 10], 10
+    q, k, v = (tensor.detach().view(3, size, -1, 8).transpose(1, 2) for tensor in random_qkv(3 * size))
+    out = padded_attention(q, k, v, scale=0.3, window=window)
+    for row, length in enumerate(lengths):
+        alone = (tensor[row, :, :length].transpose(0, 1) for tensor in (q, k, v))
+        expected = naive_attention(*alone, scale=0.3, window=window)
+        torch.testing.assert_close(out[row, :, :length].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_boundaries_must_cover_every_position():
+    q, k, v = random_qkv(5)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 4 but there are 5 positions"):
+        varlen_attention(q, k, v, boundaries([4]), 4, scale=0.3)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_attention_of_another_kind_is_refused(extra):
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in random_qkv(5))
+    with pytest.raises(ValueError, match=r"policy\.model_name"):
+        attention_forward(torch.nn.Linear(1, 1), q, k, v, None, scaling=0.3, **extra)
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("window", [None, 64])
+def test_cuda_kernel_equals_the_cpu_path_in_bfloat16(window):
+    lengths = [100, 1, 37, 400, 64]
+    q, k, v = (tensor.detach() for tensor in random_qkv(sum(lengths), heads=8, kv_heads=2, dim=64))
+    upstream = torch.randn_like(q)
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        parts = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
+        cu_seqlens = boundaries(lengths).to(device)
+        out = varlen_attention(*parts, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=0.125, window=window)
+        grads = torch.autograd.grad(out, parts, upstream.to(device, dtype))
+        return [tensor.float().cpu() for tensor in (out, *grads)]
+
+    for found, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))

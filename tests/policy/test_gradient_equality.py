@@ -1,0 +1,162 @@
+"""The test that decides: one gradient, whatever the layout, the microbatches, the row order or the number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_like.config.schema import (
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    PolicyGradientLossConfig,
+    SequencePackingConfig,
+)
+from nemo_like.data.columns import take_rows
+from nemo_like.distributed import mesh
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.data.packing.plan import plan_batch
+from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.policy import plan_spec
+from tests.policy.tiny import ARCHITECTURES, context, random_batch, relative_error, row_loss, run_ranks, saved_tensors
+
+LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+TOLERANCE = 1e-5
+BASE = PolicyConfig(
+    model_name="",
+    train_global_batch_size=len(LENGTHS),
+    logprob_chunk_size=16,
+    max_grad_norm=0.0,
+    optimizer=OptimizerConfig(lr=1e-3, beta1=0.0),  # with beta1 = 0 Adam's first moment is the gradient
+)
+
+
+def packed(max_tokens: int, **keys: Any) -> PolicyConfig:
+    return dataclasses.replace(BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=max_tokens, **keys))
+
+
+def dynamic(max_tokens: int, **keys: Any) -> PolicyConfig:
+    return dataclasses.replace(BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=max_tokens, **keys))
+
+
+def fixed(rows: int) -> PolicyConfig:
+    return dataclasses.replace(BASE, train_micro_batch_size=rows)
+
+
+LAYOUTS = {
+    "packed, 1 microbatch": packed(128),
+    "packed, 2 microbatches": packed(48),
+    "packed, 4 microbatches": packed(24),
+    "packed, rows rounded to 8": packed(64, sequence_length_round=8),
+    "packed, first fit shuffle": packed(40, algorithm="first_fit_shuffle"),
+    "dynamic, 2 microbatches or so": dynamic(64),
+    "dynamic, 4 microbatches or so, rounded": dynamic(32, sequence_length_round=4),
+    "padded, 8 rows": fixed(8),
+    "padded, 2 rows": fixed(2),
+    "padded, 1 row": fixed(1),
+    "packed with activation checkpointing": dataclasses.replace(packed(48), activation_checkpointing=True),
+}
+POLICY_GRADIENT = ClippedPolicyGradientLoss(
+    config=PolicyGradientLossConfig(
+        normalization="sequence", reference_policy_kl_penalty=0.1, entropy_coefficient=0.05, ratio_clip_c=3.0
+    )
+)
+
+
+def train_once(
+    worker_context: WorkerContext, config: PolicyConfig, batch: BatchedDataDict, loss: Loss, out: Path
+) -> dict[str, float]:
+    """One optimizer step on this rank's share; the gradient is in the checkpoint `out` as `exp_avg`."""
+    worker = DTensorPolicyWorker(worker_context, config=config)
+    spec = plan_spec(config, purpose="train", num_ranks=worker_context.world_size, cost=worker.info().cost)
+    plan = plan_batch(batch["length"], spec)
+    (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
+    worker.save(out)
+    mesh.destroy()
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def gradient_of(
+    config: PolicyConfig, model: str, batch: BatchedDataDict, loss: Loss, out: Path
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    metrics = train_once(context(), dataclasses.replace(config, model_name=model), batch, loss, out)
+    return saved_tensors(out, "exp_avg"), metrics
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(architecture, model_dir, tmp_path):
+    batch = random_batch(LENGTHS)
+    model = AutoModelForCausalLM.from_pretrained(model_dir(architecture), attn_implementation="eager")
+    loss = row_loss(model, batch)
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    for name, config in LAYOUTS.items():
+        found, metrics = gradient_of(config, model_dir(architecture), batch, NllLoss(), tmp_path / name)
+        assert relative_error(found, expected) < TOLERANCE, name
+        assert metrics["policy/loss"] == pytest.approx(float(loss), rel=TOLERANCE), name
+        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), name
+
+
+@pytest.mark.parametrize("loss", [NllLoss(), POLICY_GRADIENT], ids=["nll", "policy_gradient"])
+def test_row_order_and_microbatches_leave_gradient_and_metrics_as_they_are(loss, model_dir, tmp_path):
+    batch = random_batch(LENGTHS)
+    expected, expected_metrics = gradient_of(fixed(1), model_dir("qwen3"), batch, loss, tmp_path / "one")
+    for seed in range(3):
+        shuffled = batch.select_indices(np.random.default_rng(seed).permutation(len(LENGTHS)))
+        for name, config in LAYOUTS.items():
+            found, metrics = gradient_of(config, model_dir("qwen3"), shuffled, loss, tmp_path / f"{name} {seed}")
+            assert relative_error(found, expected) < TOLERANCE, name
+            assert_same_metrics(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen3"])
+def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, tmp_path):
+    batch = random_batch(LENGTHS)
+    expected, expected_metrics = gradient_of(fixed(8), model_dir(architecture), batch, POLICY_GRADIENT, tmp_path / "one")
+    for index, name in enumerate(
+        ("packed, 2 microbatches", "packed, 4 microbatches", "dynamic, 2 microbatches or so", "padded, 2 rows")
+    ):
+        config = dataclasses.replace(LAYOUTS[name], model_name=model_dir(architecture))
+        out, meeting = tmp_path / name, tmp_path / f"meeting {index}"
+        metrics = run_ranks(rank_pool, train_once, 2, meeting, config, batch, POLICY_GRADIENT, out)
+        assert relative_error(saved_tensors(out, "exp_avg"), expected) < TOLERANCE, name
+        for rank_metrics in metrics:
+            assert_same_metrics(rank_metrics, expected_metrics)
+
+
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    measured = {"policy/rank_time_worst_over_mean"}
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - measured:
+        assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(model_dir, tmp_path):
+    config = dataclasses.replace(packed(48), model_name=model_dir("llama"), train_global_batch_size=4)
+    batch = random_batch(LENGTHS)
+    worker = DTensorPolicyWorker(context(), config=config)
+    plan = plan_batch(batch["length"], plan_spec(config, purpose="train", num_ranks=1, cost=worker.info().cost))
+    whole = worker.train(batch.shard(plan)[0], None, NllLoss())
+    worker.save(tmp_path / "whole")
+    halves = DTensorPolicyWorker(context(), config=config)
+    metrics = []
+    for start in (0, 4):
+        half = batch.select_indices(range(start, start + 4))
+        half_plan = plan_batch(half["length"], plan_spec(config, purpose="train", num_ranks=1, cost=worker.info().cost))
+        metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
+    halves.save(tmp_path / "halves")
+    assert len(whole) == 2
+    for found, expected in zip(whole, metrics, strict=True):
+        assert found["policy/loss"] == expected["policy/loss"]
+    for name, weight in saved_tensors(tmp_path / "whole", "weight").items():
+        assert torch.equal(weight, saved_tensors(tmp_path / "halves", "weight")[name]), name

@@ -1,0 +1,117 @@
+"""The driver: plans by configuration, places rows once, and brings results back in the batch's order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nemo_like.config.schema import (
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    PolicyGradientLossConfig,
+    SequencePackingConfig,
+)
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.cost import CostModel
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.policy import Policy, plan_spec
+from tests.policy.tiny import random_batch
+
+LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+PLAIN = PolicyConfig(
+    model_name="",
+    train_global_batch_size=4,
+    train_micro_batch_size=2,
+    logprob_batch_size=3,
+    optimizer=OptimizerConfig(lr=1e-3),
+)
+PACKED = dataclasses.replace(
+    PLAIN, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=32, logprob_mb_tokens=64)
+)
+DYNAMIC = dataclasses.replace(
+    PLAIN, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=48)
+)
+MODES = {"plain": PLAIN, "packed": PACKED, "dynamic": DYNAMIC}
+
+
+@pytest.fixture(params=MODES)
+def policy(request, model_dir):
+    config = dataclasses.replace(MODES[request.param], model_name=model_dir("qwen3"))
+    group = LocalGroup(
+        DTensorPolicyWorker, {"config": config, "needs_reference": True}, local_context(num_threads=1), name="policy"
+    )
+    yield Policy(group, config)
+    group.shutdown()
+
+
+def test_a_step_of_the_driver(policy, tmp_path):
+    batch = random_batch(LENGTHS)
+    for name in ("prev_logprobs", "reference_logprobs", "advantages"):
+        batch.pop(name)
+    plan = policy.plan(batch["length"])
+    assert plan.num_steps == 2
+    assert sorted(plan.rows_of_rank(0).tolist()) == list(range(8))
+    placed = policy.place(batch, plan)
+    policy.probe_isolation()
+    with policy.awake():
+        scores = policy.score(placed)
+        assert set(scores) == {"prev_logprobs", "reference_logprobs"}
+        for row, column in enumerate(scores["prev_logprobs"]):
+            expected = batch["token_mask"][row].astype(bool) & batch["row_mask"][row]
+            expected[0] = False
+            assert np.array_equal(column != 0, expected)
+        columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32), **scores}
+        loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1))
+        first, second = policy.train(placed, columns, loss)
+    assert first["policy/ratio_mean"].value == pytest.approx(1.0, abs=1e-5)  # on-policy, columns met their rows
+    assert second["policy/ratio_mean"].value != pytest.approx(1.0, abs=1e-5)
+    policy.save(tmp_path / "saved")
+    changed = policy.score(placed)
+    policy.train(placed, None, NllLoss())
+    policy.load(tmp_path / "saved")
+    assert np.array_equal(policy.score(placed)["prev_logprobs"].values, changed["prev_logprobs"].values)
+
+
+def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_loss(policy):
+    batch = random_batch(LENGTHS)
+    evaluated = policy.evaluate(policy.place(batch, policy.plan(batch["length"], "evaluate")), NllLoss())
+    whole = dataclasses.replace(policy.config, train_global_batch_size=8)
+    (trained,) = Policy(policy.group, whole).train(
+        policy.place(batch, Policy(policy.group, whole).plan(batch["length"])), None, NllLoss()
+    )
+    assert evaluated["policy/loss"].value == pytest.approx(trained["policy/loss"].value, rel=1e-5)
+
+
+def test_info_counts_parameters_and_work(policy):
+    info = policy.info
+    assert info.num_params == 67 * 32 * 2 + 2 * (32 * 16 * (4 + 2 + 2) + 4 * 16 * 32 + 3 * 32 * 48 + 2 * 16 + 2 * 32) + 32
+    assert info.num_workers == 1
+    assert info.cost.linear > 2 * 67 * 32
+    assert info.peak_flops > 1e8
+
+
+def test_specs_follow_the_configuration():
+    cost = CostModel()
+    packed = plan_spec(PACKED, purpose="train", num_ranks=2, cost=cost, sync="microbatch")
+    assert (packed.layout, packed.max_tokens, packed.max_rows, packed.num_ranks) == ("packed", 32, None, 2)
+    assert (packed.global_batch_size, packed.sync) == (4, "microbatch")
+    scoring = plan_spec(PACKED, purpose="evaluate", num_ranks=2, cost=cost)
+    assert (scoring.max_tokens, scoring.global_batch_size) == (64, None)
+    dynamic = plan_spec(DYNAMIC, purpose="train", num_ranks=1, cost=cost)
+    assert (dynamic.layout, dynamic.max_tokens, dynamic.max_rows) == ("padded", 48, None)
+    plain = plan_spec(PLAIN, purpose="train", num_ranks=1, cost=cost)
+    assert (plain.layout, plain.max_tokens, plain.max_rows) == ("padded", None, 2)
+    assert plan_spec(PLAIN, purpose="evaluate", num_ranks=1, cost=cost).max_rows == 3
+
+
+def test_columns_that_are_placed_already_do_not_travel_again(policy):
+    batch = random_batch(LENGTHS)
+    placed = policy.place(batch, policy.plan(batch["length"]))
+    wrong = Jagged.from_rows([[0.0]] * 8, np.float32)  # would raise if it replaced the placed column
+    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
+    assert len(policy.train(placed, {"generation_logprobs": wrong}, loss)) == 2

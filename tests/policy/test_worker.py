@@ -1,0 +1,208 @@
+"""Scores equal transformers row by row; reference, bfloat16, weight buckets, export and the errors of a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_like.config.schema import (
+    DynamicBatchingConfig,
+    GenerationConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.plan import plan_batch
+from nemo_like.distributed import mesh
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
+from nemo_like.metrics import metric_values
+from nemo_like.policy.dtensor_export import split_by_bytes
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.policy import plan_spec
+from tests.policy.tiny import ARCHITECTURES, context, random_batch, run_ranks, saved_tensors
+
+LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+PACKED = PolicyConfig(
+    model_name="",
+    train_global_batch_size=8,
+    logprob_chunk_size=16,
+    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=48, sequence_length_round=4),
+    optimizer=OptimizerConfig(lr=1e-2),
+    generation=GenerationConfig(temperature=0.7),
+)
+DYNAMIC = dataclasses.replace(
+    PACKED,
+    sequence_packing=SequencePackingConfig(),
+    dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=64),
+)
+
+
+def shard_of(worker: DTensorPolicyWorker, batch: BatchedDataDict, worker_context: WorkerContext) -> SlicedDataDict:
+    spec = plan_spec(worker.config, purpose="train", num_ranks=worker_context.world_size, cost=worker.info().cost)
+    return batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
+
+
+def rows_of(shard: SlicedDataDict) -> list[np.ndarray]:
+    return [np.asarray(row) for row in shard["input_ids"]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("config", [PACKED, DYNAMIC], ids=["packed", "dynamic"])
+def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config, model_dir):
+    config = dataclasses.replace(config, model_name=model_dir(architecture))
+    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    shard = shard_of(worker, random_batch(LENGTHS), context())
+    scores = worker.score(shard)
+    model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
+    for row, (ids, mask, trained) in enumerate(zip(shard["input_ids"], shard["token_mask"], shard["row_mask"], strict=True)):
+        input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+        with torch.no_grad():
+            log_probs = (model(input_ids).logits[0] / 0.7).log_softmax(-1)
+        expected = np.zeros(len(ids), dtype=np.float32)
+        expected[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
+        expected *= mask * trained
+        np.testing.assert_allclose(scores["prev_logprobs"][row], expected, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(scores["reference_logprobs"].values, scores["prev_logprobs"].values)
+
+
+def test_training_moves_the_policy_and_not_the_reference(model_dir):
+    config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"))
+    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    shard = shard_of(worker, random_batch(LENGTHS), context())
+    before = worker.score(shard)
+    losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(10)]
+    assert losses[-1] < 0.8 * losses[0]
+    after = worker.score(shard)
+    assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)
+    assert after["prev_logprobs"].values.sum() > before["prev_logprobs"].values.sum() + 1.0
+    assert worker.evaluate(shard, NllLoss())["policy/loss"].value < losses[-1]
+
+
+def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_left(model_dir):
+    config = dataclasses.replace(
+        PACKED,
+        model_name=model_dir("llama"),
+        oversize_rows="truncate",
+        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=10, logprob_mb_tokens=10),
+    )
+    worker = DTensorPolicyWorker(context(), config=config)
+    batch = random_batch([6, 25])
+    batch["token_mask"] = Jagged(np.ones(31, dtype=np.uint8), batch["token_mask"].offsets)
+    shard = shard_of(worker, batch, context())
+    scores = worker.score(shard)["prev_logprobs"]
+    assert scores.lengths.tolist() == shard["input_ids"].lengths.tolist()
+    long = int(np.argmax(scores.lengths))
+    assert np.flatnonzero(scores[long]).tolist() == list(range(1, 10))
+    assert worker.train(shard, None, NllLoss())[0]["policy/num_tokens"].value == 5 + 9
+
+
+def test_a_step_without_trained_tokens_has_zero_loss_and_gradient(model_dir):
+    worker = DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=model_dir("llama")))
+    batch = random_batch([5, 8])
+    batch["row_mask"] = np.zeros(2, dtype=bool)
+    (metrics,) = worker.train(shard_of(worker, batch, context()), None, NllLoss())
+    assert metric_values(metrics)["policy/grad_norm"] == 0.0
+    assert metric_values(metrics)["policy/num_tokens"] == 0.0
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_a_weight_changes(model_dir, tmp_path):
+    worker = DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=model_dir("llama")))
+    batch = random_batch([5, 8])
+    batch["advantages"] = np.full(2, np.inf, dtype=np.float32)
+    worker.save(tmp_path / "before")
+    from nemo_like.config.schema import PolicyGradientLossConfig
+    from nemo_like.losses import ClippedPolicyGradientLoss
+
+    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
+    with pytest.raises(FloatingPointError, match="at optimizer step 0"):
+        worker.train(shard_of(worker, batch, context()), None, loss)
+    worker.save(tmp_path / "after")
+    before, after = (saved_tensors(tmp_path / name, "weight") for name in ("before", "after"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Path) -> dict[str, object]:
+    """What two ranks do in one process group: the checks are made by the test, on what this returns."""
+    worker = DTensorPolicyWorker(worker_context, config=config, needs_reference=True)
+    report = worker.probe_isolation()
+    shard = shard_of(worker, random_batch(LENGTHS), worker_context)
+    losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
+    scores = worker.score(shard)
+    worker.sleep()
+    worker.wake()
+    worker.export_hf(out)
+    num_buckets = worker.num_weight_buckets(4000)
+    buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
+    weights = {name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()}
+    mesh.destroy()
+    return {
+        "rows": rows_of(shard),
+        "losses": losses,
+        "scores": [np.asarray(row) for row in scores["prev_logprobs"]],
+        "masks": [np.asarray(row) for row in shard["token_mask"]],
+        "trained": np.asarray(shard["row_mask"]),
+        "weights": {name: tensor.float().numpy() for name, tensor in weights.items()},
+        "dtypes": {str(tensor.dtype) for tensor in weights.values()},
+        "num_buckets": num_buckets,
+        "mean_difference": report.mean_difference,
+    }
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_two_ranks_train_score_probe_send_and_export_the_same_model(precision, model_dir, rank_pool, meeting, tmp_path):
+    config = dataclasses.replace(PACKED, model_name=model_dir("qwen3_tied"), precision=precision)
+    first, second = run_ranks(rank_pool, sharded_program, 2, meeting, config, tmp_path / "hf")
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < 0.9 * first["losses"][0]
+    assert second["weights"] == {} and first["num_buckets"] > 3
+    assert first["dtypes"] == {f"torch.{precision}"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert str(model.dtype) == f"torch.{precision}"
+    exported = {name: parameter.detach().float().numpy() for name, parameter in model.named_parameters()}
+    assert exported.keys() == first["weights"].keys() and "lm_head.weight" not in exported
+    assert all(np.array_equal(exported[name], first["weights"][name]) for name in exported)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tolerance = 1e-4 if precision == "float32" else 0.2
+    for result in (first, second):
+        for ids, mask, trained, scores in zip(result["rows"], result["masks"], result["trained"], result["scores"], strict=True):
+            input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+            with torch.no_grad():
+                log_probs = (model(input_ids).logits[0].float() / 0.7).log_softmax(-1)
+            expected = np.zeros(len(ids), dtype=np.float32)
+            expected[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
+            np.testing.assert_allclose(scores, expected * mask * trained, atol=tolerance)
+
+
+def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_dir, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"), chat_template=str(template))
+    worker = DTensorPolicyWorker(context(), config=config)
+    worker.export_hf(tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False) == "w5 w6"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3).shape[1] <= 5
+
+
+def test_an_export_is_cut_into_files_of_bounded_size():
+    shapes = {"a": (10,), "b": (20,), "c": (40,), "d": (1,)}
+    assert split_by_bytes(shapes, 1, 30) == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_model_whose_logits_are_not_linear_in_its_hidden_states_is_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, initializer_range=2.0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="soft"):
+        DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(tmp_path)))

@@ -1,0 +1,141 @@
+"""Tiny random models and batches, and processes to run ranks in: what the policy's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nemo_like.data.jagged import Jagged
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.worker_group import WorkerContext
+
+VOCABULARY = 67
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # logits far from uniform, so that a mistake shows
+}
+_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+ARCHITECTURES: dict[str, tuple[type, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**_SIZES)),
+    "llama_tied": (LlamaForCausalLM, LlamaConfig(**_SIZES, tie_word_embeddings=True)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SIZES)),
+    "qwen2_tied": (Qwen2ForCausalLM, Qwen2Config(**_SIZES, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, head_dim=16)),
+    "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True)),
+    "qwen3_window": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_WINDOW, head_dim=16)),
+}
+
+
+def save_tiny_model(directory: Path, architecture: str) -> Path:
+    """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
+    torch.manual_seed(0)
+    model_class, config = ARCHITECTURES[architecture]
+    model: PreTrainedModel = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start at constants; their gradients should matter too
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index for index in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>").save_pretrained(directory)
+    return directory
+
+
+def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
+    """Rows of random tokens with every column a policy-gradient loss reads; about two thirds of the tokens are trained."""
+    generator = np.random.default_rng(seed)
+    size = sum(lengths)
+
+    def jagged(values: np.ndarray) -> Jagged:
+        return Jagged.from_lengths(values, np.asarray(lengths))
+
+    def logprobs() -> Jagged:
+        return jagged(generator.normal(-4.0, 0.3, size).astype(np.float32))
+
+    return BatchedDataDict(
+        input_ids=jagged(generator.integers(0, VOCABULARY, size).astype(np.int32)),
+        token_mask=jagged((generator.random(size) < 0.67).astype(np.uint8)),
+        generation_logprobs=logprobs(),
+        prev_logprobs=logprobs(),
+        reference_logprobs=logprobs(),
+        advantages=generator.normal(size=len(lengths)).astype(np.float32),
+        length=np.asarray(lengths, dtype=np.int64),
+        row_mask=np.arange(len(lengths)) != 2,
+    )
+
+
+def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
+    """Mean negative log-likelihood of the trained tokens by plain transformers, each row by itself and unpadded."""
+    total, count = torch.zeros(()), 0
+    for ids, mask, is_trained in zip(batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True):
+        if not is_trained:
+            continue
+        input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+        logprobs = model(input_ids).logits[0, :-1].log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1)
+        trained = torch.from_numpy(mask[1:].astype(bool))
+        total, count = total - logprobs[trained].sum(), count + int(trained.sum())
+    return total / count
+
+
+def context(rank: int = 0, world_size: int = 1, meeting: Path | None = None) -> WorkerContext:
+    """A CPU worker's context; ranks meet in the file `meeting`."""
+    return WorkerContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        device="cpu",
+        init_method="" if meeting is None else meeting.as_uri(),
+        collective_timeout_s=60.0,
+        num_threads=1,
+    )
+
+
+def run_ranks(pool: ProcessPoolExecutor, function: Callable[..., Any], world_size: int, meeting: Path, *args: Any) -> list[Any]:
+    """`function(context, *args)` on every rank of a fresh process group, each in a process of the pool."""
+    futures = [pool.submit(function, context(rank, world_size, meeting), *args) for rank in range(world_size)]
+    return [future.result(timeout=120) for future in futures]
+
+
+def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
+    """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any number of ranks."""
+    parts: dict[str, list[Tensor]] = {}
+    for path in sorted(directory.glob("rank_*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  (not a dict)
+                if key.startswith(f"{kind}/"):
+                    parts.setdefault(key.removeprefix(f"{kind}/"), []).append(file.get_tensor(key))
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest |found - expected| / |expected| over the tensors, in the 2-norm; the names must agree."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
