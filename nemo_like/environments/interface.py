@@ -1,0 +1,81 @@
+"""What a reward function sees, and `RewardEnvironment`, which has the configured ones score completions.
+
+A reward is a plain function `(RewardSample) -> float`, named by import path in the YAML. There is nothing to register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.distributed.worker_group import WorkerGroup
+
+_MAX_TEXT_SHOWN = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSample:
+    """One completion to judge.
+
+    Example: `RewardSample(prompt="2+2=?", completion="#### 4", answer="4", row={"prompt": "2+2=?", "answer": "4"})`.
+    """
+
+    prompt: str
+    """The question as the data file has it, without the chat template."""
+    completion: str
+    """What the model wrote, special tokens removed."""
+    answer: str | None = None
+    """The data row's answer, if it has one."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The data file's whole row."""
+
+    def __str__(self) -> str:
+        fields = {"prompt": self.prompt, "completion": self.completion, "answer": self.answer}
+        return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
+
+
+RewardFunction = Callable[[RewardSample], float]
+
+
+class RewardError(Exception):
+    """A reward function failed; the message shows the function, what went wrong and the sample."""
+
+    @classmethod
+    def of(cls, name: str, path: str, problem: str, sample: RewardSample) -> RewardError:
+        return cls(f"reward function {name!r} ({path}) {problem} on this sample:\n{sample}")
+
+
+class RewardEnvironment:
+    """Scores completions on a group of `RewardWorker`; the reward is the weighted sum of the functions' values."""
+
+    def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
+        if not functions:
+            raise ConfigError(
+                "reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward"
+            )
+        self.group = group
+        self._weights = {name: function.weight for name, function in functions.items()}
+
+    def score(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The reward of each sample, float32 [B], and the unweighted value of each function by name, float32 [B]."""
+        bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
+        chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
+        parts = self.group.run_all_workers_sharded_data("score", chunks)
+        components = {name: np.concatenate([part[name] for part in parts]) for name in self._weights}
+        reward = sum((self._weights[name] * values for name, values in components.items()), np.zeros(len(samples)))
+        return reward.astype(np.float32), components
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+
+def _shorten(text: str | None) -> str:
+    if text is None or len(text) <= _MAX_TEXT_SHOWN:
+        return repr(text)
+    return f"{text[:_MAX_TEXT_SHOWN]!r}... ({len(text)} characters)"

@@ -1,0 +1,79 @@
+"""Running reward functions: finding them by import path, calling them, and refusing what is not a finite number."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.environments.interface import RewardError, RewardFunction, RewardSample
+
+
+def load_reward_functions(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, RewardFunction]:
+    """Import every function of `reward.functions`.
+
+    Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or called.
+    """
+    return {
+        name: _import_function(f"reward.functions.{name}.path", function.path) for name, function in functions.items()
+    }
+
+
+class RewardWorker:
+    """Scores samples with every configured function."""
+
+    def __init__(self, context: WorkerContext, *, functions: Mapping[str, RewardFunctionConfig]) -> None:
+        self._functions = load_reward_functions(functions)
+        self._paths = {name: function.path for name, function in functions.items()}
+
+    def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
+        """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails on it."""
+        return {
+            name: np.array([self._call(name, sample) for sample in samples], dtype=np.float32)
+            for name in self._functions
+        }
+
+    def _call(self, name: str, sample: RewardSample) -> float:
+        try:
+            value = self._functions[name](sample)
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {error}"
+            raise RewardError.of(name, self._paths[name], problem, sample) from error
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            problem = f"returned {value!r}, which is not a finite number,"
+            raise RewardError.of(name, self._paths[name], problem, sample)
+        return number
+
+
+def _import_function(key: str, path: str) -> RewardFunction:
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise ConfigError(f"{key} is {path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise ConfigError(
+            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}: {error}. If it is"
+            " a file of your own, put its directory on PYTHONPATH (on every node)"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        names = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise ConfigError(
+            f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has {', '.join(names) or 'no functions'}"
+        )
+    if not callable(function):
+        raise ConfigError(
+            f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function of one RewardSample"
+        )
+    return cast(RewardFunction, function)

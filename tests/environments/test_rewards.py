@@ -1,0 +1,125 @@
+"""Reward functions named in the YAML: found, called, weighted; and what is said when one cannot be."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments.interface import RewardEnvironment, RewardError, RewardSample
+from nemo_like.environments.rewards import RewardWorker, load_reward_functions
+
+_CONTEXT = local_context(num_threads=1)
+_SOURCE = """
+def length(sample): return len(sample.completion)
+def answered(sample): return sample.answer is not None
+def divides(sample): return 1 / len(sample.completion)
+def not_a_number(sample): return float("nan")
+def infinite(sample): return float("inf")
+def nothing(sample): return None
+def from_row(sample): return sample.row["weight"]
+constant = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_rewards.py").write_text(_SOURCE)
+    (tmp_path / "broken_rewards.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("user_rewards", "broken_rewards"):
+        sys.modules.pop(name, None)
+
+
+def _functions(**paths: str) -> dict[str, RewardFunctionConfig]:
+    return {name: RewardFunctionConfig(path=path) for name, path in paths.items()}
+
+
+def _sample(completion: str, answer: str | None = None, **row: object) -> RewardSample:
+    return RewardSample(prompt="2+2=?", completion=completion, answer=answer, row=row)
+
+
+def test_every_function_scores_every_sample() -> None:
+    worker = RewardWorker(
+        _CONTEXT,
+        functions=_functions(
+            length="user_rewards.length", answered="user_rewards.answered", row="user_rewards.from_row"
+        ),
+    )
+    scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)])
+    assert scores["length"].dtype == np.float32
+    assert {name: values.tolist() for name, values in scores.items()} == {
+        "length": [3, 0],
+        "answered": [1, 0],
+        "row": [0.5, -2],
+    }
+
+
+def test_no_samples_give_no_scores() -> None:
+    assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score([])["length"].shape == (0,)
+
+
+def test_the_reward_is_the_weighted_sum() -> None:
+    functions = {
+        "length": RewardFunctionConfig(path="user_rewards.length", weight=0.5),
+        "answered": RewardFunctionConfig(path="user_rewards.answered", weight=-1.0),
+    }
+    environment = RewardEnvironment(LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT), functions)
+    reward, components = environment.score([_sample("abcd", "4"), _sample("ab")])
+    assert reward.dtype == np.float32 and reward.tolist() == [1.0, 1.0]
+    assert components["length"].tolist() == [4, 2] and components["answered"].tolist() == [1, 0]
+    environment.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("length", r"is 'length'; write module\.function"),
+        ("no_such_module.length", "importing 'no_such_module' failed with ModuleNotFoundError"),
+        ("broken_rewards.length", "a_module_that_is_not_there"),
+        ("user_rewards.lenght", r"has no 'lenght'; it has answered, divides, .*length"),
+        ("user_rewards.constant", "a int that cannot be called"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_named_with_its_key(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_reward_functions(_functions(bonus=path))
+    assert "reward.functions.bonus.path" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("divides", "raised ZeroDivisionError: division by zero"),
+        ("not_a_number", "returned nan, which is not a finite number"),
+        ("infinite", "returned inf, which is not a finite number"),
+        ("nothing", "returned None, which is not a finite number"),
+        ("from_row", "raised KeyError: 'weight'"),
+    ],
+)
+def test_a_failing_function_shows_the_sample(function: str, message: str) -> None:
+    worker = RewardWorker(_CONTEXT, functions=_functions(bonus=f"user_rewards.{function}"))
+    with pytest.raises(RewardError, match=message) as caught:
+        worker.score([RewardSample(prompt="2+2=?", completion="", answer="4")])
+    text = str(caught.value)
+    assert f"'bonus' (user_rewards.{function})" in text
+    assert "prompt: '2+2=?'" in text and "completion: ''" in text and "answer: '4'" in text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_a_long_sample_is_shown_in_part() -> None:
+    worker = RewardWorker(_CONTEXT, functions=_functions(bonus="user_rewards.from_row"))
+    with pytest.raises(RewardError, match=r"\(9000 characters\)") as caught:
+        worker.score([_sample("x" * 9000)])
+    assert len(str(caught.value)) < 2000
+
+
+def test_no_functions_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
+        RewardEnvironment(LocalGroup(RewardWorker, {"functions": {}}, _CONTEXT), {})

@@ -1,0 +1,268 @@
+"""The embedded generator against transformers: greedy tokens, log-probs of a full forward, rows on their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nemo_like.data.jagged import Jagged
+from nemo_like.distributed.local_group import local_context
+from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.interface import Completions, SamplingParams
+from nemo_like.generation.sampling import filter_logits
+from nemo_like.weight_sync.stream import Bucket
+
+_TEXT = [
+    "the quick brown fox jumps over the lazy dog",
+    "12 + 30 = 42, so 42 is the answer",
+    "wörter mit ümlaut: süß, größer",
+]
+_CONTEXT = local_context(num_threads=1)
+_SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # wide, so that distributions are far from uniform
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: tokens of several characters, and characters of several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
+def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    if request.param == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False))
+    elif request.param == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=8, tie_word_embeddings=True))
+    else:  # learned absolute positions: the one that notices wrong position ids
+        names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 0, "eos_token_id": 1}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=320, initializer_range=0.3, **names))
+    model.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+    return directory
+
+
+def _worker(directory: Path, batch_size: int = 64) -> HFGenerationWorker:
+    return HFGenerationWorker(_CONTEXT, model_name=str(directory), batch_size=batch_size)
+
+
+def _prompts(num_rows: int, seed: int = 0) -> Jagged:
+    rng = np.random.default_rng(seed)
+    return Jagged.from_rows([rng.integers(2, 320, rng.integers(1, 12)) for _ in range(num_rows)], np.int32)
+
+
+def _seeds(num_rows: int) -> np.ndarray:
+    return np.arange(num_rows, dtype=np.uint64) + 100
+
+
+def _same(left: Completions, right: Completions) -> None:
+    assert left.finish_reasons == right.finish_reasons
+    assert np.array_equal(left.token_ids.offsets, right.token_ids.offsets)
+    assert np.array_equal(left.token_ids.values, right.token_ids.values)
+    np.testing.assert_allclose(left.logprobs.values, right.logprobs.values, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_new_tokens=12),
+        SamplingParams(max_new_tokens=12, temperature=0.7, top_k=20, top_p=0.9),
+        SamplingParams(max_new_tokens=12, temperature=0.0),
+    ],
+)
+def test_logprobs_equal_a_full_forward(model_directory: Path, sampling: SamplingParams) -> None:
+    prompts = _prompts(9)
+    completions = _worker(model_directory, batch_size=4).generate(prompts, _seeds(9), sampling, max_total_length=64)
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    for prompt, token_ids, logprobs in zip(prompts, completions.token_ids, completions.logprobs, strict=True):
+        row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
+        if sampling.temperature:
+            logits = filter_logits(logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        expected = logits.log_softmax(dim=-1).gather(-1, row[len(prompt) :, None]).squeeze(-1)
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_greedy_equals_transformers_generate(model_directory: Path) -> None:
+    prompts = _prompts(8, seed=1)
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.0)
+    completions = _worker(model_directory, batch_size=3).generate(prompts, _seeds(8), sampling, max_total_length=64)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
+    for prompt, token_ids in zip(prompts, completions.token_ids, strict=True):
+        input_ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        expected = model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=16, pad_token_id=0
+        )
+        assert token_ids.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_a_row_depends_on_its_prompt_and_seed_alone(model_directory: Path) -> None:
+    """Whatever the batch size, the order, or the rows beside it (which end at other times and are compacted away)."""
+    prompts, seeds = _prompts(24, seed=2), _seeds(24)
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.3)
+    together = _worker(model_directory).generate(prompts, seeds, sampling, max_total_length=64)
+    assert len(set(together.token_ids.lengths.tolist())) > 3, (
+        "rows must end at different times for this test to mean anything"
+    )
+    assert {"stop", "length"} == set(together.finish_reasons)
+    worker = _worker(model_directory, batch_size=5)
+    _same(worker.generate(prompts, seeds, sampling, max_total_length=64), together)
+    order = np.random.default_rng(0).permutation(24)
+    _same(worker.generate(prompts.take(order), seeds[order], sampling, max_total_length=64), together.take(order))
+    _same(worker.generate(prompts.slice(3, 4), seeds[3:4], sampling, max_total_length=64), together.take(np.array([3])))
+
+
+def test_equal_prompts_with_other_seeds_differ(model_directory: Path) -> None:
+    prompts = Jagged.from_rows([[5, 6, 7]] * 4, np.int32)
+    completions = _worker(model_directory).generate(
+        prompts, _seeds(4), SamplingParams(max_new_tokens=20), max_total_length=64
+    )
+    assert len({tuple(row.tolist()) for row in completions.token_ids}) == 4
+
+
+def test_lengths_end_where_the_limits_say(model_directory: Path) -> None:
+    prompts = Jagged.from_rows([[5] * 3, [6] * 10, [7] * 19], np.int32)
+    worker = _worker(model_directory)
+    sampling = SamplingParams(max_new_tokens=15, temperature=0.0)
+    worker._end_ids = frozenset()
+    completions = worker.generate(prompts, _seeds(3), sampling, max_total_length=20)
+    assert completions.token_ids.lengths.tolist() == [15, 10, 1]
+    assert completions.finish_reasons == ["length"] * 3
+
+
+def test_the_end_token_is_the_last_and_the_reason_is_stop(model_directory: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=100, temperature=1.5)
+    completions = _worker(model_directory).generate(_prompts(16), _seeds(16), sampling, max_total_length=128)
+    for token_ids, reason in zip(completions.token_ids, completions.finish_reasons, strict=True):
+        assert (token_ids[-1] == 1) == (reason == "stop")
+        assert 1 not in token_ids[:-1]
+
+
+def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Path) -> None:
+    worker = _worker(model_directory)
+    prompts, seeds = _prompts(12, seed=4), _seeds(12)
+    free = worker.generate(prompts, seeds, SamplingParams(max_new_tokens=60), max_total_length=128)
+    texts = [worker._tokenizer.decode(row) for row in free.token_ids]
+    stops = (texts[0][7:10], texts[1][11:16])
+    stopped = worker.generate(
+        prompts, seeds, SamplingParams(max_new_tokens=60, stop_strings=stops), max_total_length=128
+    )
+    for row in range(12):
+        token_ids = stopped.token_ids[row]
+        assert token_ids.tolist() == free.token_ids[row][: len(token_ids)].tolist()
+        before = worker._tokenizer.decode(token_ids[:-1])
+        text = worker._tokenizer.decode(token_ids)
+        assert not any(stop in before for stop in stops)
+        assert any(stop in text for stop in stops) or len(token_ids) == len(free.token_ids[row])
+    assert stopped.finish_reasons[:2] == ["stop", "stop"]
+    assert stopped.token_ids.lengths[0] < free.token_ids.lengths[0]
+
+
+def test_no_rows_give_no_rows(model_directory: Path) -> None:
+    empty = Jagged.from_rows([], np.int32)
+    completions = _worker(model_directory).generate(
+        empty, _seeds(0), SamplingParams(max_new_tokens=3), max_total_length=8
+    )
+    assert len(completions) == 0 and len(completions.token_ids) == 0
+
+
+def test_bfloat16_follows_its_own_forward(model_directory: Path) -> None:
+    worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), precision="bfloat16")
+    completions = worker.generate(_prompts(6), _seeds(6), SamplingParams(max_new_tokens=8), max_total_length=64)
+    assert completions.logprobs.dtype == np.float32
+    assert np.isfinite(completions.logprobs.values).all() and (completions.logprobs.values <= 0).all()
+
+
+def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path) -> None:
+    prompts, seeds, sampling = _prompts(6), _seeds(6), SamplingParams(max_new_tokens=10, temperature=0.0)
+    worker = _worker(model_directory)
+    before = worker.generate(prompts, seeds, sampling, max_total_length=64)
+    assert before.weight_version == 0
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    named = [(name, parameter.data) for name, parameter in model.named_parameters()]
+    worker.begin_update()
+    worker.load_bucket(Bucket.encode(named[:3]))
+    with pytest.raises(RuntimeError, match="inside a weight update"):
+        worker.generate(prompts, seeds, sampling, max_total_length=64)
+    worker.load_bucket(Bucket.encode(named[3:]))
+    worker.finish_update(version=7)
+    after = worker.generate(prompts, seeds, sampling, max_total_length=64)
+    assert after.weight_version == 7
+    assert not np.array_equal(before.token_ids.values, after.token_ids.values)
+    for prompt, token_ids in zip(prompts, after.token_ids, strict=True):
+        row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
+        with torch.no_grad():
+            assert model(row[None]).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist() == token_ids.tolist()
+
+
+def test_a_weight_update_that_does_not_fit_says_which_weight(model_directory: Path) -> None:
+    worker = _worker(model_directory)
+    worker.begin_update()
+    with pytest.raises(ValueError, match=r"'model\.extra' is not part of"):
+        worker.load_bucket(Bucket.encode([("model.extra", torch.zeros(2))]))
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' has shape \(3,\), the model's is \(32,\)"):
+        worker.load_bucket(Bucket.encode([("model.norm.weight", torch.zeros(3))]))
+    with pytest.raises(ValueError, match="left out"):
+        worker.finish_update(version=1)
+
+
+def test_tied_embeddings_are_delivered_by_either_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    names = dict(model.named_parameters())
+    embedding = names.pop("model.embed_tokens.weight").data + 1
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        worker = _worker(tmp_path)
+        worker.begin_update()
+        worker.load_bucket(Bucket.encode([(name, embedding), *((other, value.data) for other, value in names.items())]))
+        worker.finish_update(version=1)
+        weights = worker._model.state_dict()
+        assert torch.equal(weights["model.embed_tokens.weight"], embedding)
+        assert torch.equal(weights["lm_head.weight"], embedding)
+
+
+def test_diverged_weights_are_reported_and_not_sampled_from(model_directory: Path) -> None:
+    worker = _worker(model_directory)
+    worker._model.state_dict()["model.embed_tokens.weight"].fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite at token 0"):
+        worker.generate(_prompts(2), _seeds(2), SamplingParams(max_new_tokens=3), max_total_length=64)

@@ -1,0 +1,116 @@
+"""Token choice: filters as transformers has them, draws that follow the distribution and depend on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from nemo_like.generation.interface import SamplingParams
+from nemo_like.generation.sampling import filter_logits, row_uniforms, sample_tokens
+
+
+def _logits(seed: int, num_rows: int = 5, vocabulary: int = 37) -> torch.Tensor:
+    return torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), top_k=st.integers(1, 40), top_p=st.floats(0.05, 0.99))
+def test_filters_equal_those_of_transformers(seed: int, top_k: int, top_p: float) -> None:
+    logits = _logits(seed)
+    ids = torch.LongTensor([[0]] * len(logits))
+    expected = TopPLogitsWarper(top_p=top_p)(ids, TopKLogitsWarper(top_k=top_k)(ids, logits))
+    assert torch.equal(filter_logits(logits, top_k=top_k, top_p=top_p), expected)
+
+
+def test_filters_that_are_off_change_nothing() -> None:
+    logits = _logits(0)
+    assert torch.equal(filter_logits(logits, top_k=None, top_p=1.0), logits)
+
+
+def test_top_p_keeps_the_likeliest_token_however_small_the_mass() -> None:
+    kept = filter_logits(_logits(1), top_k=None, top_p=1e-6).isfinite()
+    assert torch.equal(kept.sum(dim=-1), torch.ones(5, dtype=torch.long))
+    assert torch.equal(kept.float().argmax(dim=-1), _logits(1).argmax(dim=-1))
+
+
+def test_uniforms_are_a_function_of_seed_and_token_index() -> None:
+    seeds = np.array([7, 2**64 - 1, 7, 0], dtype=np.uint64)
+    uniforms = row_uniforms(seeds, 100)
+    assert np.array_equal(uniforms[0], uniforms[2])
+    assert np.array_equal(row_uniforms(seeds[1:2], 100)[0], uniforms[1])
+    assert np.array_equal(row_uniforms(seeds, 30), uniforms[:, :30])
+    assert uniforms.min() >= 0 and uniforms.max() < 1
+    assert len(np.unique(uniforms)) == 3 * 100
+
+
+def test_uniforms_never_change_between_versions() -> None:
+    """A resumed run must draw what the first would have drawn; NumPy guarantees the raw Philox stream."""
+    expected = [0.3035680343067586, 0.8487087496857769, 0.1561347780434731]
+    assert row_uniforms(np.array([1], np.uint64), 3)[0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=1),
+        SamplingParams(max_new_tokens=1, temperature=0.6),
+        SamplingParams(max_new_tokens=1, temperature=1.5, top_k=6),
+        SamplingParams(max_new_tokens=1, temperature=0.9, top_p=0.8),
+        SamplingParams(max_new_tokens=1, temperature=1.2, top_k=12, top_p=0.9),
+    ],
+)
+def test_frequencies_follow_the_filtered_distribution(params: SamplingParams) -> None:
+    num_draws, vocabulary = 20_000, 20
+    logits = _logits(3, 1, vocabulary) / 2
+    uniforms = torch.from_numpy(row_uniforms(np.array([11], np.uint64), num_draws)[0])
+    token_ids, logprobs = sample_tokens(logits.expand(num_draws, -1), uniforms, params)
+    filtered = filter_logits(logits / params.temperature, top_k=params.top_k, top_p=params.top_p)[0]
+    probabilities = filtered.softmax(dim=-1)
+    counts = torch.bincount(token_ids, minlength=vocabulary)
+    assert counts[probabilities == 0].sum() == 0
+    likely = probabilities * num_draws >= 5
+    expected = probabilities[likely] * num_draws
+    chi_square = float(((counts[likely] - expected) ** 2 / expected).sum())
+    degrees = int(likely.sum()) - 1
+    assert degrees >= 3
+    # Mean `degrees`, standard deviation sqrt(2 degrees); five of them is far outside chance, and the seed is fixed.
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+    torch.testing.assert_close(logprobs, filtered.log_softmax(dim=-1)[token_ids])
+
+
+def test_temperature_zero_is_greedy_with_the_models_own_logprob() -> None:
+    logits = _logits(5)
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, top_k=3)
+    token_ids, logprobs = sample_tokens(logits, torch.rand(5, dtype=torch.float64), params)
+    assert torch.equal(token_ids, logits.argmax(dim=-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(dim=-1).amax(dim=-1))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_a_token_without_mass_is_never_drawn(uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]])
+    token_ids, logprobs = sample_tokens(
+        logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(max_new_tokens=1)
+    )
+    assert token_ids.item() in (1, 3)
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+        ("stop_strings", ("a", "")),
+    ],
+)
+def test_impossible_parameters_are_named(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"policy.generation.{key} is "):
+        SamplingParams(**{"max_new_tokens": 1, key: value})  # type: ignore[arg-type]
