@@ -62,7 +62,7 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Combine metrics name by name; names may be missing from some parts. Raises TypeError if one name has two kinds."""
+    """Combine metrics name by name; a name may be missing from some parts. Raises TypeError if one has two kinds."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -70,7 +70,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
             if seen is None:
                 merged[name] = metric
             elif type(seen) is not type(metric):
-                raise TypeError(f"metric {name!r} is a {type(seen).__name__} in one part and a {type(metric).__name__} in another")
+                raise TypeError(
+                    f"metric {name!r} is a {type(seen).__name__} in one part and a {type(metric).__name__} in another"
+                )
             else:
                 merged[name] = seen.merge(metric)  # type: ignore[arg-type]
     return merged

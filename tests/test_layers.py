@@ -1,0 +1,162 @@
+"""The shape of the package: imports point downward only, heavy libraries live in one place each, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "nemo_like"
+
+LEVELS = {
+    "cli": 7, "demo": 7, "demo_task": 7, "__main__": 7,
+    "algorithms": 6,
+    "policy": 5, "generation": 5, "environments": 5,
+    "weight_sync": 4,
+    "distributed": 3, "tracking": 3, "progress": 3, "checkpoint": 3,
+    "data": 2, "losses": 2,
+    "config": 1, "metrics": 1,
+    "__init__": 0,
+}  # fmt: skip
+TOP = 7
+
+HOMES = {
+    "ray": ("distributed/",),
+    "hydra": ("config/",),
+    "omegaconf": ("config/",),
+    "flash_attn": ("policy/attention.py",),
+    "vllm": ("generation/vllm_",),
+    "megatron": ("policy/megatron_",),
+    "numba": ("data/packing/",),
+    "tensorboard": ("tracking.py",),
+    "wandb": ("tracking.py",),
+    "mlflow": ("tracking.py",),
+    "math_verify": ("environments/",),
+}
+"""Where each heavy library may be imported, as the beginnings of paths in the package."""
+
+HEAVY = {"torch", "ray", "vllm", "megatron", "transformers", "numba"}
+LIGHT_MODULES = (
+    "nemo_like",
+    "nemo_like.cli",
+    "nemo_like.config",
+    "nemo_like.config.load",
+    "nemo_like.config.schema",
+    "nemo_like.data.packing.plan",
+    "nemo_like.data.packing.algorithms",
+    "nemo_like.metrics",
+    "nemo_like.checkpoint",
+    "nemo_like.progress",
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """(path in the package, its syntax tree) of every file."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names a file imports anywhere in it: `from a import b` is `a.b`, a relative import begins with a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def room_of_path(path: str) -> str:
+    return path.removesuffix(".py").split("/")[0]
+
+
+def room_of_import(name: str) -> str:
+    """The room an imported name of ours lives in; a name of the package itself, like `__version__`, is in its root."""
+    room = name.split(".")[1] if "." in name else "__init__"
+    return room if room in LEVELS else "__init__"
+
+
+def test_every_module_has_a_level() -> None:
+    rooms = {room_of_path(path) for path, _ in sources()}
+    assert rooms <= set(LEVELS), "give the new room a level here, and keep its imports below it"
+
+
+def test_imports_point_downward_and_rooms_of_one_level_do_not_meet() -> None:
+    wrong = []
+    for path, tree in sources():
+        room = room_of_path(path)
+        for name in imported_names(tree):
+            if name.split(".")[0] != "nemo_like":
+                continue
+            other = room_of_import(name)
+            is_same_place = other == room or LEVELS[other] == LEVELS[room] == TOP
+            if not is_same_place and LEVELS[other] >= LEVELS[room]:
+                wrong.append(f"{path} (level {LEVELS[room]}) imports {name} (level {LEVELS[other]})")
+    assert wrong == []
+
+
+def test_imports_are_absolute() -> None:
+    assert [
+        f"{path}: {name}" for path, tree in sources() for name in imported_names(tree) if name.startswith(".")
+    ] == []
+
+
+def test_heavy_libraries_stay_at_home() -> None:
+    wrong = [
+        f"{path} imports {name}, whose home is {' or '.join(HOMES[name.split('.')[0]])}"
+        for path, tree in sources()
+        for name in imported_names(tree)
+        if name.split(".")[0] in HOMES and not path.startswith(HOMES[name.split(".")[0]])
+    ]
+    assert wrong == []
+
+
+def test_nothing_is_unpickled() -> None:
+    picklers = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    imports = [f"{path}: {name}" for path, tree in sources() for name in imported_names(tree) if name in picklers]
+    loads = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (ast.unparse(node.func) == "torch.load" or any(word.arg == "allow_pickle" for word in node.keywords))
+    ]
+    assert imports + loads == []
+
+
+def test_no_room_is_a_drawer() -> None:
+    drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [path for path, _ in sources() if drawers & set(path.removesuffix(".py").split("/"))] == []
+
+
+def test_files_and_functions_stay_small() -> None:
+    long = [
+        f"{path}: {num_lines} lines"
+        for path, _ in sources()
+        if (num_lines := len((PACKAGE / path).read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    ]
+    long += [
+        f"{path}:{node.lineno} {node.name}: {num_lines} lines"
+        for path, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (num_lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    script = f"import sys, {module}; print(*sorted({HEAVY!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

