@@ -21,7 +21,8 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: AdvantageC
     _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     if sizes.min() < 2:
         raise ValueError(
-            "a prompt has only one completion, so its advantage would always be 0; set grpo.num_generations_per_prompt to 2 or more"
+            "a prompt has only one completion, so its advantage would always be 0;"
+            " set grpo.num_generations_per_prompt to 2 or more"
         )
     means = np.bincount(member_of, weights=rewards) / sizes
     centred = rewards - means[member_of]

@@ -1,0 +1,96 @@
+"""Group-relative policy optimisation: prompts -> rollout -> plan -> scores -> advantages -> updates -> new weights."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from nemo_like.algorithms.advantages import group_advantages
+from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
+from nemo_like.algorithms.rollout import Prompt, Rollout, collect, row_seeds
+from nemo_like.algorithms.source import PromptSource
+from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
+from nemo_like.config.schema import GrpoRunConfig
+from nemo_like.data.datasets import Row
+from nemo_like.data.loader import RowLoader
+from nemo_like.generation.interface import SamplingParams
+from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.metrics import merge_metrics
+from nemo_like.weight_sync.transport import push
+
+
+def run_grpo(config: GrpoRunConfig) -> RunResult:
+    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    source = PromptSource.open(config)
+    loader, total, held_out = source.loader(), config.grpo.max_num_steps, source.validation_prompts()
+    loss = ClippedPolicyGradientLoss(config=config.loss_fn)
+    needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    with open_job(
+        config, source.encoder, generates=True, needs_reference=needs_reference, num_steps=total
+    ) as job:
+        step = job.begin(loader)
+        if step > 0:
+            sync_weights(job, step)
+        elif config.grpo.val_at_start:
+            job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
+        with job.progress.phase("grpo", total, unit="steps") as phase:
+            phase.advance(step)
+            while step < total:
+                with job.timers("step"):
+                    rollout = roll_out(job, config, loader, step)
+                    plan, placed = job.place(rollout.batch, step)
+                    with job.policy.awake():
+                        with job.timers("score"):
+                            scores = job.policy.score(placed)
+                        advantages = group_advantages(
+                            rollout.batch["reward"], rollout.batch["group"], config.grpo.advantage
+                        )
+                        with job.timers("train"):
+                            trained = job.policy.train(placed, {"advantages": advantages, **scores}, loss)
+                        with job.timers("weight_sync"):
+                            sync_weights(job, step + 1)
+                step += 1
+                job.note(merge_metrics(trained) | rollout.metrics() | plan_metrics(plan))
+                save_rollout(job, rollout, advantages, step)
+                if is_due(step, config.grpo.val_period, total):
+                    job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
+                job.log_step(step, rollout.batch["length"], num_score_passes=1 + needs_reference)
+                job.save_if_due(step, loader, is_last=step == total)
+                phase.advance()
+        return job.finish(step)
+
+
+def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Row, Prompt], step: int) -> Rollout:
+    """The next prompts of the loader, answered and scored; at step 0 a few are shown."""
+    generator, rewards = job.workplace.generator, job.workplace.rewards
+    assert generator is not None and rewards is not None, "a GRPO run generates"
+    prompts = next(loader)
+    group_size = config.grpo.num_generations_per_prompt
+    rollout = collect(
+        prompts,
+        generator,
+        rewards,
+        job.encoder.tokenizer,
+        group_size=group_size,
+        sampling=SamplingParams.from_config(config.policy.generation),
+        max_total_length=config.policy.max_total_sequence_length,
+        seeds=row_seeds(config.seed, step, len(prompts) * group_size),
+        timers=job.timers,
+    )
+    if step == 0:
+        show_rollout(job, rollout, "rollout sample")
+    return rollout
+
+
+def sync_weights(job: Job, version: int) -> None:
+    """Give the generator the policy's weights, which completions will carry as `version`."""
+    assert job.workplace.generator is not None, "a GRPO run generates"
+    push(job.policy.group, job.workplace.generator.group, version)
+
+
+def save_rollout(job: Job, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
+    """Write `rollouts/step_<N>.jsonl`, one line per row."""
+    if job.config.logger.save_rollouts:
+        lines = [json.dumps(record, ensure_ascii=False) for record in rollout.records(advantages)]
+        job.run.rollouts(step).write_text("\n".join(lines) + "\n", encoding="utf-8")

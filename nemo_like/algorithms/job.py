@@ -1,0 +1,169 @@
+"""What every run shares: its directory, its workers, resume, saving and logging. The loops are in `sft` and `grpo`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from nemo_like.algorithms.throughput import throughput_metrics
+from nemo_like.algorithms.workplace import Workplace, open_workplace
+from nemo_like.checkpoint import Checkpoint, Checkpointer, TrainingState
+from nemo_like.config.load import to_dict
+from nemo_like.config.schema import RunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import Row
+from nemo_like.data.loader import RowLoader
+from nemo_like.data.packing.plan import BatchPlan
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.metrics import Mean, Metrics, Timers, metric_values
+from nemo_like.policy.policy import PlacedBatch, Policy
+from nemo_like.progress import Progress, Sample
+from nemo_like.tracking import RunDirectory, Tracker, open_run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run leaves behind."""
+
+    run: RunDirectory
+    step: int
+    last: dict[str, float]
+    """The last value of every metric."""
+    first: dict[str, float]
+    """The first value of every metric."""
+    export: Path | None
+    """The Hugging Face model, if one was exported."""
+
+
+@dataclass
+class Job:
+    """One open run. `begin` once, then per step `log_step` and `save_if_due`, then `finish`."""
+
+    config: RunConfig
+    run: RunDirectory
+    checkpointer: Checkpointer
+    resumed: Checkpoint | None
+    tracker: Tracker
+    progress: Progress
+    encoder: ChatEncoder
+    workplace: Workplace
+    timers: Timers = field(default_factory=Timers)
+    validation_timers: Timers = field(default_factory=Timers)
+    pending: Metrics = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
+
+    @property
+    def policy(self) -> Policy:
+        return self.workplace.policy
+
+    def begin(self, loader: RowLoader) -> int:
+        """The step to start from: 0, or that of the checkpoint, with policy and loader restored."""
+        if self.resumed is None:
+            return 0
+        state = self.resumed.state()
+        with self.progress.phase(f"loading step {state.step}"):
+            self.policy.load(self.resumed.path / "policy")
+        loader.load_state_dict(state.loader)
+        self.counters.update(state.counters)
+        self.progress.say(f"resumed from {self.resumed.path}")
+        return state.step
+
+    def place(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, PlacedBatch]:
+        """Plan the batch from its lengths and send each dp rank its rows, once."""
+        with self.timers("plan"):
+            plan = self.policy.plan(batch["length"])
+        if step == 0:
+            self.run.plan(step).write_text(plan.to_json() + "\n", encoding="utf-8")
+            self.progress.say(str(plan))
+        with self.timers("place"):
+            placed = self.policy.place(batch, plan)
+        return plan, placed
+
+    def show_rows(self, loader: RowLoader[Row, EncodedRow]) -> None:
+        """The first rows of the file, decoded, with what is trained made visible."""
+        rows = [loader.encode(row) for row in range(min(self.config.logger.num_samples_shown, len(loader)))]
+        self.progress.show_samples([Sample(tuple(self._segments(row))) for row in rows], "training row")
+
+    def _segments(self, row: EncodedRow) -> Iterator[tuple[str, bool]]:
+        edges = np.flatnonzero(np.diff(row.token_mask)) + 1
+        for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
+            yield str(self.encoder.tokenizer.decode(ids.tolist())), bool(mask[0])
+
+    def note(self, metrics: Metrics) -> None:
+        """Keep metrics for the line of the step that is about to be logged."""
+        self.pending |= metrics
+
+    def log_step(self, step: int, lengths: np.ndarray, *, num_score_passes: int = 0) -> None:
+        """Log everything noted, the timings and the throughput of the step that just ended."""
+        self.counters["num_tokens"] += float(lengths.sum())
+        self.counters["num_rows"] += float(len(lengths))
+        info = self.policy.info
+        self.note(
+            throughput_metrics(
+                lengths,
+                info.cost,
+                self.timers,
+                peak_flops=info.peak_flops,
+                num_workers=info.num_workers,
+                num_score_passes=num_score_passes,
+            )
+        )
+        values = metric_values(self.pending | self.timers.pop())
+        values |= {f"progress/{name}": total for name, total in self.counters.items()}
+        self.pending = {}
+        self.tracker.log(step, values)
+        self.last |= values
+        self.first = values | self.first
+
+    def save_if_due(self, step: int, loader: RowLoader, *, is_last: bool) -> None:
+        """Write a checkpoint if this step is due; its time counts to the next step's `timing/checkpoint_s`."""
+        if not self.checkpointer.should_save(step, is_last=is_last):
+            return
+        with self.timers("checkpoint"), self.checkpointer.writing(step) as folder:
+            self.policy.save(folder / "policy")
+            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(folder)
+
+    def finish(self, step: int) -> RunResult:
+        """Export the model and say where everything is."""
+        export = None
+        if self.config.checkpointing.export_hf:
+            with self.progress.phase("exporting"):
+                self.policy.export_hf(self.run.hf)
+            export = self.run.hf
+        self.progress.say(f"done: {step} steps, run directory {self.run.path}" + (f", model {export}" if export else ""))
+        return RunResult(self.run, step, self.last, self.first, export)
+
+
+def plan_metrics(plan: BatchPlan) -> Metrics:
+    """How well the step's rows were packed and balanced."""
+    return {name: Mean(value) for name, value in plan.metrics().items()}
+
+
+@contextmanager
+def open_job(
+    config: RunConfig, encoder: ChatEncoder, *, generates: bool, needs_reference: bool, num_steps: int
+) -> Iterator[Job]:
+    """Open the run directory, then the workers, then check the model's isolation; everything closes with the block."""
+    plain = to_dict(config)
+    run = open_run(config.output_dir, config.run_name, plain, resume=config.resume)
+    checkpointer = Checkpointer(run.path, config.checkpointing)
+    resumed = checkpointer.find_latest() if config.resume else None
+    resumed_step = None if resumed is None else resumed.step
+    progress = Progress(num_steps=num_steps)
+    with (
+        Tracker(run, config.logger, plain, resumed_step=resumed_step, show=progress.show_step) as tracker,
+        open_workplace(config, progress, generates=generates, needs_reference=needs_reference) as workplace,
+    ):
+        with progress.phase("checking that packed rows cannot see each other", unit="checks"):
+            workplace.policy.probe_isolation()
+        yield Job(config, run, checkpointer, resumed, tracker, progress, encoder, workplace)

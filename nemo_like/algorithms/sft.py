@@ -1,0 +1,58 @@
+"""Supervised fine-tuning: rows -> plan -> one optimizer step, until the steps or the epochs are over."""
+
+from __future__ import annotations
+
+from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
+from nemo_like.algorithms.source import SftSource
+from nemo_like.algorithms.validation import is_due, score_answers
+from nemo_like.config.schema import SftRunConfig
+from nemo_like.data.collate import collate
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.losses import NllLoss
+from nemo_like.metrics import Metrics, merge_metrics
+
+
+def run_sft(config: SftRunConfig) -> RunResult:
+    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    source = SftSource.open(config)
+    loader, total = source.loader(), source.num_steps
+    with open_job(
+        config, source.encoder, generates=config.sft.val_generate, needs_reference=False, num_steps=total
+    ) as job:
+        step = job.begin(loader)
+        if step == 0:
+            job.show_rows(loader)
+            if config.sft.val_at_start:
+                job.note(validate(job, source, step))
+        loss = NllLoss()
+        with job.progress.phase("sft", total, unit="steps") as phase:
+            phase.advance(step)
+            while step < total:
+                with job.timers("step"):
+                    batch = BatchedDataDict(collate(next(loader)))
+                    plan, placed = job.place(batch, step)
+                    with job.timers("train"), job.policy.awake():
+                        job.note(merge_metrics(job.policy.train(placed, None, loss)))
+                step += 1
+                job.note(plan_metrics(plan))
+                if is_due(step, config.sft.val_period, total):
+                    job.note(validate(job, source, step))
+                job.log_step(step, batch["length"])
+                job.save_if_due(step, loader, is_last=step == total)
+                phase.advance()
+        return job.finish(step)
+
+
+def validate(job: Job, source: SftSource, step: int) -> Metrics:
+    """Loss on the held-out rows, and with `sft.val_generate` the reward of answers generated for their prompts."""
+    metrics: Metrics = {}
+    with job.timers("validation"):
+        for rows in source.validation_batches():
+            batch = BatchedDataDict(collate(rows))
+            placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
+            with job.policy.awake():
+                part = job.policy.evaluate(placed, NllLoss())
+            metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
+        if source.config.sft.val_generate:
+            metrics |= score_answers(job, source.validation_prompts(), step)
+    return metrics

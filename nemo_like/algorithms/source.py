@@ -1,0 +1,162 @@
+"""Where a run's rows come from: files, encoded with the model's tokenizer, checked, and shuffled by a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from transformers import AutoTokenizer
+
+from nemo_like.algorithms.rollout import Prompt
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
+from nemo_like.data.loader import RowLoader
+
+
+def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow:
+    """One SFT row; raises ConfigError if it is longer than `policy.max_total_sequence_length` and that is an error."""
+    encoded = encoder.encode_sft(conversation(row))
+    limit, length = config.policy.max_total_sequence_length, len(encoded.input_ids)
+    if length <= limit or config.policy.oversize_rows == "singleton":
+        return encoded
+    if config.policy.oversize_rows == "truncate":
+        return EncodedRow(encoded.input_ids[:limit], encoded.token_mask[:limit])
+    raise ConfigError(
+        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or set policy.oversize_rows"
+        " to truncate (cut the end) or singleton (run it alone)"
+    )
+
+
+def encode_prompt(encoder: ChatEncoder, config: RunConfig, row: Row) -> Prompt:
+    """One question; raises ConfigError if it leaves no room for a completion."""
+    asked = question(row)
+    token_ids = encoder.encode_prompt(asked.messages)
+    limit = config.policy.max_total_sequence_length
+    if len(token_ids) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(token_ids)} tokens, policy.max_total_sequence_length is {limit}, so there is no room for"
+            " a completion; raise it or remove the row"
+        )
+    return Prompt(token_ids=token_ids, text=asked.text, answer=asked.answer, row=asked.row)
+
+
+def open_encoder(config: RunConfig) -> ChatEncoder:
+    """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for missing files."""
+    name = config.policy.tokenizer_name or config.policy.model_name
+    key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: no tokenizer can be loaded from {name!r} ({str(error).splitlines()[0]}); give the directory of a Hugging"
+            " Face model with its tokenizer"
+        ) from error
+    if config.policy.chat_template is not None:
+        path = Path(config.policy.chat_template)
+        if not path.is_file():
+            raise ConfigError(f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave it null")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    data = config.data
+    return ChatEncoder(
+        tokenizer, system_prompt=data.system_prompt, prompt_template=data.prompt_template, train_on=data.train_on
+    )
+
+
+@dataclass(frozen=True)
+class SftSource:
+    """Rows to learn from, and those held out."""
+
+    config: SftRunConfig
+    encoder: ChatEncoder
+    train: Rows
+    validation: Rows | None
+
+    @classmethod
+    def open(cls, config: SftRunConfig) -> SftSource:
+        """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
+        data = config.data
+        train = load_rows(data.train_path, purpose="sft", max_rows=data.max_train_rows)
+        validation = _load_validation(config, "sft")
+        return cls(config, open_encoder(config), train, validation)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run: the smaller of `sft.max_num_steps` and the epochs."""
+        sft = self.config.sft
+        in_epochs = -(-len(self.train) * sft.max_num_epochs // self.config.policy.train_global_batch_size)
+        return in_epochs if sft.max_num_steps is None else min(in_epochs, sft.max_num_steps)
+
+    def loader(self) -> RowLoader[Row, EncodedRow]:
+        """Endless shuffled batches of one optimizer step."""
+        return RowLoader(
+            self.train,
+            partial(encode_conversation, self.encoder, self.config),
+            batch_size=self.config.policy.train_global_batch_size,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+        )
+
+    def validation_batches(self) -> Iterator[list[EncodedRow]]:
+        """Every held-out row once."""
+        if self.validation is None:
+            return
+        encode = partial(encode_conversation, self.encoder, self.config)
+        yield from RowLoader(
+            self.validation, encode, batch_size=self.config.policy.train_global_batch_size
+        ).one_pass()
+
+    def validation_prompts(self) -> list[Prompt]:
+        """The held-out rows as questions."""
+        return _prompts(self.encoder, self.config, self.validation)
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts to answer, and those held out."""
+
+    config: GrpoRunConfig
+    encoder: ChatEncoder
+    train: Rows
+    validation: Rows | None
+
+    @classmethod
+    def open(cls, config: GrpoRunConfig) -> PromptSource:
+        """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
+        train = load_rows(config.data.train_path, purpose="rl", max_rows=config.data.max_train_rows)
+        return cls(config, open_encoder(config), train, _load_validation(config, "rl"))
+
+    def loader(self) -> RowLoader[Row, Prompt]:
+        """Endless shuffled batches of the prompts of one step."""
+        return RowLoader(
+            self.train,
+            partial(encode_prompt, self.encoder, self.config),
+            batch_size=self.config.grpo.num_prompts_per_step,
+            seed=self.config.seed,
+            shuffle=self.config.data.shuffle,
+        )
+
+    def validation_prompts(self) -> list[Prompt]:
+        """The held-out rows as questions."""
+        return _prompts(self.encoder, self.config, self.validation)
+
+
+def _load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
+    data = config.data
+    if data.validation_path is None:
+        return None
+    return load_rows(
+        data.validation_path, purpose=purpose, max_rows=data.max_validation_rows, key="data.validation_path"
+    )
+
+
+def _prompts(encoder: ChatEncoder, config: RunConfig, rows: Rows | None) -> list[Prompt]:
+    if rows is None:
+        return []
+    loader = RowLoader(rows, partial(encode_prompt, encoder, config), batch_size=1)
+    return [loader.encode(row) for row in range(len(rows))]

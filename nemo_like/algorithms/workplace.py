@@ -1,0 +1,104 @@
+"""The workers of a run: a Ray cluster or this process, a policy, and for rollouts a generator and a reward environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_like.config.schema import RunConfig
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.virtual_cluster import RayVirtualCluster
+from nemo_like.distributed.worker_group import RayWorkerGroup, WorkerGroup
+from nemo_like.environments.interface import RewardEnvironment
+from nemo_like.environments.rewards import RewardWorker, load_reward_functions
+from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.interface import Generator
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.policy import Policy
+from nemo_like.progress import Progress
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """`generator` and `rewards` are there when the run generates."""
+
+    policy: Policy
+    generator: Generator | None
+    rewards: RewardEnvironment | None
+
+
+@contextmanager
+def open_workplace(
+    config: RunConfig, progress: Progress, *, generates: bool, needs_reference: bool
+) -> Iterator[Workplace]:
+    """Start every worker the run needs; stop them, and a Ray started here, when the block ends.
+
+    Raises ConfigError for reward functions that cannot be imported, before anything is started, and ClusterError when
+    the cluster has no room.
+    """
+    if generates:
+        load_reward_functions(config.reward.functions)
+    with ExitStack() as closing:
+        with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
+            start = _starter(config, closing, progress, generates=generates)
+            policy_group = start(
+                "policy", DTensorPolicyWorker, config=config.policy, seed=config.seed, needs_reference=needs_reference
+            )
+            policy = Policy(policy_group, config.policy)
+            phase.advance()
+            if not generates:
+                generator = rewards = None
+            else:
+                generator = Generator(start("generation", HFGenerationWorker, **_generation_arguments(config)))
+                phase.advance()
+                functions = config.reward.functions
+                rewards = RewardEnvironment(start("reward", RewardWorker, functions=functions), functions)
+                phase.advance()
+        yield Workplace(policy, generator, rewards)
+
+
+def _generation_arguments(config: RunConfig) -> dict[str, Any]:
+    return {
+        "model_name": config.policy.model_name,
+        "tokenizer_name": config.policy.tokenizer_name,
+        "precision": config.policy.precision,
+        "batch_size": config.policy.generation.batch_size,
+    }
+
+
+def _starter(
+    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool
+) -> Callable[..., WorkerGroup]:
+    """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is stopped with `closing`."""
+    if config.cluster.backend == "local":
+        context = local_context(
+            device="cuda:0" if config.cluster.gpus_per_node else "cpu",
+            collective_timeout_s=config.cluster.collective_timeout_s,
+        )
+
+        def start_here(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+            group = LocalGroup(worker_class, kwargs, context, name=name)
+            closing.callback(group.shutdown)
+            return group
+
+        return start_here
+
+    cluster = closing.enter_context(RayVirtualCluster(config.cluster, generates=generates, report=progress.say))
+    placements: dict[str, tuple[Literal["policy", "generation", "anywhere"], int]] = {
+        "policy": ("policy", cluster.num_policy_workers),
+        "generation": ("generation", cluster.num_generation_workers),
+        "reward": ("anywhere", config.reward.num_workers),
+    }
+
+    def start_on_ray(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+        placement, size = placements[name]
+        group = RayWorkerGroup(
+            cluster, worker_class, kwargs, name=name, topology=Topology(dp=size), placement=placement
+        )
+        closing.callback(group.shutdown)
+        return group
+
+    return start_on_ray

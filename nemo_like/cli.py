@@ -1,0 +1,111 @@
+"""The command line: `nemo-like sft | grpo | validate | convert`. Exit codes: 0 done, 1 the run failed, 2 the input is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_like import __version__
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+
+_EPILOG = """examples:
+  nemo-like validate --config examples/configs/demo_grpo.yaml
+  nemo-like sft --config examples/configs/demo_sft.yaml policy.optimizer.lr=1e-3
+  nemo-like grpo --config examples/configs/demo_grpo.yaml policy.sequence_packing.algorithm=first_fit_shuffle
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-like",
+        description="Post-training of language models on a Ray cluster.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"nemo-like {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("sft", "supervised fine-tuning"),
+        ("grpo", "reinforcement learning with group-relative advantages"),
+        ("validate", "check a config, its data and its batches without starting Ray; takes seconds"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
+        )
+        if name == "validate":
+            command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
+    convert = commands.add_parser("convert", help="turn a GGUF file into a Hugging Face model directory")
+    convert.add_argument("source", type=Path, metavar="FILE.gguf")
+    convert.add_argument("--out", required=True, type=Path, metavar="DIR")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Every user error is one message, without a traceback."""
+    logging.basicConfig(level=os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    arguments, unknown = build_parser().parse_known_args(argv)
+    # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
+    if unknown:
+        print(f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help", file=sys.stderr)
+        return 2
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; `resume=true` continues from the latest checkpoint", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Each command imports what it needs and no more: `validate` must not wait for Ray.
+    if arguments.command == "convert":
+        from nemo_like.policy.gguf import convert_gguf
+
+        print(f"wrote {convert_gguf(arguments.source, arguments.out)}")
+        return 0
+    from nemo_like.config.load import detect_kind, load_config
+
+    if arguments.command == "validate":
+        from nemo_like.algorithms.validate import validate
+
+        kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
+        print(validate(load_config(kind, arguments.config, arguments.overrides)))
+        return 0
+    return _train(load_config(arguments.command, arguments.config, arguments.overrides))
+
+
+def _train(config: RunConfig) -> int:
+    from nemo_like.algorithms.grpo import run_grpo
+    from nemo_like.algorithms.sft import run_sft
+    from nemo_like.checkpoint import CheckpointError
+    from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
+    from nemo_like.environments.interface import RewardError
+    from nemo_like.tracking import TrackingError
+
+    try:
+        if isinstance(config, GrpoRunConfig):
+            run_grpo(config)
+        elif isinstance(config, SftRunConfig):
+            run_sft(config)
+    except WorkerError as error:
+        if isinstance(error.cause, (ConfigError, RewardError)):
+            raise ConfigError(str(error.cause)) from error
+        print(f"error: {error}\n{error.traceback_text}", file=sys.stderr)
+        return 1
+    except ClusterError as error:
+        raise ConfigError(str(error)) from error
+    except (WorkerFailure, CheckpointError, TrackingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 1
+    return 0
