@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Every user error is one message, without a traceback."""
-    logging.basicConfig(level=os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    _log_to_console()
     arguments, unknown = build_parser().parse_known_args(argv)
     # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
     if unknown:
@@ -109,3 +109,11 @@ def _train(config: RunConfig) -> int:
             print(note, file=sys.stderr)
         return 1
     return 0
+
+
+def _log_to_console() -> None:
+    """Warnings go to the console; what the package does in detail goes to the run's `logs/driver.log` only."""
+    console = logging.StreamHandler()
+    console.setLevel(os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
+    logging.getLogger("nemo_like").setLevel(logging.INFO)

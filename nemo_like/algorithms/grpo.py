@@ -26,21 +26,28 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     loader, total, held_out = source.loader(), config.grpo.max_num_steps, source.validation_prompts()
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
     needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    rows_per_step = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     with open_job(
-        config, source.encoder, generates=True, needs_reference=needs_reference, num_steps=total
+        config,
+        source.encoder,
+        generates=True,
+        needs_reference=needs_reference,
+        num_steps=total,
+        num_optimizer_steps=total * -(-rows_per_step // config.policy.train_global_batch_size),
     ) as job:
         step = job.begin(loader)
         if step > 0:
-            sync_weights(job, step)
+            with job.workplace.training():
+                sync_weights(job, step)
         elif config.grpo.val_at_start:
             job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
-        with job.progress.phase("grpo", total, unit="steps") as phase:
-            phase.advance(step)
+            job.log(step)
+        with job.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total:
                 with job.timers("step"):
                     rollout = roll_out(job, config, loader, step)
                     plan, placed = job.place(rollout.batch, step)
-                    with job.policy.awake():
+                    with job.workplace.training():
                         with job.timers("score"):
                             scores = job.policy.score(placed)
                         advantages = group_advantages(
@@ -67,17 +74,18 @@ def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Row, Prompt], st
     assert generator is not None and rewards is not None, "a GRPO run generates"
     prompts = next(loader)
     group_size = config.grpo.num_generations_per_prompt
-    rollout = collect(
-        prompts,
-        generator,
-        rewards,
-        job.encoder.tokenizer,
-        group_size=group_size,
-        sampling=SamplingParams.from_config(config.policy.generation),
-        max_total_length=config.policy.max_total_sequence_length,
-        seeds=row_seeds(config.seed, step, len(prompts) * group_size),
-        timers=job.timers,
-    )
+    with job.workplace.generating():
+        rollout = collect(
+            prompts,
+            generator,
+            rewards,
+            job.encoder.tokenizer,
+            group_size=group_size,
+            sampling=SamplingParams.from_config(config.policy.generation),
+            max_total_length=config.policy.max_total_sequence_length,
+            seeds=row_seeds(config.seed, step, len(prompts) * group_size),
+            timers=job.timers,
+        )
     if step == 0:
         show_rollout(job, rollout, "rollout sample")
     return rollout

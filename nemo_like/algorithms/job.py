@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.data.packing.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.metrics import Mean, Metrics, Timers, metric_values
+from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
 from nemo_like.progress import Progress, Sample
 from nemo_like.tracking import RunDirectory, Tracker, open_run
@@ -56,7 +57,6 @@ class Job:
     encoder: ChatEncoder
     workplace: Workplace
     timers: Timers = field(default_factory=Timers)
-    validation_timers: Timers = field(default_factory=Timers)
     pending: Metrics = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Job:
         if self.resumed is None:
             return 0
         state = self.resumed.state()
-        with self.progress.phase(f"loading step {state.step}"):
+        with self.progress.phase(f"loading step {state.step}"), self.workplace.training():
             self.policy.load(self.resumed.path / "policy")
         loader.load_state_dict(state.loader)
         self.counters.update(state.counters)
@@ -118,7 +118,14 @@ class Job:
                 num_score_passes=num_score_passes,
             )
         )
-        values = metric_values(self.pending | self.timers.pop())
+        self.note(self.timers.pop())
+        self.log(step)
+
+    def log(self, step: int) -> None:
+        """Log everything noted so far as the one record of `step`."""
+        if not self.pending:
+            return
+        values = metric_values(self.pending)
         values |= {f"progress/{name}": total for name, total in self.counters.items()}
         self.pending = {}
         self.tracker.log(step, values)
@@ -129,7 +136,7 @@ class Job:
         """Write a checkpoint if this step is due; its time counts to the next step's `timing/checkpoint_s`."""
         if not self.checkpointer.should_save(step, is_last=is_last):
             return
-        with self.timers("checkpoint"), self.checkpointer.writing(step) as folder:
+        with self.timers("checkpoint"), self.workplace.training(), self.checkpointer.writing(step) as folder:
             self.policy.save(folder / "policy")
             TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(folder)
 
@@ -137,7 +144,7 @@ class Job:
         """Export the model and say where everything is."""
         export = None
         if self.config.checkpointing.export_hf:
-            with self.progress.phase("exporting"):
+            with self.progress.phase("exporting"), self.workplace.training():
                 self.policy.export_hf(self.run.hf)
             export = self.run.hf
         self.progress.say(f"done: {step} steps, run directory {self.run.path}" + (f", model {export}" if export else ""))
@@ -150,20 +157,42 @@ def plan_metrics(plan: BatchPlan) -> Metrics:
 
 
 @contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Everything the driver logs, warnings and above on the console too, also goes to this file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
 def open_job(
-    config: RunConfig, encoder: ChatEncoder, *, generates: bool, needs_reference: bool, num_steps: int
+    config: RunConfig,
+    encoder: ChatEncoder,
+    *,
+    generates: bool,
+    needs_reference: bool,
+    num_steps: int,
+    num_optimizer_steps: int,
 ) -> Iterator[Job]:
     """Open the run directory, then the workers, then check the model's isolation; everything closes with the block."""
     plain = to_dict(config)
+    config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
     run = open_run(config.output_dir, config.run_name, plain, resume=config.resume)
     checkpointer = Checkpointer(run.path, config.checkpointing)
     resumed = checkpointer.find_latest() if config.resume else None
     resumed_step = None if resumed is None else resumed.step
     progress = Progress(num_steps=num_steps)
     with (
+        _log_file(run.logs / "driver.log"),
         Tracker(run, config.logger, plain, resumed_step=resumed_step, show=progress.show_step) as tracker,
         open_workplace(config, progress, generates=generates, needs_reference=needs_reference) as workplace,
     ):
-        with progress.phase("checking that packed rows cannot see each other", unit="checks"):
+        with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():
             workplace.policy.probe_isolation()
         yield Job(config, run, checkpointer, resumed, tracker, progress, encoder, workplace)

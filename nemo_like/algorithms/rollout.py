@@ -100,7 +100,7 @@ def collect(
     """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build rows."""
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
-    with timers("generation"), generator.awake():
+    with timers("generation"):
         completions = generator.generate(prompt_ids, seeds, sampling, max_total_length=max_total_length)
     texts = tokenizer.batch_decode([ids.tolist() for ids in completions.token_ids], skip_special_tokens=True)
     samples = [

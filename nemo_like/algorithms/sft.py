@@ -17,21 +17,26 @@ def run_sft(config: SftRunConfig) -> RunResult:
     source = SftSource.open(config)
     loader, total = source.loader(), source.num_steps
     with open_job(
-        config, source.encoder, generates=config.sft.val_generate, needs_reference=False, num_steps=total
+        config,
+        source.encoder,
+        generates=config.sft.val_generate,
+        needs_reference=False,
+        num_steps=total,
+        num_optimizer_steps=total,
     ) as job:
         step = job.begin(loader)
         if step == 0:
             job.show_rows(loader)
             if config.sft.val_at_start:
                 job.note(validate(job, source, step))
+                job.log(step)
         loss = NllLoss()
-        with job.progress.phase("sft", total, unit="steps") as phase:
-            phase.advance(step)
+        with job.progress.phase("sft", total, unit="steps", done=step) as phase:
             while step < total:
                 with job.timers("step"):
                     batch = BatchedDataDict(collate(next(loader)))
                     plan, placed = job.place(batch, step)
-                    with job.timers("train"), job.policy.awake():
+                    with job.timers("train"), job.workplace.training():
                         job.note(merge_metrics(job.policy.train(placed, None, loss)))
                 step += 1
                 job.note(plan_metrics(plan))
@@ -50,7 +55,7 @@ def validate(job: Job, source: SftSource, step: int) -> Metrics:
         for rows in source.validation_batches():
             batch = BatchedDataDict(collate(rows))
             placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
-            with job.policy.awake():
+            with job.workplace.training():
                 part = job.policy.evaluate(placed, NllLoss())
             metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
         if source.config.sft.val_generate:

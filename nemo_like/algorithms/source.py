@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -50,12 +51,14 @@ def open_encoder(config: RunConfig) -> ChatEncoder:
     """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for missing files."""
     name = config.policy.tokenizer_name or config.policy.model_name
     key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
+    # Only a full hub name is looked for over the network; a mistyped path would wait there for nothing.
+    is_hub_name = not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=not is_hub_name)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: no tokenizer can be loaded from {name!r} ({str(error).splitlines()[0]}); give the directory of a Hugging"
-            " Face model with its tokenizer"
+            " Face model with its tokenizer, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
         ) from error
     if config.policy.chat_template is not None:
         path = Path(config.policy.chat_template)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nemo_like.algorithms.job import Job
 from nemo_like.algorithms.rollout import Prompt, Rollout, collect, row_seeds
 from nemo_like.generation.interface import SamplingParams
-from nemo_like.metrics import Metrics
+from nemo_like.metrics import Metrics, Timers
 from nemo_like.progress import Sample
 
 _SEED_OFFSET = 2**31
@@ -25,7 +25,7 @@ def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: f
         return {}
     assert job.workplace.generator is not None and job.workplace.rewards is not None, "a run that validates generates"
     config = job.config
-    with job.progress.phase("validation", len(prompts)) as phase:
+    with job.progress.phase("validation", len(prompts)) as phase, job.workplace.generating():
         rollout = collect(
             prompts,
             job.workplace.generator,
@@ -35,7 +35,7 @@ def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: f
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, _SEED_OFFSET + step, len(prompts)),
-            timers=job.validation_timers,
+            timers=Timers(),
         )
         phase.advance(len(prompts))
     show_rollout(job, rollout, f"validation sample at step {step}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ from nemo_like.policy.policy import Policy
 from nemo_like.progress import Progress
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Workplace:
     """`generator` and `rewards` are there when the run generates."""
@@ -28,6 +32,16 @@ class Workplace:
     policy: Policy
     generator: Generator | None
     rewards: RewardEnvironment | None
+    shares_devices: bool
+    """Policy and generator take turns on the same accelerators; on CPU, and on devices of their own, both just stay."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """The policy is on its devices inside."""
+        return self.policy.awake() if self.shares_devices else nullcontext()
+
+    def generating(self) -> AbstractContextManager[None]:
+        """The generator is on its devices inside."""
+        return self.generator.awake() if self.generator is not None and self.shares_devices else nullcontext()
 
 
 @contextmanager
@@ -57,7 +71,11 @@ def open_workplace(
                 functions = config.reward.functions
                 rewards = RewardEnvironment(start("reward", RewardWorker, functions=functions), functions)
                 phase.advance()
-        yield Workplace(policy, generator, rewards)
+        shares_devices = generator is not None and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
+        if generator is not None and shares_devices:
+            policy.group.run_all_workers("sleep")
+            generator.group.run_all_workers("sleep")
+        yield Workplace(policy, generator, rewards, shares_devices)
 
 
 def _generation_arguments(config: RunConfig) -> dict[str, Any]:
@@ -99,6 +117,8 @@ def _starter(
             cluster, worker_class, kwargs, name=name, topology=Topology(dp=size), placement=placement
         )
         closing.callback(group.shutdown)
+        for rank, location in enumerate(group.locations):
+            logger.info("worker %d of the %s group: pid %d on node %s", rank, name, location.pid, location.ip)
         return group
 
     return start_on_ray

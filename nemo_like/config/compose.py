@@ -75,7 +75,7 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
     try:
         with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
             yield
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{shown_path(path)}: {_first_paragraph(error)}") from error
 
 
@@ -113,10 +113,11 @@ def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
 
 
 def _first_paragraph(error: Exception) -> str:
-    """The message without Hydra's search paths, links and key dumps; of the cause, where the error says nothing."""
-    text = str(error).strip() or str(error.__cause__ or type(error).__name__)
-    lines = re.split(r"\n\s*\n|\n\s+full_key:", text)[0].splitlines()
-    return " ".join(line.strip() for line in lines if "https://" not in line)
+    """The message and that of its cause, without Hydra's search paths, links and key dumps."""
+    texts = [str(error), str(error.__cause__ or "")]
+    paragraphs = [re.split(r"\n\s*\n|\n\s+full_key:", text.strip())[0] for text in texts]
+    lines = [line.strip() for paragraph in dict.fromkeys(filter(None, paragraphs)) for line in paragraph.splitlines()]
+    return ": ".join(line for line in lines if "https://" not in line)
 
 
 def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...]) -> list[Path]:

@@ -167,7 +167,8 @@ def suggest_keys(root: type, path: str) -> list[str]:
     parent, _, name = path.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == parent]
     names = {key.rpartition(".")[2]: key for key in siblings}
-    like_names = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)]
+    begun = [key for sibling, key in names.items() if sibling.startswith(f"{name}_")]
+    like_names = begun or [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)]
     foreign = _FOREIGN_NAMES.get(name)
     from_elsewhere = [key for key in keys if foreign is not None and (key == foreign or key.endswith(f".{foreign}"))]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]

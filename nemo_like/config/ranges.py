@@ -125,10 +125,10 @@ def _prompt_template(config: RunConfig) -> Iterator[Problem]:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        yield Problem((key,), f"{key} is no format string: {error}; write {{prompt}} once, and {{{{ }}}} for braces")
+        yield Problem((key,), f"{key} is no format string: {error}; write {{prompt}} for the text, and {{{{ }}}} for braces")
         return
-    if names != ["prompt"]:
+    if set(names) != {"prompt"}:
         yield Problem(
             (key,),
-            f"{key} is {template!r}; it must hold {{prompt}} once and no other field ({{{{ }}}} are literal braces)",
+            f"{key} is {template!r}; it must hold {{prompt}} and no other field ({{{{ }}}} are literal braces)",
         )

@@ -112,7 +112,8 @@ def _check_section(kind: Kind, node: yaml.MappingNode, prefix: str, source: str,
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
         if is_root and key_node.value == "defaults":
             continue
-        annotation = None if key_node.tag != _STR_TAG else type_at(RUN_CONFIGS[kind], path)
+        is_name = key_node.tag == _STR_TAG and "." not in key_node.value
+        annotation = type_at(RUN_CONFIGS[kind], path) if is_name else None
         if annotation is None:
             yield Problem((path,), _unknown_text(kind, prefix, key_node), location)
             continue

@@ -45,18 +45,13 @@ class ChatEncoder:
     ) -> None:
         """`system_prompt` opens conversations that have no system turn; `prompt_template` goes around every user turn.
 
-        Raises ConfigError for a tokenizer without an end-of-sequence token or that cannot say where in the text a token
-        stands, and for a template that is not a format string with `{prompt}`.
+        Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that is not a format string
+        with `{prompt}`.
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no eos token, so no row could end; "
                 "set eos_token in its tokenizer_config.json"
-            )
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no tokenizer.json; the loss mask needs one that knows "
-                "where in the text each token stands"
             )
         self.tokenizer = tokenizer
         self.train_on = train_on
@@ -89,21 +84,15 @@ class ChatEncoder:
             raise ConfigError("there is no assistant turn to learn from")
         text, spans = self._render_with_spans(messages) if self.tokenizer.chat_template else self._plain(messages)
         if self.train_on == "all":
-            spans = [(0, len(text))]
-        text = text[: spans[-1][1]]
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
-        mask = np.zeros(len(starts), dtype=np.uint8)
-        # A token that begins before the turn also holds text of the prompt; the model is never asked to write it.
-        for start, end in spans:
-            mask[(starts >= start) & (starts < end)] = 1
-        return EncodedRow(np.array(encoded["input_ids"], dtype=np.int32), mask)
+            ids = self._token_ids(text)
+            return EncodedRow(ids, np.ones(len(ids), dtype=np.uint8))
+        return self._encode_spans(text, spans)
 
     def encode_prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """int32 [L]: the conversation and the opening of the assistant's turn."""
         messages = self._prepare(messages)
         text = self._render(messages, opening=True) if self.tokenizer.chat_template else self._plain(messages)[0]
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        return self._token_ids(text)
 
     def marked_text(self, row: EncodedRow) -> str:
         """The row decoded, with the trained parts between ⟦ and ⟧."""
@@ -125,6 +114,32 @@ class ChatEncoder:
             {**message, "content": template.format(prompt=message["content"])} if message["role"] == "user" else message
             for message in prepared
         ]
+
+    def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
+        """Tokens of `text` up to the last span's end, cut where each span begins.
+
+        The cut makes what stands before an answer the very tokens that `encode_prompt` gives for it, also where the
+        tokenizer would merge the prompt's last characters with the answer's first.
+        """
+        ids = [self._token_ids(text[: spans[0][0]])]
+        for (start, end), following in zip(spans, [*(start for start, _ in spans[1:]), spans[-1][1]], strict=True):
+            ids += self._turn_ids(text[start:end], text[end:following], follows=start > 0)
+        trained = np.arange(len(ids)) % 2
+        return EncodedRow(np.concatenate(ids), np.repeat(trained.astype(np.uint8), [len(part) for part in ids]))
+
+    def _turn_ids(self, turn: str, following: str, *, follows: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of an assistant turn, and of what stands between it and the next; in one where that is the same."""
+        own = self._token_ids(turn, follows=follows)
+        both = self._token_ids(turn + following, follows=follows) if following else own
+        if np.array_equal(both[: len(own)], own):
+            return own, both[len(own) :]
+        return own, self._token_ids(following, follows=True)
+
+    def _token_ids(self, text: str, *, follows: bool = False) -> np.ndarray:
+        """int32 [L]. `follows`: the text stands behind other text, so no tokenizer may put a space or a token in front."""
+        if not follows:
+            return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        return self._token_ids(str(self.tokenizer.eos_token) + text)[1:]
 
     def _render(self, messages: Sequence[Message], *, opening: bool = False) -> str:
         try:

@@ -24,6 +24,15 @@ def num_rows(name: str, column: Any) -> int:
     return len(column)
 
 
+def row_widths(column: Column) -> np.ndarray:
+    """int64 [B]: how many tokens each row has room for."""
+    if isinstance(column, Jagged):
+        return column.lengths
+    if isinstance(column, list):
+        return np.array([len(row) for row in column], dtype=np.int64)
+    return np.full(len(column), column.shape[1], dtype=np.int64)
+
+
 def take_rows(column: Column, rows: np.ndarray) -> Column:
     """The given rows (int64 [n]) in the given order, copied once. Entries of lists stay the same objects."""
     if isinstance(column, Tensor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -77,9 +78,7 @@ def load_rows(
     rows: list[Row] = []
     places: list[str] = []
     columns: tuple[str, ...] = ()
-    for place, row in _reader(path, key)(path):
-        if max_rows is not None and len(rows) >= max_rows:
-            break
+    for place, row in islice(_reader(path, key)(path), max_rows):
         columns = columns or _recognise(row, place)
         problem = _problem(row, columns, purpose)
         if problem:
@@ -134,6 +133,8 @@ def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
         problem = _text_problem(row[column], column)
         if problem:
             return problem
+    if _recognise(row, "row") != columns:
+        return f"columns {sorted(row)} are another format than {' + '.join(columns)}, which the rows before have"
     if columns == ("question", "answer"):
         if "####" not in row["answer"]:
             return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
@@ -146,7 +147,9 @@ def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
 
 
 def _text_problem(value: Any, column: str) -> str | None:
-    if isinstance(value, str) or (column == "answer" and isinstance(value, int | float) and not isinstance(value, bool)):
+    if isinstance(value, str) and column != "messages":
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
         return None
     if column not in ("messages", "prompt", "completion"):
         return f"column {column!r} is {_shown(value)}, not a text"

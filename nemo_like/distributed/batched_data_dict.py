@@ -15,9 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.data.columns import Column, concat_rows, num_rows, repeat_rows, slice_rows, take_rows, truncate_rows
+from nemo_like.data.columns import (
+    Column,
+    concat_rows,
+    num_rows,
+    repeat_rows,
+    row_widths,
+    slice_rows,
+    take_rows,
+    truncate_rows,
+)
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import BatchPlan, PlanSpec, RankPlan, plan_batch
+from nemo_like.data.packing.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
 from nemo_like.distributed.batching_args import DynamicBatchingArgs, SequencePackingArgs, dynamic_spec, packing_spec
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict", "unshard"]
@@ -162,20 +171,28 @@ class BatchedDataDict(UserDict[str, Any]):
         if batch_size < 1 or self.size % batch_size:
             raise ValueError(f"{self.size} rows are not a whole number of batches of batch_size={batch_size}")
         if sequence_packing_args is not None:
-            spec = packing_spec(sequence_packing_args, shards, batch_size)
-            return self._shard_by_plan(spec, sequence_packing_args["input_lengths_key"])
+            return self._shard_by_plan(packing_spec(sequence_packing_args, shards, batch_size), sequence_packing_args)
         if dynamic_batching_args is not None:
-            spec = dynamic_spec(dynamic_batching_args, shards, batch_size)
-            return self._shard_by_plan(spec, dynamic_batching_args["input_lengths_key"])
+            return self._shard_by_plan(dynamic_spec(dynamic_batching_args, shards, batch_size), dynamic_batching_args)
         return self._split_evenly(shards, batch_size, allow_uneven_shards)
 
     def _take(self, rows: np.ndarray) -> SlicedDataDict:
         return SlicedDataDict({name: take_rows(column, rows) for name, column in self.data.items()})
 
-    def _shard_by_plan(self, spec: PlanSpec, lengths_key: str) -> tuple[list[SlicedDataDict], list[int]]:
-        if lengths_key not in self.data:
-            raise KeyError(f"input_lengths_key {lengths_key!r} is not a column; there are {sorted(self.data)}")
-        plan = plan_batch(_as_int64(self.data[lengths_key]), spec)
+    def _shard_by_plan(
+        self, spec: PlanSpec, args: DynamicBatchingArgs | SequencePackingArgs
+    ) -> tuple[list[SlicedDataDict], list[int]]:
+        for key in ("input_key", "input_lengths_key"):
+            if args[key] not in self.data:
+                raise KeyError(f"{key} {args[key]!r} is not a column; there are {sorted(self.data)}")
+        lengths = _as_int64(self.data[args["input_lengths_key"]])
+        beyond = np.flatnonzero(lengths > row_widths(self.data[args["input_key"]]))
+        if len(beyond):
+            raise ValueError(
+                f"{args['input_lengths_key']} says {lengths[beyond[0]]} tokens for row {beyond[0]}, more than "
+                f"{args['input_key']} has"
+            )
+        plan = plan_batch(lengths, spec)
         sorted_indices = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)])
         return self.shard(plan), sorted_indices.tolist()
 
@@ -215,10 +232,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
         """The plan's microbatches, cut along `sequence_dim` to their own padded length. A dummy has zero rows."""
-        for microbatch in self._plan_of_one_step().microbatches:
-            rows = self._contiguous(microbatch.rows)
-            rows.truncate_tensors(sequence_dim, max(microbatch.padded_lengths, default=microbatch.num_tokens))
-            yield rows
+        return (self._cut(microbatch, sequence_dim) for microbatch in self._plan_of_one_step().microbatches)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` yields."""
@@ -244,6 +258,11 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"these rows belong to {self.plan.num_steps} global batches; call get_batch(i) first and iterate over one"
             )
         return self.plan
+
+    def _cut(self, microbatch: Microbatch, sequence_dim: int) -> SlicedDataDict:
+        rows = self._contiguous(microbatch.rows)
+        rows.truncate_tensors(sequence_dim, max(microbatch.padded_lengths, default=microbatch.num_tokens))
+        return rows
 
     def _contiguous(self, rows: tuple[int, ...]) -> SlicedDataDict:
         return self.slice(rows[0], rows[-1] + 1) if rows else self.slice(0, 0)

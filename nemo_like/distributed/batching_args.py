@@ -1,7 +1,6 @@
 """The arguments of `BatchedDataDict.shard_by_batch_size`, as people know them, and the plan they ask for."""
 
-from __future__ import annotations
-
+# No postponed annotations here: `NotRequired` is only seen in real ones.
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict
 

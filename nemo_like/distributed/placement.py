@@ -91,11 +91,10 @@ class Demand:
 
     def describe(self, nodes: Sequence[Node]) -> str:
         """Needed and available, with the keys the numbers come from."""
-        per_worker = "" if self.bundle.gpus else f" x cluster.workers_per_node {self.workers_per_node}"
-        gpus = f", cluster.gpus_per_node {self.workers_per_node}" if self.bundle.gpus else ""
+        key = "gpus_per_node" if self.bundle.gpus else "workers_per_node"
         needed = (
-            f"{self.num_workers} policy workers = cluster.num_nodes {self.num_nodes}{per_worker}{gpus}"
-            f" (cluster.cpus_per_worker {self.bundle.cpus:g}), that is {self.per_node} on each of"
+            f"{self.num_workers} policy workers = cluster.num_nodes {self.num_nodes} x cluster.{key}"
+            f" {self.workers_per_node} (cluster.cpus_per_worker {self.bundle.cpus:g}), that is {self.per_node} on each of"
             f" {self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         )
         if self.num_anywhere:

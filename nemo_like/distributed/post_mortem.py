@@ -57,7 +57,7 @@ def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
         value = ray.get(ended)
     except RayTaskError as error:  # outside the worker's method: an argument or a result that cannot be (un)pickled
         cause = error.cause if isinstance(error.cause, Exception) else error
-        return Failure(rank, method, Raised(cause, _COLOUR.sub("", error.traceback_str), is_collective=False))
+        return Failure(rank, method, Raised(cause, _COLOUR.sub("", str(error)), is_collective=False))
     except (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError) as error:
         return Failure(rank, method, error)
     except RayError as error:

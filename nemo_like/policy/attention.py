@@ -219,9 +219,7 @@ def _one_by_one(boundaries: tuple[int, ...]) -> _Segments:
     return _Segments(tuple(_Group(start, end - start, 1, None, None) for start, end in spans), None)
 
 
-def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
-) -> Tensor:
+def _attend_group(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool) -> Tensor:
     """[kept positions of the group, H, D]."""
     if group.positions is None or group.kept is None:
         q, k, v = (tensor.narrow(0, group.start, group.length).transpose(0, 1)[None] for tensor in (q, k, v))

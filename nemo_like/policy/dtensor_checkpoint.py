@@ -117,9 +117,7 @@ def _read_manifest(directory: Path, parameters: Mapping[str, nn.Parameter]) -> d
     if manifest["format"] != _FORMAT:
         raise ValueError(f"{path} has format {manifest['format']}; this version reads format {_FORMAT}")
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    different = sorted(
-        name for name in shapes.keys() | manifest["shapes"] if shapes.get(name) != manifest["shapes"].get(name)
-    )
+    different = sorted(name for name in shapes.keys() | manifest["shapes"] if shapes.get(name) != manifest["shapes"].get(name))
     if different:
         name = different[0]
         raise ValueError(

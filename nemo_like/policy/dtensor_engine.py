@@ -35,7 +35,7 @@ class DTensorEngine:
         self._mesh = _dp_mesh(device, world_size) if world_size > 1 or config.precision != "float32" else None
         self._scorer = build_scorer(config, self._mesh, device, trainable=trainable)
         self._fsdp_modules = fsdp_modules(self._scorer)
-        self._keeps_whole = keeps_whole(self._scorer)
+        self._keeps_whole = keeps_whole(self._scorer, device)
         self._optimizer = build_optimizer(self._scorer.parameters(), config.optimizer) if trainable else None
 
     @property

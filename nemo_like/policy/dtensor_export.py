@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.policy.engine import Engine
@@ -18,9 +20,7 @@ from nemo_like.policy.engine import Engine
 _MAX_FILE_BYTES = 4 << 30
 
 
-def export_hf(
-    engine: Engine, causal_lm: PreTrainedModel, config: PolicyConfig, directory: Path, *, is_writer: bool
-) -> None:
+def export_hf(engine: Engine, causal_lm: PreTrainedModel, config: PolicyConfig, directory: Path, *, is_writer: bool) -> None:
     """Weights in compute precision, configuration, generation configuration and tokenizer. Called by every rank.
 
     Tied weights are written once, under the name of the input embedding, as transformers does.
@@ -61,24 +61,19 @@ def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes
 def _write_configuration(causal_lm: PreTrainedModel, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
     model_config = copy.deepcopy(causal_lm.config)
     model_config.dtype = dtype
-    model_config.architectures = [_class_name(causal_lm)]
+    model_config.architectures = [type(causal_lm).__name__]
     model_config.save_pretrained(directory)
-    if causal_lm.generation_config is not None:
-        causal_lm.generation_config.save_pretrained(directory)
+    # As it was: transformers refuses to write some generation configurations that it reads.
+    generation_config = cached_file(config.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    if generation_config is not None:
+        shutil.copyfile(generation_config, directory / GENERATION_CONFIG_NAME)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name or config.model_name, trust_remote_code=False)
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text()
     tokenizer.save_pretrained(directory)
 
 
-def _class_name(causal_lm: PreTrainedModel) -> str:
-    """The transformers class, not the one FSDP puts in front of it."""
-    return next(cls.__name__ for cls in type(causal_lm).__mro__ if cls.__module__.startswith("transformers."))
-
-
-def _write_index(
-    files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], itemsize: int, directory: Path
-) -> None:
+def _write_index(files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], itemsize: int, directory: Path) -> None:
     index = {
         "metadata": {"total_size": sum(prod(shape) for shape in shapes.values()) * itemsize},
         "weight_map": {name: _file_name(number, len(files)) for number, names in enumerate(files) for name in names},

@@ -19,7 +19,8 @@ from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy import attention
 from nemo_like.policy.logprobs import token_logprobs
 
-_KEEP_UNSHARDED_BYTES = 4 << 30
+WHOLE_BYTES_ON_CPU = 4 << 30
+WHOLE_SHARE_OF_GPU = 1 / 8
 """A model whose float32 weights are at most this stays whole on every rank within a step: one all-gather and one
 reduce-scatter per optimizer step instead of one per microbatch, for the memory of its weights and gradients."""
 
@@ -74,15 +75,11 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     names = causal_lm._no_split_modules or []
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
     if not layers:
-        raise ValueError(
-            f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model"
-        )
+        raise ValueError(f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model")
     return layers
 
 
-def build_scorer(
-    config: PolicyConfig, mesh: DeviceMesh | None, device: torch.device, *, trainable: bool
-) -> TokenScorer:
+def build_scorer(config: PolicyConfig, mesh: DeviceMesh | None, device: torch.device, *, trainable: bool) -> TokenScorer:
     """The model of `policy.model_name` with float32 weights on `device`, sharded over `mesh` unless that is None.
 
     Only rank 0 of the mesh reads the weights; the others build the model without memory and receive it layer by layer.
@@ -105,14 +102,15 @@ def build_scorer(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if mesh is not None:
         _shard(scorer, mesh, device, source, config.precision)
-        if source is not None:
-            scorer.causal_lm.generation_config = source.generation_config  # a file beside the weights, for the export
     return scorer
 
 
-def keeps_whole(scorer: nn.Module) -> bool:
+def keeps_whole(scorer: nn.Module, device: torch.device) -> bool:
     """Whether the model is small enough to stay unsharded between the microbatches of a step."""
-    return 4 * sum(parameter.numel() for parameter in scorer.parameters()) <= _KEEP_UNSHARDED_BYTES
+    limit = WHOLE_BYTES_ON_CPU
+    if device.type == "cuda":
+        limit = WHOLE_SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory
+    return 4 * sum(parameter.numel() for parameter in scorer.parameters()) <= limit
 
 
 def fsdp_modules(scorer: nn.Module) -> list[FSDPModule]:
@@ -146,9 +144,7 @@ def _empty(model_name: str) -> PreTrainedModel:
     """The architecture on the meta device, tied where the model ties."""
     model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-        )
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
     model.tie_weights()
     return model
 
@@ -167,13 +163,11 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         )
 
 
-def _shard(
-    scorer: TokenScorer, mesh: DeviceMesh, device: torch.device, source: PreTrainedModel | None, precision: str
-) -> None:
+def _shard(scorer: TokenScorer, mesh: DeviceMesh, device: torch.device, source: PreTrainedModel | None, precision: str) -> None:
     """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest."""
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    reshard = not keeps_whole(scorer)
+    reshard = not keeps_whole(scorer, device)
     units = decoder_layers(scorer.causal_lm)
     embedding, head = scorer.causal_lm.get_input_embeddings(), output_head(scorer.causal_lm)
     if embedding.weight is not head.weight:

@@ -15,9 +15,7 @@ from nemo_like.policy.worker import PolicyWorker
 class DTensorPolicyWorker(PolicyWorker):
     """Any Hugging Face causal LM of the Llama family's shape, its weights sharded over the dp ranks."""
 
-    def __init__(
-        self, context: WorkerContext, *, config: PolicyConfig, seed: int = 0, needs_reference: bool = False
-    ) -> None:
+    def __init__(self, context: WorkerContext, *, config: PolicyConfig, seed: int = 0, needs_reference: bool = False) -> None:
         """Join the process group and load the model, and a frozen copy as it is on disk if `needs_reference`."""
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()

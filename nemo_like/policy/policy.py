@@ -88,9 +88,7 @@ class Policy:
             scores[name] = column
         return scores
 
-    def train(
-        self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
-    ) -> list[Metrics]:
+    def train(self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss) -> list[Metrics]:
         """One optimizer step per global batch of the plan, and the metrics of each.
 
         Of `columns` (rows in the batch's order) only those travel that the placed batch does not have.

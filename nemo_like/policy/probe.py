@@ -39,9 +39,7 @@ class IsolationReport:
     """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens."""
 
 
-def probe_isolation(
-    engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
-) -> IsolationReport:
+def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str) -> IsolationReport:
     """Check three sentences; raises IsolationError for the first that does not hold. Every rank calls.
 
     1. Changing a token of one row leaves the log-probs of all other rows equal to the bit.
@@ -73,9 +71,7 @@ def _random_rows(vocab_size: int) -> list[np.ndarray]:
     return [generator.integers(0, vocab_size, length).astype(np.int32) for length in _LENGTHS]
 
 
-def _score(
-    engine: Engine, rows: Sequence[np.ndarray], layout: Literal["packed", "padded"], pad_token_id: int = 0
-) -> Jagged:
+def _score(engine: Engine, rows: Sequence[np.ndarray], layout: Literal["packed", "padded"], pad_token_id: int = 0) -> Jagged:
     """Log-probs of all rows, scored as one microbatch."""
     lengths = tuple(len(row) for row in rows)
     aligned = tuple(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths)

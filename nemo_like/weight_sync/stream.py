@@ -46,7 +46,8 @@ class Bucket:
 
     def decode(self) -> Iterator[tuple[str, Tensor]]:
         """Each name with its tensor, in host memory. Writing to one changes neither bucket nor sender."""
-        flat = torch.from_numpy(self.data.copy())  # what comes out of Ray's store is read-only, which torch cannot express
+        flat = torch.empty(len(self.data), dtype=torch.uint8)
+        flat.numpy()[:] = self.data  # a copy: what comes out of Ray's store is read-only, which torch cannot express
         sizes = [_num_bytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         starts, total = _layout(sizes)
         if total != flat.numel():

@@ -87,3 +87,15 @@ def tiny_tokenizer(chat_template: str | None = None, **tokens: str | None) -> Pr
         extra_special_tokens=_SPECIAL[2:],
         **{name: token for name, token in names.items() if token is not None},
     )
+
+
+def space_marking_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """In the manner of SentencePiece: a space is part of the word behind it, and the very first word gets one."""
+    core = Tokenizer(models.BPE(unk_token="<|unk|>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
+    core.decoder = decoders.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<|unk|>", *_SPECIAL], show_progress=False)
+    core.train_from_iterator([*_TEXTS, "".join(map(chr, range(32, 127)))], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, chat_template=chat_template, bos_token="<|bos|>", eos_token="<|eos|>", unk_token="<|unk|>"
+    )

@@ -204,9 +204,13 @@ def test_shard_by_batch_size_says_what_does_not_fit(arguments: dict[str, Any], m
         make_batch([8] * 8).shard_by_batch_size(**arguments)
 
 
-def test_a_missing_lengths_column_is_named() -> None:
+def test_lengths_are_checked_against_the_tokens() -> None:
     with pytest.raises(KeyError, match="input_lengths_key 'input_lengths' is not a column"):
-        BatchedDataDict(a=[1, 2]).shard_by_batch_size(1, sequence_packing_args=packing_args())
+        BatchedDataDict(input_ids=[[1], [2]]).shard_by_batch_size(1, sequence_packing_args=packing_args())
+    for tokens in (torch.zeros(2, 3), np.zeros((2, 3)), [[1, 2, 3]] * 2, Jagged.from_rows([[1, 2, 3]] * 2, np.int32)):
+        batch = BatchedDataDict(input_ids=tokens, input_lengths=[3, 4])
+        with pytest.raises(ValueError, match="input_lengths says 4 tokens for row 1, more than input_ids has"):
+            batch.shard_by_batch_size(1, sequence_packing_args=packing_args())
 
 
 # Planned shards
@@ -335,13 +339,13 @@ def check_score_plan(shard: SlicedDataDict, num_steps: int) -> None:
 
 def test_shard_refuses_plans_of_other_rows() -> None:
     batch = make_batch([4, 4, 4, 4])
-    plan = plan_batch([4] * 4, PlanSpec(max_tokens=4, num_ranks=2))
+    in_turn = {"num_ranks": 2, "algorithm": "concatenative", "balance": "none"}
+    plan = plan_batch([4] * 4, PlanSpec(max_tokens=4, **in_turn))
     with pytest.raises(ValueError, match="the plan is for 4 rows, the batch has 3"):
         make_batch([4] * 3).shard(plan)
-    other = plan_batch([4, 4, 4, 4], PlanSpec(max_tokens=16, num_ranks=2, algorithm="concatenative", balance="none"))
-    if set(other.rows_of_rank(0)) != set(plan.rows_of_rank(0)):
-        with pytest.raises(ValueError, match=r"other rows on dp rank 0 than the plan; make it with plan\.with_budget"):
-            batch.shard(plan, other)
+    pairs = plan_batch([4] * 4, PlanSpec(max_tokens=8, **in_turn))
+    with pytest.raises(ValueError, match=r"other rows on dp rank 0 than the plan; make it with plan\.with_budget"):
+        batch.shard(plan, pairs)
     with pytest.raises(ValueError, match=r"the ranks returned \[1, 1\] rows, the plan gave them \[2, 2\]"):
         unshard([np.zeros(1), np.zeros(1)], plan)
 
@@ -349,7 +353,8 @@ def test_shard_refuses_plans_of_other_rows() -> None:
 def test_dropped_rows_come_back_empty() -> None:
     lengths = [4, 40, 8]
     batch = make_batch(lengths)
-    plan = plan_batch(lengths, PlanSpec(max_tokens=16, oversize="drop"))
+    with pytest.warns(UserWarning, match="row 1 has 40 tokens"):
+        plan = plan_batch(lengths, PlanSpec(max_tokens=16, oversize="drop"))
     shard = batch.shard(plan)[0]
     assert [row.tolist()[:1] for row in unshard([shard["tokens"]], plan)] == [[100], [], [300]]  # type: ignore[union-attr]
     assert unshard([shard["reward"] + 1], plan).tolist() == [1, 0, 3]  # type: ignore[union-attr]

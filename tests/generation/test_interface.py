@@ -84,9 +84,7 @@ def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:
     generator = Generator(_InProcessGroup([worker]))  # type: ignore[arg-type]
     sampling = SamplingParams(max_new_tokens=4)
     prompts = Jagged.from_rows([[5], [5] * 8], np.int32)
-    with pytest.raises(
-        ValueError, match=r"prompt 1 has 8 tokens and policy\.max_total_sequence_length is 8.*at least 9"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens and policy\.max_total_sequence_length is 8.*at least 9"):
         generator.generate(prompts, np.zeros(2, np.uint64), sampling, max_total_length=8)
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         generator.generate(Jagged.from_rows([[5], []], np.int32), np.zeros(2, np.uint64), sampling, max_total_length=8)

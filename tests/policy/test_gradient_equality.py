@@ -19,12 +19,13 @@ from nemo_like.config.schema import (
     PolicyGradientLossConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.columns import take_rows
+from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.packing.plan import plan_batch
 from nemo_like.distributed import mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.data.packing.plan import plan_batch
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
+from nemo_like.policy import dtensor_model
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
 from nemo_like.policy.policy import plan_spec
 from tests.policy.tiny import ARCHITECTURES, context, random_batch, relative_error, row_loss, run_ranks, saved_tensors
@@ -58,8 +59,8 @@ LAYOUTS = {
     "packed, 4 microbatches": packed(24),
     "packed, rows rounded to 8": packed(64, sequence_length_round=8),
     "packed, first fit shuffle": packed(40, algorithm="first_fit_shuffle"),
-    "dynamic, 2 microbatches or so": dynamic(64),
-    "dynamic, 4 microbatches or so, rounded": dynamic(32, sequence_length_round=4),
+    "dynamic, 2 microbatches": dynamic(72),
+    "dynamic, 4 microbatches, rounded": dynamic(40, sequence_length_round=4),
     "padded, 8 rows": fixed(8),
     "padded, 2 rows": fixed(2),
     "padded, 1 row": fixed(1),
@@ -103,7 +104,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(archit
     for name, config in LAYOUTS.items():
         found, metrics = gradient_of(config, model_dir(architecture), batch, NllLoss(), tmp_path / name)
         assert relative_error(found, expected) < TOLERANCE, name
-        assert metrics["policy/loss"] == pytest.approx(float(loss), rel=TOLERANCE), name
+        assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=TOLERANCE), name
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), name
 
 
@@ -119,19 +120,57 @@ def test_row_order_and_microbatches_leave_gradient_and_metrics_as_they_are(loss,
             assert_same_metrics(metrics, expected_metrics)
 
 
+def train_once_in_shards(
+    worker_context: WorkerContext, config: PolicyConfig, batch: BatchedDataDict, loss: Loss, out: Path
+) -> dict[str, float]:
+    """`train_once` as a model too large to stay whole does it: gathered and reduced layer by layer, each microbatch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)
+        return train_once(worker_context, config, batch, loss, out)
+
+
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen3"])
 def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, tmp_path):
     batch = random_batch(LENGTHS)
     expected, expected_metrics = gradient_of(fixed(8), model_dir(architecture), batch, POLICY_GRADIENT, tmp_path / "one")
-    for index, name in enumerate(
-        ("packed, 2 microbatches", "packed, 4 microbatches", "dynamic, 2 microbatches or so", "padded, 2 rows")
-    ):
+    names = ("packed, 2 microbatches", "packed with activation checkpointing", "dynamic, 2 microbatches", "padded, 2 rows")
+    for name in names:
         config = dataclasses.replace(LAYOUTS[name], model_name=model_dir(architecture))
-        out, meeting = tmp_path / name, tmp_path / f"meeting {index}"
-        metrics = run_ranks(rank_pool, train_once, 2, meeting, config, batch, POLICY_GRADIENT, out)
-        assert relative_error(saved_tensors(out, "exp_avg"), expected) < TOLERANCE, name
-        for rank_metrics in metrics:
-            assert_same_metrics(rank_metrics, expected_metrics)
+        for train in (train_once, train_once_in_shards):
+            out = tmp_path / f"{name} {train.__name__}"
+            meeting = tmp_path / f"meeting of {out.name}"
+            metrics = run_ranks(rank_pool, train, 2, meeting, config, batch, POLICY_GRADIENT, out)
+            assert relative_error(saved_tensors(out, "exp_avg"), expected) < TOLERANCE, name
+            for rank_metrics in metrics:
+                assert_same_metrics(rank_metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("layout", ["packed, 2 microbatches", "padded, 2 rows"])
+def test_a_rank_without_rows_runs_dummies_and_changes_nothing(layout, model_dir, rank_pool, meeting, tmp_path):
+    batch = random_batch(LENGTHS[:1])
+    config = dataclasses.replace(LAYOUTS[layout], model_name=model_dir("qwen2"))
+    expected, expected_metrics = gradient_of(fixed(1), config.model_name, batch, POLICY_GRADIENT, tmp_path / "one")
+    metrics = run_ranks(rank_pool, train_once, 2, meeting, config, batch, POLICY_GRADIENT, tmp_path / "two")
+    assert relative_error(saved_tensors(tmp_path / "two", "exp_avg"), expected) < TOLERANCE
+    for rank_metrics in metrics:
+        assert_same_metrics(rank_metrics, expected_metrics)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"),
+    [
+        ("packed, 1 microbatch", 1),
+        ("packed, 2 microbatches", 2),
+        ("packed, 4 microbatches", 4),
+        ("dynamic, 2 microbatches", 2),
+        ("dynamic, 4 microbatches, rounded", 4),
+        ("padded, 8 rows", 1),
+        ("padded, 2 rows", 4),
+    ],
+)
+def test_the_layouts_have_as_many_microbatches_as_their_names_say(layout, num_microbatches):
+    spec = plan_spec(LAYOUTS[layout], purpose="train", num_ranks=1, cost=CostModel())
+    assert plan_batch(LENGTHS, spec).num_microbatches == num_microbatches
 
 
 def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:

@@ -11,8 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.policy import attention
 from nemo_like.policy.dtensor_engine import DTensorEngine
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
 from nemo_like.policy.probe import IsolationError, probe_isolation
-from tests.policy.tiny import ARCHITECTURES, VOCABULARY
+from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 
 
 def engine(model: str) -> DTensorEngine:
@@ -62,7 +63,7 @@ def test_a_model_that_mixes_rows_is_stopped(broken, layout, message, model_dir):
         probe_isolation(mixing, layout=layout, vocab_size=VOCABULARY, precision="float32")
 
 
-def test_positions_that_do_not_restart_are_noticed(model_dir, monkeypatch):
+def test_positions_that_do_not_restart_are_noticed(model_dir):
     shifted = engine(model_dir("llama"))
     rotary = shifted._scorer.causal_lm.base_model.rotary_emb
     forward = rotary.forward
@@ -72,9 +73,6 @@ def test_positions_that_do_not_restart_are_noticed(model_dir, monkeypatch):
 
 
 def test_a_worker_probes_the_layout_it_will_train_in(model_dir):
-    from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-    from tests.policy.tiny import context
-
     plain = PolicyConfig(model_name=model_dir("qwen3"))
     packing = dataclasses.replace(plain, sequence_packing=SequencePackingConfig(enabled=True))
     dynamic = dataclasses.replace(plain, dynamic_batching=DynamicBatchingConfig(enabled=True))

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
+    PolicyGradientLossConfig,
     SequencePackingConfig,
 )
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.plan import plan_batch
+from nemo_like.data.packing.rows import OversizeWarning
 from nemo_like.distributed import mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses import NllLoss
+from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.dtensor_export import split_by_bytes
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
@@ -96,7 +99,8 @@ def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_
     worker = DTensorPolicyWorker(context(), config=config)
     batch = random_batch([6, 25])
     batch["token_mask"] = Jagged(np.ones(31, dtype=np.uint8), batch["token_mask"].offsets)
-    shard = shard_of(worker, batch, context())
+    with pytest.warns(OversizeWarning, match="row 1 has 25 tokens"):
+        shard = shard_of(worker, batch, context())
     scores = worker.score(shard)["prev_logprobs"]
     assert scores.lengths.tolist() == shard["input_ids"].lengths.tolist()
     long = int(np.argmax(scores.lengths))
@@ -118,9 +122,6 @@ def test_gradients_that_are_not_finite_stop_the_run_before_a_weight_changes(mode
     batch = random_batch([5, 8])
     batch["advantages"] = np.full(2, np.inf, dtype=np.float32)
     worker.save(tmp_path / "before")
-    from nemo_like.config.schema import PolicyGradientLossConfig
-    from nemo_like.losses import ClippedPolicyGradientLoss
-
     loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
     with pytest.raises(FloatingPointError, match="at optimizer step 0"):
         worker.train(shard_of(worker, batch, context()), None, loss)
@@ -189,7 +190,7 @@ def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_di
     worker.export_hf(tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False) == "w5 w6"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3).shape[1] <= 5
 
 
@@ -199,10 +200,16 @@ def test_an_export_is_cut_into_files_of_bounded_size():
 
 
 def test_a_model_whose_logits_are_not_linear_in_its_hidden_states_is_refused(tmp_path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=2, initializer_range=2.0)
+    config = Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=2.0,
+    )
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="soft"):
         DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(tmp_path)))

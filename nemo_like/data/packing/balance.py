@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from nemo_like.data.packing import balance_kernels, packers
+from nemo_like.data.packing import balance_kernels
 from nemo_like.data.packing.balance_refine import Refiner, Rows
 from nemo_like.data.packing.bounds import l2_bound, lockstep_bound
 from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.packing.packers import Packing
 
 Sync = Literal["microbatch", "step"]
 
@@ -28,8 +29,8 @@ _STEPS_PER_ROW = 1000
 """Refinement steps per row at effort 1: past it little is gained. A compiled step takes some 2 ns."""
 _MAX_INTERPRETED_STEPS = 200_000
 """Refinement steps at effort 1 without compiled code, where a step takes some 1 us."""
-_LEVEL_ENOUGH = 1e-5
-"""Share of the mean above which the dearest rank is still worth another try."""
+_LEVEL_ENOUGH = 4e-3
+"""Ranks of r rows each are level when the dearest is above the mean by this share over r: the fewer rows, the coarser."""
 _MIN_COMPILED_ROWS = 128
 """Rows from which compiled code is worth importing numba for."""
 
@@ -134,21 +135,19 @@ def schedule(
         return Schedule(np.empty(0, np.int64), np.zeros(1, np.int64), num_ranks, 0, 0, max_tokens, lengths, work)
     group_of, rows = _sorted_groups(groups, lengths, work)
     _check_cap(group_of, rows.tokens, max_tokens, groups is not None)
-    packings = [packers.best_fit_decreasing(rows.tokens, max_tokens, len(rows))]
-    if packed_bins is not None:
-        packings.append(_group_packing(packed_bins, group_of, rows.tokens, max_tokens))
+    packed = None if packed_bins is None else _group_packing(packed_bins, group_of, rows.tokens, max_tokens)
     least = max(min_microbatches, -(-l2_bound(rows.tokens, max_tokens) // num_ranks))
     fewest = num_microbatches = -(-least // microbatch_multiple) * microbatch_multiple
     kernels = _kernels(use_numba, len(rows))
-    while True:
-        refiner = Refiner(rows, max_tokens, num_ranks, num_microbatches * num_ranks, kernels)
-        starts = _starts(refiner, packings)
-        if starts:
-            break
-        num_microbatches += microbatch_multiple
     max_steps = _STEPS_PER_ROW * len(rows) if kernels else min(_STEPS_PER_ROW * len(rows), _MAX_INTERPRETED_STEPS)
     refine = _lockstep if sync == "microbatch" else _by_step
-    bin_of, rank_of = refine(refiner, starts, int(effort * max_steps))
+    while True:
+        refiner = Refiner(rows, max_tokens, num_ranks, num_microbatches * num_ranks, kernels)
+        found = refine(refiner, packed, int(effort * max_steps))
+        if found is not None:
+            break
+        num_microbatches += microbatch_multiple
+    bin_of, rank_of = found
     slots = _slots(refiner.bin_work(bin_of), rank_of)
     perm, offsets = _in_slots(slots[bin_of[group_of]], group_of, refiner.num_bins)
     return Schedule(perm, offsets, num_ranks, num_microbatches, fewest, max_tokens, lengths, work)
@@ -179,48 +178,55 @@ def assign_bins(
     return ids.reshape(num_ranks, num_microbatches)
 
 
-def _starts(refiner: Refiner, packings: list[packers.Packing]) -> list[np.ndarray]:
-    """The assignments that fit in the bins there are."""
-    starts = [refiner.spread(packing) for packing in packings if packing.num_bins <= refiner.num_bins]
-    filled = refiner.fill(refiner.row_targets())
-    return starts if filled is None else [filled, *starts]
+def _lockstep(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Bins levelled by microbatch: (bin of each row, rank of each bin), or None where no start fits.
 
-
-def _lockstep(refiner: Refiner, starts: list[np.ndarray], max_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bins levelled by microbatch: (bin of each row, rank of each bin). Every start is tried, the best one finished."""
-    trial, left = max_steps // (2 * len(starts)), max_steps
-    tried = []
+    Every start is tried and the best one finished; best fit decreasing, good at nothing but fitting, is the last resort.
+    """
+    starts = [refiner.complete(), refiner.fill(refiner.row_targets()), refiner.spread(packed)]
+    starts = [start for start in starts if start is not None] or [refiner.best_fit()]
+    tried, left = [], max_steps
     for start in starts:
-        bin_of, steps = refiner.level_bins(start, trial)
+        if start is None:
+            return None
+        bin_of, steps = refiner.level_bins(start, max_steps // (2 * len(starts)))
         left -= steps
         tried.append(bin_of)
     bin_of, _ = refiner.level_bins(min(tried, key=refiner.lockstep_work), left)
     return bin_of, refiner.deal(refiner.bin_work(bin_of))
 
 
-def _by_step(refiner: Refiner, starts: list[np.ndarray], max_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks levelled: (bin of each row, rank of each bin), tried from every start as it is and with its bins levelled first,
-    until one is as level as ranks can be."""
+def _by_step(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Ranks levelled: (bin of each row, rank of each bin), or None where no start fits.
+
+    Tried from one start after the other as it is, then with its bins levelled first, until ranks are as level as can be.
+    """
     floor = max(float(refiner.rows.work.sum()) / refiner.num_ranks, float(refiner.rows.work[0]))
-    level_start = refiner.fill(np.zeros(refiner.num_bins))
-    if level_start is not None:
-        starts = [level_start, *starts]
-    trial, left = max_steps // 4, max_steps
-    best, least = None, np.inf
-    for start, with_bins in [(start, with_bins) for with_bins in (False, True) for start in starts]:
-        trial = min(trial, left)
-        bin_of, steps = refiner.level_bins(start, trial // 2 if with_bins else 0)
+    starts = [
+        partial(refiner.fill, np.zeros(refiner.num_bins)),
+        refiner.complete,
+        partial(refiner.spread, packed),
+        refiner.best_fit,
+    ]
+    enough = floor * (1 + _LEVEL_ENOUGH * refiner.num_ranks / len(refiner.rows))
+    best, least, left = None, np.inf, max_steps
+    for bin_steps, start in [(bin_steps, start) for bin_steps in (0, max_steps // 3) for start in starts]:
+        bin_of = start()
+        if bin_of is None:
+            continue
+        bin_of, steps = refiner.level_bins(bin_of, min(bin_steps, left))
         rank_of = refiner.deal(refiner.bin_work(bin_of))
-        bin_of, more_steps = refiner.level_ranks(bin_of, rank_of, trial)
+        bin_of, more_steps = refiner.level_ranks(bin_of, rank_of, min(max_steps // 6, left - steps))
         left -= steps + more_steps
         work = refiner.max_rank_work(bin_of, rank_of)
         if work < least:
             best, least = (bin_of, rank_of), work
-        if least <= floor * (1 + _LEVEL_ENOUGH):
+        if least <= enough or left <= 0:
             break
-    bin_of, rank_of = best
-    bin_of, _ = refiner.level_ranks(bin_of, rank_of, left)
-    return bin_of, rank_of
+    if best is None:
+        return None
+    bin_of, _ = refiner.level_ranks(*best, max(left, max_steps // 6))
+    return bin_of, best[1]
 
 
 def _slots(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
@@ -259,7 +265,7 @@ def _sorted_groups(
 
 def _group_packing(
     packed_bins: tuple[np.ndarray, np.ndarray], group_of: np.ndarray, tokens: np.ndarray, max_tokens: int
-) -> packers.Packing:
+) -> Packing:
     """A packing of rows as one of their groups; raises ValueError if it is no packing of these rows under the cap."""
     perm, offsets = (np.asarray(array, dtype=np.int64) for array in packed_bins)
     sizes = np.diff(offsets)
@@ -276,7 +282,7 @@ def _group_packing(
         raise ValueError(f"bin {int(loads.argmax())} of packed_bins holds {int(loads.max())} tokens, above max_tokens={max_tokens}")
     used = np.flatnonzero(np.bincount(bin_of, minlength=len(sizes)))
     group_offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=len(sizes))[used])])
-    return packers.Packing(np.argsort(bin_of, kind="stable"), group_offsets)
+    return Packing(np.argsort(bin_of, kind="stable"), group_offsets)
 
 
 def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:

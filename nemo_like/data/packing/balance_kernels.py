@@ -35,8 +35,9 @@ class State(NamedTuple):
     bin_sizes: Any  # [K] number of rows
     unit_of: Any  # [K] the unit of a bin
     unit_work: Any  # [U]
-    first: Any  # [U] the dearest row of a unit, -1 if it has none
+    first: Any  # [U] a row of the unit, -1 if it has none
     following: Any  # [n] the next row of the same unit, -1 at the end
+    preceding: Any  # [n] the one before, -1 at the beginning
     row_of: Any  # [U] where a unit stands
     tops: Any  # [U / row_size] work of the dearest unit of each row
 
@@ -50,41 +51,89 @@ def compiled() -> Any | None:
 
     # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
     scope = dict(globals())
-    for function in (fill, accepts, nearest, gift, best_exchange, move, level):
+    for function in (fill, first_free, complete, accepts, nearest, gift, best_exchange, move, level):
         copy = FunctionType(function.__code__, scope, function.__name__)
         copy.__qualname__ = function.__qualname__
         inline = "always" if function in (accepts, nearest) else "never"
         scope[function.__name__] = numba.njit(cache=True, nogil=True, inline=inline)(copy)
-    return SimpleNamespace(fill=scope["fill"], level=scope["level"])
+    return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
 
 
-def fill(tokens: Any, work: Any, targets: Any, capacity: int, bin_of: Any) -> bool:
-    """Each row to the bin that lacks most work to its target among those with room; False if a row fits in none.
+def fill(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any) -> bool:
+    """Each row that has no bin to the one furthest below its target among those with room; False if a row fits in none.
 
-    With equal targets this is longest-processing-time-first under the cap. `tokens` and `work` [n] in order of placement,
-    `targets` [K] the work wished for in each bin (overwritten); writes the bin of each row to `bin_of` [n].
+    With equal targets this is longest-processing-time-first under the cap. `bin_of` [n] is -1 where there is no bin yet,
+    `bin_tokens` [K] what bins hold and `excess` [K] their work above target (below 0: wanted); all are updated.
     """
-    wanting = [(-targets[b], b) for b in range(len(targets))]  # (work above target, bin)
+    wanting = [(excess[b], b) for b in range(len(excess))]
     full = [(0, 0) for _ in range(0)]  # (tokens, bin): without room when last looked at
-    loads = [0 for _ in range(len(targets))]
     heapq.heapify(wanting)
     for i in range(len(tokens)):
+        if bin_of[i] >= 0:
+            continue
         while len(full) > 0 and full[0][0] + tokens[i] <= capacity:
             b = full[0][1]
             heapq.heappop(full)
-            heapq.heappush(wanting, (targets[b], b))
-        while len(wanting) > 0 and loads[wanting[0][1]] + tokens[i] > capacity:
-            excess, b = wanting[0]
+            heapq.heappush(wanting, (excess[b], b))
+        while len(wanting) > 0 and bin_tokens[wanting[0][1]] + tokens[i] > capacity:
+            b = wanting[0][1]
             heapq.heappop(wanting)
-            targets[b] = excess
-            heapq.heappush(full, (loads[b], b))
+            heapq.heappush(full, (bin_tokens[b], b))
         if len(wanting) == 0:
             return False
-        excess, b = wanting[0]
+        b = wanting[0][1]
         bin_of[i] = b
-        loads[b] += tokens[i]
-        heapq.heapreplace(wanting, (excess + work[i], b))
+        bin_tokens[b] += tokens[i]
+        excess[b] += work[i]
+        heapq.heapreplace(wanting, (excess[b], b))
     return True
+
+
+def complete(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, bin_work: Any, row_size: int, free: Any) -> bool:
+    """One microbatch after the other, each bin completed as exactly as rows allow; False if a row is left that fits in none.
+
+    The height of a microbatch is an equal share of the work left, or the dearest row left if that is more. Its lowest bin
+    takes, again and again, the dearest row left that exceeds neither height nor cap. Rows left at the end go to the bin
+    with least work that has room. `bin_of` [n] is -1, `bin_tokens` and `bin_work` [K] are 0; `free` is 0..n, a union-find
+    whose root of i is the first row left from i on.
+    """
+    num_rows, num_bins = len(tokens), len(bin_tokens)
+    left = 0.0
+    for i in range(num_rows):
+        left += work[i]
+    for start in range(0, num_bins, row_size):
+        i = first_free(free, 0)
+        if i == num_rows:
+            break
+        height = max(left / (num_bins - start), work[i])
+        heap = [(0.0, b) for b in range(start, start + row_size)]
+        while len(heap) > 0:
+            b = heap[0][1]
+            low, high = 0, num_rows
+            while low < high:
+                middle = (low + high) // 2
+                if bin_work[b] + work[middle] > height or bin_tokens[b] + tokens[middle] > capacity:
+                    low = middle + 1
+                else:
+                    high = middle
+            i = first_free(free, low)
+            if i == num_rows or bin_tokens[b] + tokens[i] > capacity:
+                heapq.heappop(heap)
+                continue
+            free[i] = i + 1
+            bin_of[i] = b
+            bin_tokens[b] += tokens[i]
+            bin_work[b] += work[i]
+            left -= work[i]
+            heapq.heapreplace(heap, (bin_work[b], b))
+    return fill(tokens, work, capacity, bin_of, bin_tokens, bin_work)
+
+
+def first_free(free: Any, i: int) -> int:
+    while free[i] != i:
+        free[i] = free[free[i]]
+        i = free[i]
+    return i
 
 
 def accepts(s: State, unit: int, b: int, more_work: float, more_tokens: int, capacity: int) -> bool:
@@ -97,29 +146,31 @@ def accepts(s: State, unit: int, b: int, more_work: float, more_tokens: int, cap
     return s.unit_work[u] + more_work <= s.tops[m] - margin
 
 
-def nearest(s: State, i: int, unit: int, target: float, error: float, capacity: int) -> tuple[float, int, int]:
+def nearest(s: State, i: int, unit: int, target: float, error: float, most_room: int, capacity: int) -> tuple[float, int, int]:
     """The row to swap row i for that changes the work nearest to `target`: (how far off it is, the row or -1, steps).
 
-    Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far off as `error`.
+    Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far off as `error`; where
+    no bin has the room for that, from the first one that `most_room` allows.
     """
     least, take, steps = _NEGLIGIBLE * s.unit_work[unit], -1, 0
     low, high = i + 1, len(s.work)
     while low < high:
         middle = (low + high) // 2
-        if s.work[middle] > s.work[i] - target:
+        if s.work[middle] > s.work[i] - target and s.tokens[middle] >= s.tokens[i] - most_room:
             low = middle + 1
         else:
             high = middle
-    for direction in (1, -1):
+    for direction in (-1, 1):
         j = low if direction == 1 else low - 1
         while i < j < len(s.work):
             steps += 1
             change = s.work[i] - s.work[j]
-            if (change - target) * direction >= error or change <= least:
-                break
+            missed = (change - target) * direction
             more_tokens = s.tokens[i] - s.tokens[j]
+            if missed < 0 or missed >= error or change <= least or (direction == 1 and more_tokens > most_room):
+                break
             if s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity and accepts(s, unit, s.bin_of[j], change, more_tokens, capacity):
-                error, take = (change - target) * direction, j
+                error, take = missed, j
                 break
             j += direction
     return error, take, steps
@@ -133,45 +184,39 @@ def gift(s: State, i: int, unit: int, capacity: int) -> int:
     return -1
 
 
-def best_exchange(s: State, unit: int, target: float, capacity: int) -> tuple[int, int, int, int]:
+def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: int) -> tuple[int, int, int, int]:
     """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin that takes it, steps)."""
     error, give, take, receiver, steps = s.unit_work[unit], -1, -1, -1, 0
-    i = s.first[unit]
-    while i >= 0:
-        closer, j, walked = nearest(s, i, unit, target, error, capacity)
+    i, cheapest = s.first[unit], -1
+    while i >= 0 and error > _CLOSE * target:
+        closer, j, walked = nearest(s, i, unit, target, error, most_room, capacity)
         steps += walked + 1
         if j >= 0:
             error, give, take, receiver = closer, i, j, s.bin_of[j]
-        if error <= _CLOSE * target:
-            break
-        if s.following[i] < 0 and s.bin_sizes[s.bin_of[i]] > 1 and abs(s.work[i] - target) < error:  # the cheapest row
-            b = gift(s, i, unit, capacity)
-            steps += len(s.unit_of) // 4
-            if b >= 0:
-                error, give, take, receiver = abs(s.work[i] - target), i, -1, b
+        if i > cheapest and s.bin_sizes[s.bin_of[i]] > 1:
+            cheapest = i
         i = s.following[i]
+    if cheapest >= 0 and abs(s.work[cheapest] - target) < error:
+        b = gift(s, cheapest, unit, capacity)
+        steps += len(s.unit_of) // 4
+        if b >= 0:
+            give, take, receiver = cheapest, -1, b
     return give, take, receiver, steps
 
 
 def move(s: State, i: int, b: int) -> None:
     """Row i from its bin to bin `b`."""
     source, target = s.unit_of[s.bin_of[i]], s.unit_of[b]
-    if s.first[source] == i:
+    if s.preceding[i] < 0:
         s.first[source] = s.following[i]
     else:
-        before = s.first[source]
-        while s.following[before] != i:
-            before = s.following[before]
-        s.following[before] = s.following[i]
-    if s.first[target] < 0 or s.first[target] > i:
-        s.following[i] = s.first[target]
-        s.first[target] = i
-    else:
-        before = s.first[target]
-        while s.following[before] >= 0 and s.following[before] < i:
-            before = s.following[before]
-        s.following[i] = s.following[before]
-        s.following[before] = i
+        s.following[s.preceding[i]] = s.following[i]
+    if s.following[i] >= 0:
+        s.preceding[s.following[i]] = s.preceding[i]
+    s.following[i], s.preceding[i] = s.first[target], -1
+    if s.first[target] >= 0:
+        s.preceding[s.first[target]] = i
+    s.first[target] = i
     s.unit_work[source] -= s.work[i]
     s.unit_work[target] += s.work[i]
     s.bin_tokens[s.bin_of[i]] -= s.tokens[i]
@@ -187,7 +232,11 @@ def level(s: State, order: Any, row_size: int, capacity: int, max_steps: int) ->
     `order` [U] lists the units row by row. Each exchange aims at the mean of the row, and a row is left when its dearest
     unit is there or has no exchange.
     """
-    steps = 0
+    steps, most_room, most_slack = len(s.unit_of), 0, 0.0  # bounds on what any bin and any unit can take
+    for b in range(len(s.unit_of)):
+        u = s.unit_of[b]
+        most_room = max(most_room, capacity - s.bin_tokens[b])
+        most_slack = max(most_slack, s.tops[s.row_of[u]] - s.unit_work[u])
     for m in range(len(s.tops)):
         while steps < max_steps:
             unit, total = order[m * row_size], 0.0
@@ -197,15 +246,17 @@ def level(s: State, order: Any, row_size: int, capacity: int, max_steps: int) ->
                     unit = order[p]
             steps += row_size
             s.tops[m] = s.unit_work[unit]
-            target = s.tops[m] - total / row_size
-            if target <= _NEGLIGIBLE * s.tops[m]:
+            excess = s.tops[m] - total / row_size
+            if excess <= _NEGLIGIBLE * s.tops[m]:
                 break
-            give, take, receiver, walked = best_exchange(s, unit, target, capacity)
+            give, take, receiver, walked = best_exchange(s, unit, min(excess, most_slack), most_room, capacity)
             steps += walked
             if give < 0:
                 break
-            bin_of_give = s.bin_of[give]
+            giver = s.bin_of[give]
             move(s, give, receiver)
             if take >= 0:
-                move(s, take, bin_of_give)
+                move(s, take, giver)
+            most_room = max(most_room, capacity - s.bin_tokens[giver])
+            most_slack = max(most_slack, s.tops[m] - s.unit_work[unit])
     return steps

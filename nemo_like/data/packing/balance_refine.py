@@ -38,17 +38,14 @@ class Refiner:
     kernels: Any | None
     """Compiled loops, or None to interpret them."""
 
+    def complete(self) -> np.ndarray | None:
+        """Microbatch after microbatch, each bin completed as exactly as rows allow; None where a row is left over."""
+        free = self._array(np.arange(len(self.rows) + 1))
+        return self._run("complete", np.zeros(self.num_bins), self.num_ranks, free)
+
     def fill(self, targets: np.ndarray) -> np.ndarray | None:
-        """Each row to the bin that lacks most of its target [K] among those with room; None where that gets stuck."""
-        bin_of = np.zeros(len(self.rows), dtype=np.int64)
-        if self.kernels is not None:
-            fits = self.kernels.fill(self.rows.tokens, self.rows.work, targets.copy(), self.capacity, bin_of)
-            return bin_of if fits else None
-        assigned = bin_of.tolist()
-        fits = balance_kernels.fill(
-            self.rows.tokens.tolist(), self.rows.work.tolist(), targets.tolist(), self.capacity, assigned
-        )
-        return np.asarray(assigned, dtype=np.int64) if fits else None
+        """Each row to the bin that lacks most of its target [K] among those with room; None where a row fits in none."""
+        return self._run("fill", -targets)
 
     def row_targets(self) -> np.ndarray:
         """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing forces otherwise.
@@ -68,8 +65,14 @@ class Refiner:
             left = max(0.0, left - (min(targets[m], held[m]) if targets[m] > share else share))
         return np.repeat(targets, self.num_ranks)
 
-    def spread(self, packing: packers.Packing) -> np.ndarray:
-        """A packing of these rows over all bins, as far as there are rows, as an assignment."""
+    def best_fit(self) -> np.ndarray | None:
+        """Best fit decreasing by tokens."""
+        return self.spread(packers.best_fit_decreasing(self.rows.tokens, self.capacity, len(self.rows)))
+
+    def spread(self, packing: packers.Packing | None) -> np.ndarray | None:
+        """A packing of these rows over all bins, as far as there are rows; None without one or if it has too many."""
+        if packing is None or packing.num_bins > self.num_bins:
+            return None
         num_bins = min(self.num_bins, len(self.rows))
         packing = packers.spread(packing, self.rows.tokens, self.capacity, num_bins, len(self.rows))
         bin_of = np.empty(len(self.rows), dtype=np.int64)
@@ -105,6 +108,24 @@ class Refiner:
         """The same for the dearest rank, bins staying where they are."""
         return self._level(bin_of, rank_of, max_steps)
 
+    def _array(self, values: np.ndarray) -> Any:
+        return values.tolist() if self.kernels is None else values
+
+    def _run(self, start: str, bin_work: np.ndarray, *more: Any) -> np.ndarray | None:
+        tokens, work = self._array(self.rows.tokens), self._array(self.rows.work)
+        bin_of = self._array(np.full(len(self.rows), -1))
+        bin_tokens = self._array(np.zeros(self.num_bins, dtype=np.int64))
+        loop = getattr(self.kernels or balance_kernels, start)
+        if not loop(tokens, work, self.capacity, bin_of, bin_tokens, self._array(bin_work), *more):
+            return None
+        bin_of = np.asarray(bin_of, dtype=np.int64)
+        sizes = np.bincount(bin_of, minlength=self.num_bins)
+        used = sizes[sizes > 0]
+        if len(used) == min(self.num_bins, len(self.rows)):
+            return bin_of
+        offsets = np.concatenate([[0], np.cumsum(used)])
+        return self.spread(packers.Packing(np.argsort(bin_of, kind="stable"), offsets))
+
     def _level(self, bin_of: np.ndarray, unit_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
         num_units = int(unit_of.max()) + 1
         state = self._state(bin_of, unit_of, num_units)
@@ -118,19 +139,17 @@ class Refiner:
             if tops.sum() >= before * (1 - 1e-6) or steps >= max_steps:
                 return np.asarray(state.bin_of, dtype=np.int64), steps
             before = tops.sum()
-            if self.kernels is None:
-                state = state._replace(row_of=row_of.tolist(), tops=tops.tolist())
-                steps += balance_kernels.level(state, order.tolist(), self.num_ranks, self.capacity, max_steps - steps)
-            else:
-                state = state._replace(row_of=row_of, tops=tops)
-                steps += self.kernels.level(state, order, self.num_ranks, self.capacity, max_steps - steps)
+            state = state._replace(row_of=self._array(row_of), tops=self._array(tops))
+            level = (self.kernels or balance_kernels).level
+            steps += level(state, self._array(order), self.num_ranks, self.capacity, max_steps - steps)
 
     def _state(self, bin_of: np.ndarray, unit_of: np.ndarray, num_units: int) -> balance_kernels.State:
         units = unit_of[bin_of]
         by_unit = np.argsort(units, kind="stable")
         same = units[by_unit[1:]] == units[by_unit[:-1]]
-        first, following = np.full(num_units, -1), np.full(len(units), -1)
+        first, following, preceding = np.full(num_units, -1), np.full(len(units), -1), np.full(len(units), -1)
         following[by_unit[:-1][same]] = by_unit[1:][same]
+        preceding[by_unit[1:][same]] = by_unit[:-1][same]
         starts = by_unit[np.concatenate([[True], ~same])]
         first[units[starts]] = starts
         arrays = (
@@ -143,7 +162,6 @@ class Refiner:
             np.bincount(units, self.rows.work, minlength=num_units),
             first,
             following,
+            preceding,
         )
-        if self.kernels is None:
-            arrays = tuple(array.tolist() for array in arrays)
-        return balance_kernels.State(*arrays, row_of=None, tops=None)
+        return balance_kernels.State(*map(self._array, arrays), row_of=None, tops=None)

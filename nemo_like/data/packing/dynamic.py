@@ -7,7 +7,6 @@ rows until they are sorted never raises a microbatch's longest row; it decides n
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from itertools import pairwise
 
 import numpy as np
@@ -41,38 +40,40 @@ def form_padded(
         return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     order = longest_first(lengths)
     sorted_lengths, sorted_rows = lengths[order], num_rows[order]
-    most_rows = np.minimum(capacity // sorted_lengths, sorted_rows.sum() if max_rows is None else max_rows)
-    rows_before = np.concatenate([[0], np.cumsum(sorted_rows)]).tolist()
-    bounds = _cut(rows_before, most_rows.tolist(), len(order))
+    rows_before = np.concatenate([[0], np.cumsum(sorted_rows)])
+    most_rows = np.minimum(capacity // sorted_lengths, rows_before[-1] if max_rows is None else max_rows)
+    bounds = _cut(rows_before, most_rows, len(order))
     assert bounds is not None
     num_bins = min(-(-(len(bounds) - 1) // bins_multiple) * bins_multiple, len(order))
     work = sorted_lengths.astype(np.float64) if row_work is None else row_work[order]
     if row_work is not None:
         bounds = _evened(bounds, rows_before, most_rows, work, num_bins)
-    bounds = _split_dearest(bounds, rows_before, work.tolist(), num_bins)
+    bounds = _split_dearest(bounds, rows_before.tolist(), work.tolist(), num_bins)
     return Packing(order, np.asarray(bounds, dtype=np.int64))
 
 
-def _cut(rows_before: list[int], most_rows: list[int], max_bins: int) -> list[int] | None:
+def _cut(rows_before: np.ndarray, most_rows: np.ndarray, max_bins: int) -> list[int] | None:
     """Bounds of microbatches filled one after the other, `most_rows[i]` rows where item i is the longest; None if there
     are more than `max_bins`."""
-    bounds, last = [0], len(most_rows)
+    first = np.arange(len(most_rows))
+    stops = np.searchsorted(rows_before, rows_before[:-1] + most_rows, side="right") - 1
+    stop_of = np.maximum(stops, first + 1).tolist()
+    bounds, last = [0], len(stop_of)
     while bounds[-1] < last:
         if len(bounds) > max_bins:
             return None
-        first = bounds[-1]
-        bounds.append(max(first + 1, bisect_right(rows_before, rows_before[first] + most_rows[first]) - 1))
+        bounds.append(stop_of[bounds[-1]])
     return bounds
 
 
-def _evened(bounds: list[int], rows_before: list[int], most_rows: np.ndarray, work: np.ndarray, num_bins: int) -> list[int]:
+def _evened(bounds: list[int], rows_before: np.ndarray, most_rows: np.ndarray, work: np.ndarray, num_bins: int) -> list[int]:
     """Bounds of at most `num_bins` microbatches whose dearest is as cheap as bisection finds."""
-    dearest = max((rows_before[stop] - rows_before[start]) * work[start] for start, stop in pairwise(bounds))
-    low, high = max(float(work[0]), float(np.dot(np.diff(rows_before), work)) / num_bins), float(dearest)
+    dearest = float((np.diff(rows_before[bounds]) * work[bounds[:-1]]).max())
+    low, high = max(float(work[0]), float(np.dot(np.diff(rows_before), work)) / num_bins), dearest
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
         within = np.minimum(most_rows, np.floor(middle / work)).astype(np.int64)
-        cheaper = _cut(rows_before, within.tolist(), num_bins)
+        cheaper = _cut(rows_before, within, num_bins)
         if cheaper is None:
             low = middle
         else:

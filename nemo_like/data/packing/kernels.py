@@ -29,12 +29,15 @@ _BIT_POSITION = np.array([0, 1, 28, 2, 29, 14, 24, 3, 30, 22, 20, 15, 25, 17, 4,
 
 @cache
 def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`kernel` as machine code kept on disk between processes, or None where numba is not installed."""
+    """`kernel` as machine code kept on disk between processes; None where numba, or a place to keep it, is missing."""
     if find_spec("numba") is None:
         return None
     import numba
 
-    return numba.njit(cache=True, nogil=True)(kernel)
+    try:
+        return numba.njit(cache=True, nogil=True)(kernel)
+    except RuntimeError:  # no directory may be written to; compiling anew in each process costs more than it saves
+        return None
 
 
 def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
@@ -216,23 +219,15 @@ def best_fit(lengths: Any, capacity: int, head: Any, words: Any, starts: Any, un
 
 
 def modified_first_fit(
-    values: Any,
-    firsts: Any,
-    counts: Any,
-    below: Any,
-    bounds: tuple[int, int, int],
-    max_items: int,
-    rooms: Any,
-    slots: Any,
-    bin_of: Any,
-) -> int:
-    """Phases 1 to 4 of modified first fit decreasing: the bins of rows above half the capacity and what joins them.
+    values: Any, firsts: Any, counts: Any, below: Any, bounds: Any, max_items: int, rooms: Any, slots: Any, bin_of: Any
+) -> None:
+    """Phases 2 to 4 of modified first fit decreasing: what joins the bins that phase 1 opened for rows above half a bin.
 
-    `values` [V] are the distinct lengths ascending, `counts` how many there are, `firsts` the position of the first
-    of each; `below` is 0..V, a union-find whose root of k+1 is the longest length left that is at most `values[k]`
-    (0: none); `bounds` are the first k above 1/6, 1/3 and 1/2 of the capacity. `bin_of` stays -1 for what is left
-    over. Returns the number of bins. D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing, J. Complexity 1
-    (1985).
+    `values` [V] are the distinct other lengths ascending, `bounds` the first k above 1/6 and above 1/3 of the capacity;
+    `counts` how many there are, `firsts` the position of the first of each. `below` is 0..V, a union-find
+    whose root of k+1 is the longest length left that is at most `values[k]` (0: none). `rooms` and `slots` are of the bins,
+    fullest first; `bin_of` is written for rows that join. D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing,
+    J. Complexity 1 (1985).
     """
 
     def longest_within(room: int) -> int:
@@ -258,18 +253,13 @@ def modified_first_fit(
         rooms[b] -= count * values[k]
         slots[b] -= count
 
-    small, medium, large = bounds
-    num_bins = 0
-    for k in range(len(values) - 1, large - 1, -1):  # 1: a bin for each row above a half, longest first
-        for _ in range(counts[k]):
-            place(k, num_bins, 1)
-            num_bins += 1
-    for b in range(num_bins):  # 2: forward, the longest above a third that fits
+    small, medium = bounds
+    for b in range(len(rooms)):  # 2: forward, the longest above a third that fits
         k = longest_within(rooms[b])
         if k >= medium and slots[b] > 0:
             place(k, b, 1)
     low = small
-    for b in range(num_bins - 1, -1, -1):  # 3: backward over bins without such a row, a pair of those above a sixth
+    for b in range(len(rooms) - 1, -1, -1):  # 3: backward over bins without such a row, a pair of those above a sixth
         if slots[b] != max_items - 1:
             continue
         while low < medium and counts[low] == 0:
@@ -281,9 +271,8 @@ def modified_first_fit(
             break  # the bins to come have less room
         place(low, b, 1)
         place(longest_within(min(rooms[b], values[medium - 1])), b, 1)
-    for b in range(num_bins):  # 4: forward, the longest that fits, as long as one does
+    for b in range(len(rooms)):  # 4: forward, the longest that fits, as long as one does
         k = longest_within(rooms[b])
         while k >= 0 and slots[b] > 0:
             place(k, b, min(counts[k], rooms[b] // values[k], slots[b]))
             k = longest_within(rooms[b])
-    return num_bins

@@ -107,23 +107,23 @@ def modified_first_fit_decreasing(lengths: np.ndarray, capacity: int, max_items:
     """Johnson and Garey's five phases, first fit decreasing of what is left over as the last."""
     order = longest_first(lengths)
     ordered = lengths[order]
-    values, counts = np.unique(ordered, return_counts=True)
-    bounds = tuple(int(np.searchsorted(values, capacity // share, side="right")) for share in (6, 3, 2))
-    num_large = int(counts[bounds[2] :].sum())
-
-    def workspace(array: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
-        firsts = len(ordered) - np.cumsum(counts)
-        below, rooms, slots = np.arange(len(values) + 1), np.full(num_large, capacity), np.full(num_large, max_items)
-        return array(firsts), array(counts), array(below), bounds, max_items, array(rooms), array(slots)
-
+    num_bins = int(np.count_nonzero(2 * lengths > capacity))
     bin_of = np.full(len(lengths), -1)
+    bin_of[:num_bins] = np.arange(num_bins)  # phase 1: a bin for each row above half the capacity, longest first
+    values, counts = np.unique(ordered[num_bins:], return_counts=True)
+    bounds = tuple(int(np.searchsorted(values, capacity // share, side="right")) for share in (6, 3))
+    work_space = (
+        *(values, len(lengths) - np.cumsum(counts), counts, np.arange(len(values) + 1)),
+        *(bounds, max_items, capacity - ordered[:num_bins], np.full(num_bins, max_items - 1)),
+    )
     kernel = _compiled(kernels.modified_first_fit, len(lengths))
     if kernel is None:
-        assigned = bin_of.tolist()
-        num_bins = kernels.modified_first_fit(values.tolist(), *workspace(np.ndarray.tolist), assigned)
-        bin_of = np.asarray(assigned, dtype=np.int64)
+        interpreted: Callable[..., Any] = kernels.modified_first_fit
+        lists = [space.tolist() if isinstance(space, np.ndarray) else space for space in (*work_space, bin_of)]
+        interpreted(*lists)
+        bin_of = np.asarray(lists[-1], dtype=np.int64)
     else:
-        num_bins = kernel(values, *workspace(np.asarray), bin_of)
+        kernel(*work_space, bin_of)
     left = np.flatnonzero(bin_of < 0)
     if len(left):
         rest = _first_fit(ordered[left], np.arange(len(left)), capacity, max_items)

@@ -56,8 +56,8 @@ class BatchPlan:
     `spec.row_multiple` (2 * cp and the rounding asked), positions of a microbatch of `spec.total_multiple` (2 * cp,
     cp * tp under sequence parallelism).
 
-    Example: lengths [5, 3, 4, 8] packed under 8 tokens on 2 ranks: `plan.ranks` is two tuples of two microbatches, one
-    of them with rows 0 and 1, and `plan.step_offsets` is (0, 2).
+    Example: lengths [5, 3, 4, 4] packed under 8 tokens on 2 ranks: each rank runs one microbatch of 8 tokens, one of rows 0
+    and 1, the other of rows 2 and 3, and `step_offsets` is (0, 1).
     """
 
     spec: PlanSpec
@@ -198,14 +198,13 @@ class BatchPlan:
         return "\n".join([self._headline(), *self._table()])
 
     def _headline(self) -> str:
-        caps = [f"{self.spec.max_tokens} tokens"] if self.spec.max_tokens else []
-        caps += [f"{self.spec.max_rows} rows"] if self.spec.max_rows else []
+        caps = [f"{cap} {unit}" for cap, unit in ((self.spec.max_tokens, "tokens"), (self.spec.max_rows, "rows")) if cap]
         metrics = self.metrics()
         return (
-            f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps, "
-            f"{self.num_microbatches} microbatches each ({self.spec.layout}, at most {' and '.join(caps)}); {metrics['packing/padding_share']:.1%} padding, "
-            f"busiest rank {metrics['packing/rank_imbalance_flops']:.3f}x the mean in work, "
-            f"{metrics['packing/num_dummies']:.0f} dummies, {len(self.dropped)} dropped"
+            f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps, {self.num_microbatches} microbatches "
+            f"each ({self.spec.layout}, at most {' and '.join(caps)}); "
+            f"{metrics['packing/padding_share']:.1%} padding, busiest rank {metrics['packing/rank_imbalance_flops']:.3f}x "
+            f"the mean in work, {metrics['packing/num_dummies']:.0f} dummies, {len(self.dropped)} dropped"
         )
 
     def _table(self, most_lines: int = 16, most_columns: int = 8) -> list[str]:

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.packing import kernels
-from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
+from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker, get_packer
 from nemo_like.data.packing.bounds import l2_bound
 
 WAYS = ["interpreted", pytest.param("compiled", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs numba"))]
@@ -131,7 +132,9 @@ def test_best_fit_decreasing_has_the_loads_of_the_naive_loop(way: str) -> None:
 
 def test_concatenative_is_the_naive_loop(way: str) -> None:
     for lengths, capacity, max_items in random_cases(60):
-        assert get_packer("concatenative", capacity, max_items=max_items).pack(lengths) == naive_next_fit(lengths, capacity, max_items)
+        assert get_packer("concatenative", capacity, max_items=max_items).pack(lengths) == naive_next_fit(
+            lengths, capacity, max_items
+        )
 
 
 def test_modified_first_fit_decreasing_has_the_loads_of_the_five_phases(way: str) -> None:
@@ -249,7 +252,7 @@ def test_messages_name_row_length_capacity_and_key(algorithm: PackingAlgorithm) 
         get_packer(algorithm, 10, pad_multiple=4).pack([9, 1])
     with pytest.raises(ValueError, match="row 2 has length 0"):
         get_packer(algorithm, 10).pack([3, 4, 0])
-    with pytest.raises(ValueError, match="4 bins were asked for .* only 3 rows"):
+    with pytest.raises(ValueError, match=r"4 bins were asked for .* only 3 rows"):
         get_packer(algorithm, 10, min_bin_count=4).pack([3, 4, 5])
     assert get_packer(algorithm, 10).pack([]) == []
 
@@ -258,9 +261,9 @@ def test_messages_name_row_length_capacity_and_key(algorithm: PackingAlgorithm) 
     "settings",
     [{"bin_capacity": 0}, {"min_bin_count": -1}, {"bin_count_multiple": 0}, {"max_items": 0}, {"pad_multiple": 0}],
 )
-def test_numbers_out_of_range_are_named(settings: dict[str, int]) -> None:
+def test_numbers_out_of_range_are_named(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
-        get_packer("balanced", **{"bin_capacity": 10, **settings})
+        SequencePacker(algorithm=PackingAlgorithm.BALANCED, **{"bin_capacity": 10, **settings})
 
 
 def test_lengths_must_be_one_list_of_integers() -> None:
@@ -271,11 +274,13 @@ def test_lengths_must_be_one_list_of_integers() -> None:
 
 def test_only_its_own_seed_matters() -> None:
     lengths = list(range(1, 40))
-    random.seed(1), np.random.seed(1)
+    random.seed(1)
+    np.random.seed(1)
     states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     bins = get_packer("first_fit_shuffle", 50, seed=3).pack(lengths)
     assert states == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
-    random.seed(2), np.random.seed(2)
+    random.seed(2)
+    np.random.seed(2)
     packer = get_packer("first_fit_shuffle", 50, seed=3)
     assert packer.pack(lengths) == bins == packer.pack(lengths)
     assert get_packer("first_fit_shuffle", 50, seed=4).pack(lengths) != bins
@@ -295,6 +300,13 @@ def test_metrics_are_gathered_on_request() -> None:
 def test_a_capacity_far_above_the_rows_costs_nothing() -> None:
     for algorithm in PackingAlgorithm:
         assert len(get_packer(algorithm, 1 << 40).pack([1 << 33, 5, 1 << 20, 7])) == 1
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+def test_without_a_place_for_machine_code_kernels_are_interpreted() -> None:
+    scope: dict[str, Any] = {}
+    exec("def kernel(x):\n    return x", scope)  # no file, so numba finds no directory for its cache
+    assert kernels.compiled(scope["kernel"]) is None
 
 
 def test_small_batches_import_no_heavy_library() -> None:

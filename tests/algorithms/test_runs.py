@@ -1,0 +1,160 @@
+"""Whole runs with the real policy, sampler and rewards, in this process: resume, planners, exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.packing.algorithms import PackingAlgorithm
+from tests.recipe import Recipe
+
+_CLOCKS = ("timing/", "performance/", "policy/rank_time", "unix_time_s")
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Every logged step without the measures of time, which no two runs share."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(_CLOCKS)} for line in lines]
+
+
+def interrupt_at(run: Path, step: int) -> None:
+    """Leave the run as a kill between `step` and the next checkpoint would have: later checkpoints are not there."""
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    (run / "latest").unlink()
+    shutil.rmtree(run / "hf")
+
+
+@pytest.mark.parametrize("job", ["sft", "grpo"])
+def test_an_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(recipe: Recipe, job: str):
+    run, config = (run_sft, recipe.sft) if job == "sft" else (run_grpo, recipe.grpo)
+    straight = run(config("checkpointing.keep_latest=5"))  # type: ignore[arg-type]
+    expected = read_metrics(straight.run.path)
+    weights = (straight.run.hf / "model.safetensors").read_bytes()
+    assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 for line in expected[1:]), "a run without gradients would prove nothing"
+    interrupt_at(straight.run.path, 2)
+    resumed = run(config("checkpointing.keep_latest=5", "resume=true"))  # type: ignore[arg-type]
+    assert read_metrics(resumed.run.path) == expected
+    assert (resumed.run.hf / "model.safetensors").read_bytes() == weights
+
+
+def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
+    losses, plans = {}, set()
+    for algorithm in PackingAlgorithm:
+        result = run_sft(
+            recipe.sft(
+                f"policy.sequence_packing.algorithm={algorithm}",
+                "policy.sequence_packing.balance=none",
+                f"run_name=sft_{algorithm}",
+                "sft.max_num_steps=1",
+                "sft.val_at_start=false",
+                "checkpointing.enabled=false",
+            )
+        )
+        losses[str(algorithm)] = read_metrics(result.run.path)[0]["policy/loss"]
+        plans.add(result.run.plan(0).read_text())
+    assert np.ptp(list(losses.values())) <= 1e-5 * abs(np.mean(list(losses.values()))), losses
+    assert len(plans) > 1, "the packers should not all agree on these rows"
+
+
+@pytest.mark.parametrize("mode", ["policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=4"])
+def test_layouts_agree_on_the_loss(recipe: Recipe, mode: str):
+    options = ("sft.max_num_steps=1", "sft.val_at_start=false", "checkpointing.enabled=false")
+    packed = run_sft(recipe.sft("run_name=packed", *options))
+    padded = run_sft(recipe.sft("run_name=padded", "policy.sequence_packing.enabled=false", mode, *options))
+    for name in ("policy/loss", "policy/grad_norm", "policy/num_tokens"):
+        assert padded.last[name] == pytest.approx(packed.last[name], rel=1e-5), name
+
+
+def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
+    result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
+    assert result.export is not None
+    model = AutoModelForCausalLM.from_pretrained(result.export)
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    start = AutoModelForCausalLM.from_pretrained(recipe.demo / "model")
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2+2"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
+    result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
+    run = result.run
+    for path in (run.config, run.metrics, run.plan(0), run.rollouts(1), run.path / "latest", run.hf / "config.json"):
+        assert path.is_file(), path
+    assert list(run.tensorboard.glob("events.*"))
+    records = [json.loads(line) for line in run.rollouts(1).read_text().splitlines()]
+    assert len(records) == 32 and {"prompt", "completion", "reward", "advantage", "finish_reason"} <= set(records[0])
+    promised = (
+        "utilization",
+        "waste_ratio",
+        "bin_balance",
+        "efficiency",
+        "padding_share",
+        "rank_imbalance_tokens",
+        "rank_imbalance_flops",
+        "num_microbatches",
+    )
+    assert {f"packing/{name}" for name in promised} <= set(result.last)
+    assert {"performance/tokens_per_s", "performance/train_mfu", "mismatch/gen_kl_k3", "reward/mean"} <= set(result.last)
+    assert result.last["mismatch/gen_kl_k3"] < 1e-6, "sampler and policy are the same fp32 model"
+
+
+def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
+    result = run_grpo(recipe.grpo("policy.optimizer.lr=1e-2", "policy.scheduler.kind=constant"))
+    metrics = read_metrics(result.run.path)
+    assert all(line["mismatch/gen_kl_k3"] < 1e-6 for line in metrics[1:]), "stale weights would show here"
+    versions = [json.loads(result.run.rollouts(step).read_text().splitlines()[0])["weight_version"] for step in (1, 2, 3, 4)]
+    assert versions == [0, 1, 2, 3]
+
+
+def test_a_run_name_is_reused_only_with_resume(recipe: Recipe):
+    run_sft(recipe.sft("sft.max_num_steps=1"))
+    with pytest.raises(ConfigError, match="resume=true"):
+        run_sft(recipe.sft("sft.max_num_steps=1"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcome"), [("error", "max_total_sequence_length"), ("truncate", None), ("singleton", None)]
+)
+def test_a_row_longer_than_the_cap(recipe: Recipe, policy: str, outcome: str | None):
+    long_rows = recipe.folder / "long.jsonl"
+    turns = [("1+1", "#### 2"), ("12+1", "#### " + "1" * 120)] * 8
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
+    long_rows.write_text("\n".join(map(json.dumps, rows)))
+    config = recipe.sft(
+        f"policy.oversize_rows={policy}",
+        f"data.train_path={long_rows}",
+        "policy.sequence_packing.train_mb_tokens=100",
+        "policy.sequence_packing.logprob_mb_tokens=100",
+        "sft.max_num_steps=1",
+        "data.validation_path=null",
+        "sft.val_period=0",
+        "sft.val_at_start=false",
+    )
+    if outcome is not None:
+        with pytest.raises(ConfigError, match=outcome) as error:
+            run_sft(config)
+        assert "long.jsonl:2" in str(error.value), "the row's place is named"
+        return
+    if policy == "singleton":
+        with pytest.warns(UserWarning, match="row 1 has 133 tokens|rows? .*133 tokens"):
+            result = run_sft(config)
+        assert result.last["packing/num_oversize"] == 8
+    else:
+        result = run_sft(config)
+    assert result.last["policy/grad_norm"] > 0

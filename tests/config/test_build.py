@@ -1,0 +1,140 @@
+"""Any config can be written as YAML and read back, and nothing is guessed about a value's type."""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.config.build import build_config, to_dict
+from nemo_like.config.compose import compose_plain, hydra_session
+from nemo_like.config.keys import field_types, is_open_section, is_section, without_none
+from nemo_like.config.load import to_yaml
+from nemo_like.config.schema import GrpoRunConfig, RewardFunctionConfig, SftRunConfig
+from nemo_like.config.source import Sources, read_yaml, record
+
+NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(lambda text: f"f{text}")
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(
+        [
+            "1e-5",
+            "007",
+            "no",
+            "null",
+            "~",
+            "",
+            " a ",
+            "a: b",
+            "# a",
+            "2024-01-01",
+            "${a}",
+            r"\${a}",
+            r"\\${",
+            "\\",
+            "???x",
+            "a\nb\n",
+        ]
+    ),
+).filter(lambda text: text != "???")
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type that stands in the schema."""
+    inner, may_be_null = without_none(annotation)
+    if may_be_null:
+        return st.none() | values(inner)
+    if is_section(inner):
+        return st.builds(inner, **{name: values(kind) for name, kind in field_types(inner).items()})
+    if is_open_section(inner):
+        return st.dictionaries(NAMES, values(get_args(inner)[1]), max_size=2)
+    if get_origin(inner) is tuple:
+        return st.lists(values(get_args(inner)[0]), max_size=3).map(tuple)
+    if get_origin(inner) is Literal:
+        return st.sampled_from(get_args(inner))
+    plain: dict[type, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(-(10**12), 10**12),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        str: TEXTS,
+    }
+    return plain[inner]
+
+
+def read_back(text: str, config_class: type, kind: Literal["sft", "grpo"]) -> Any:
+    """What the text of a config file builds, without the checks between keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        sources = Sources()
+        root = read_yaml(path)
+        assert root is not None
+        record(sources, root, "", path)
+        with hydra_session(kind, path):
+            plain = compose_plain([], sources)
+    config, problems = build_config(config_class, plain, sources)
+    assert problems == []
+    return config
+
+
+@settings(max_examples=30, deadline=None)
+@given(values(GrpoRunConfig))
+def test_a_grpo_config_survives_yaml(config: GrpoRunConfig) -> None:
+    assert read_back(to_yaml(config), GrpoRunConfig, "grpo") == config
+
+
+@settings(max_examples=15, deadline=None)
+@given(values(SftRunConfig))
+def test_an_sft_config_survives_yaml_written_from_its_dict(config: SftRunConfig) -> None:
+    assert read_back(yaml.safe_dump(to_dict(config), sort_keys=False), SftRunConfig, "sft") == config
+
+
+@settings(max_examples=30, deadline=None)
+@given(values(SftRunConfig))
+def test_to_dict_holds_only_what_yaml_and_json_know(config: SftRunConfig) -> None:
+    def check(value: Any) -> None:
+        assert value is None or type(value) in (dict, list, str, int, float, bool)
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            check(inner)
+
+    plain = to_dict(config)
+    check(plain)
+    assert list(plain) == [field.name for field in dataclasses.fields(config)]
+
+
+def test_numbers_in_quotes_are_numbers_and_nothing_else_is_converted() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Section:
+        count: int = 0
+        share: float = 0.0
+        flag: bool = False
+
+    def built(**plain: Any) -> Section | str:
+        config, problems = build_config(Section, plain, Sources())
+        return config if config is not None else problems[0].text
+
+    assert built(count="12", share="1e-3") == Section(12, 0.001, False)
+    assert built(share=2) == Section(0, 2.0, False)
+    assert built(count="1.5") == "count is '1.5'; it must be an integer"
+    assert built(count="") == "count is ''; it must be an integer"
+    assert built(share="1e999") == "share is '1e999'; it must be a finite number"
+    assert built(share=True) == "share is true; it must be a number"
+    assert built(flag=1) == "flag is 1; it must be true or false"
+    assert built(flag="true") == "flag is 'true'; it must be true or false"
+
+
+def test_the_values_of_an_open_section_are_built_too() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Section:
+        functions: dict[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
+
+    config, problems = build_config(Section, {"functions": {"a": {"path": "m.f", "weight": 2}}}, Sources())
+    assert problems == [] and config == Section({"a": RewardFunctionConfig(path="m.f", weight=2.0)})
+    _, problems = build_config(Section, {"functions": ["m.f"]}, Sources())
+    assert problems[0].text == "functions is ['m.f']; it must be a mapping from names to sections"

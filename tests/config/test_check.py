@@ -1,0 +1,200 @@
+"""Each thing that cannot work whatever the data is has its message, with the arithmetic and the nearest legal values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.config.check import batching_section, derivation, find_problems, num_policy_workers
+from nemo_like.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    GrpoRunConfig,
+    PolicyConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RunConfig,
+    SftRunConfig,
+)
+
+POLICY = PolicyConfig(model_name="models/tiny")
+DATA = DataConfig(train_path="data/train.jsonl")
+REWARD = RewardConfig(functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")})
+SFT = SftRunConfig(run_name="r", policy=POLICY, data=DATA)
+GRPO = GrpoRunConfig(run_name="r", policy=POLICY, data=DATA, reward=REWARD)
+
+
+def with_keys(config: Any, keys: dict[str, Any]) -> Any:
+    """`config` with dotted keys replaced."""
+    for key, value in keys.items():
+        name, _, rest = key.partition(".")
+        config = replace(config, **{name: with_keys(getattr(config, name), {rest: value}) if rest else value})
+    return config
+
+
+def problems(config: RunConfig, **keys: Any) -> list[str]:
+    """What is wrong once keys, written with `__` for dots, are replaced."""
+    changed = with_keys(config, {key.replace("__", "."): value for key, value in keys.items()})
+    return [problem.text for problem in find_problems(changed)]
+
+
+def test_the_defaults_are_fine() -> None:
+    assert problems(SFT) == []
+    assert problems(GRPO) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"policy.train_global_batch_size": 0}, "policy.train_global_batch_size is 0; it must be at least 1"),
+        ({"policy.optimizer.lr": 0.0}, "policy.optimizer.lr is 0.0; it must be above 0"),
+        ({"policy.optimizer.beta2": 1.0}, "policy.optimizer.beta2 is 1.0; it must be in [0, 1)"),
+        ({"policy.generation.top_p": 1.5}, "policy.generation.top_p is 1.5; it must be at most 1"),
+        ({"policy.generation.top_k": 0}, "policy.generation.top_k is 0; it must be at least 1"),
+        ({"policy.scheduler.min_ratio": -0.1}, "policy.scheduler.min_ratio is -0.1; it must be 0 or above"),
+        ({"policy.max_total_sequence_length": 1}, "policy.max_total_sequence_length is 1; it must be at least 2"),
+        ({"loss_fn.ratio_clip_c": 1.0}, "loss_fn.ratio_clip_c is 1.0; it must be above 1 (about 3), or null"),
+        ({"loss_fn.reference_policy_kl_penalty": -1.0}, "loss_fn.reference_policy_kl_penalty is -1.0; it must be 0 or above"),
+        ({"checkpointing.keep_latest": 0}, "checkpointing.keep_latest is 0; it must be at least 1"),
+        ({"run_name": "a/b"}, "run_name is 'a/b'; as a directory it takes letters"),
+        ({"run_name": ""}, "run_name is ''; "),
+        ({"policy.model_name": ""}, "policy.model_name is empty"),
+        ({"data.prompt_template": "Solve: "}, "data.prompt_template is 'Solve: '; it must hold {prompt}"),
+        ({"data.prompt_template": "{prompt} {x}"}, "and no other field ({{ }} are literal braces)"),
+        ({"data.prompt_template": "{prompt"}, "data.prompt_template is no format string: expected '}' before end of string"),
+        (
+            {"reward.functions": {"a": RewardFunctionConfig(path="answer")}},
+            "reward.functions.a.path is 'answer'; write module.function",
+        ),
+        ({"reward.functions": {}}, "reward.functions is empty, so nothing scores the completions"),
+        (
+            {"reward.functions": {"a": RewardFunctionConfig(path="m.f", weight=0.0)}},
+            "every weight in reward.functions is 0, so the reward is always 0",
+        ),
+        (
+            {"policy.scheduler.decay_steps": 5, "policy.scheduler.warmup_steps": 5},
+            "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be above 5",
+        ),
+        ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
+        (
+            {"policy.generation.temperature": 0.0},
+            "policy.generation.temperature is 0: greedy completions of one prompt are all equal",
+        ),
+        ({"policy.generation.max_new_tokens": 1024}, "is 1024 and policy.max_total_sequence_length 1024, prompt included"),
+        ({"policy.generation.stop_strings": ("",)}, "policy.generation.stop_strings has an empty text"),
+        ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt is 1: the advantage (group_mean) compares"),
+        (
+            {"grpo.num_generations_per_prompt": 1, "grpo.advantage.baseline": "leave_one_out"},
+            "grpo.num_generations_per_prompt is 1: the advantage (leave_one_out) compares",
+        ),
+        ({"policy.oversize_rows": "singleton"}, "policy.oversize_rows is singleton, which needs a token budget"),
+        (
+            {"cluster.backend": "local", "cluster.workers_per_node": 4},
+            "cluster.workers_per_node is 4, but cluster.backend local is one worker in this process: set it to 1",
+        ),
+        (
+            {"cluster.backend": "local", "cluster.generation_workers": 1},
+            "cluster.generation_workers is 1, but cluster.backend local",
+        ),
+    ],
+)
+def test_each_value_that_cannot_work_has_its_message(keys: dict[str, Any], expected: str) -> None:
+    found = [problem.text for problem in find_problems(with_keys(GRPO, keys))]
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_sft_is_not_asked_for_what_only_rollouts_need() -> None:
+    assert problems(SFT, policy__generation__temperature=0.0, policy__max_total_sequence_length=64) == []
+    assert problems(SFT, sft__val_generate=True) == [
+        "sft.val_generate is true, but data.validation_path is not set",
+        "sft.val_generate is true, but reward.functions has nothing to score answers with",
+    ]
+
+
+def test_rows_must_divide_into_optimizer_steps() -> None:
+    assert problems(GRPO, grpo__num_prompts_per_step=6, policy__train_global_batch_size=16) == [
+        "6 prompts x 4 generations = 24 rows per step, and 24 / policy.train_global_batch_size 16 = 1.5 optimizer steps, not a"
+        " whole number: set policy.train_global_batch_size to 12 or 24, or grpo.num_prompts_per_step to 4 or 8"
+    ]
+    # More rows per optimizer step than there are is the same mistake.
+    assert problems(GRPO, grpo__num_prompts_per_step=2)[0].endswith(
+        "= 0.25 optimizer steps, not a whole number: set policy.train_global_batch_size to 8, or grpo.num_prompts_per_step to 8"
+    )
+
+
+@given(st.integers(1, 40), st.integers(2, 12), st.integers(1, 600), st.sampled_from([1, 2, 4]))
+def test_every_value_that_is_suggested_is_legal(prompts: int, group: int, batch: int, workers: int) -> None:
+    sizes = {
+        "policy.train_global_batch_size": batch,
+        "grpo.num_prompts_per_step": prompts,
+        "grpo.num_generations_per_prompt": group,
+    }
+    packed = {"policy.sequence_packing.enabled": True, "cluster.workers_per_node": workers}
+    config = with_keys(GRPO, {**packed, **sizes})
+    for problem in find_problems(config):
+        if "whole number" not in problem.text:
+            continue
+        for part in problem.text.partition("set ")[2].split(", or "):
+            key, _, legal = part.partition(" to ")
+            for value in legal.split(" or "):
+                again = find_problems(with_keys(config, {key: int(value)}))
+                assert all("whole number" not in other.text for other in again), (key, value)
+
+
+def test_workers_share_a_global_batch() -> None:
+    assert problems(SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12) == [
+        "policy.train_global_batch_size 12 / 8 workers (cluster.num_nodes 2 x cluster.workers_per_node 4) = 1.5 rows each;"
+        " without packing or dynamic batching every worker takes equally many: set it to 8 or 16"
+    ]
+    packed = {"policy__sequence_packing": replace(POLICY.sequence_packing, enabled=True), "cluster__gpus_per_node": 8}
+    assert problems(SFT, policy__train_global_batch_size=12, **packed) == []
+    assert problems(SFT, policy__train_global_batch_size=4, **packed) == [
+        "policy.train_global_batch_size 4 / 8 workers (cluster.num_nodes 1 x cluster.gpus_per_node 8) = 0.5 rows each; every"
+        " worker needs at least one: set it to 8 or more, or use fewer workers"
+    ]
+
+
+def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> None:
+    packing = replace(POLICY.sequence_packing, enabled=True, train_mb_tokens=1000, sequence_length_round=64)
+    small = {"policy__sequence_packing": packing, "policy__max_total_sequence_length": 1000}
+    assert problems(SFT, **small) == [
+        "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens (policy.max_total_sequence_length, 1024"
+        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the run: set train_mb_tokens to at least"
+        " 1024, or policy.oversize_rows to truncate or singleton"
+    ]
+    assert problems(SFT, **small, policy__oversize_rows="truncate") == []
+    assert problems(SFT, **small, policy__oversize_rows="singleton") == []
+    tiny = replace(packing, logprob_mb_tokens=32)
+    assert problems(SFT, policy__sequence_packing=tiny, policy__oversize_rows="truncate") == [
+        "policy.sequence_packing.logprob_mb_tokens is 32, below sequence_length_round 64: no row would fit"
+    ]
+
+
+def test_policy_workers_are_counted() -> None:
+    assert num_policy_workers(ClusterConfig(num_nodes=2, workers_per_node=3)) == 6
+    assert num_policy_workers(ClusterConfig(num_nodes=2, gpus_per_node=8, workers_per_node=3)) == 16
+    assert num_policy_workers(ClusterConfig(backend="local", gpus_per_node=1)) == 1
+
+
+def test_the_derivation_is_spelled_out() -> None:
+    assert batching_section(GRPO) is None
+    assert derivation(with_keys(GRPO, {"policy.train_global_batch_size": 16, "cluster.workers_per_node": 2})) == (
+        "8 prompts x 4 generations = 32 rows per step\n"
+        "32 rows / 16 rows per optimizer step = 2 optimizer steps\n"
+        "100 steps = 200 optimizer steps over 3200 rows\n"
+        "16 rows / 2 workers = 8 rows each\n"
+        "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
+        "scoring: 8 rows / 4 rows per microbatch = 2 microbatches"
+    )
+    packed = with_keys(SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000})
+    assert derivation(packed) == (
+        "32 rows per step = 1 optimizer step\n"
+        "32 rows / 1 worker = 32 rows each\n"
+        "training: packed in microbatches of at most 4096 tokens, which hold 4 of the longest rows (1000 tokens) and more of"
+        " shorter ones"
+    )

@@ -1,0 +1,210 @@
+"""Chat encoding: the same text for every template, and loss on exactly what the assistant writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from tokenizers import processors
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.datasets import Message, conversation, load_rows, question
+from nemo_like.data.loader import RowLoader
+from tests.data.tiny_tokenizer import (
+    CHATML,
+    GENERATION_BLOCKS,
+    NO_END_OF_TURN,
+    OPENS_THINKING,
+    REFUSES_SYSTEM,
+    TEMPLATES,
+    THINKING,
+    space_marking_tokenizer,
+    tiny_tokenizer,
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER, ASSISTANT = {"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "The answer is four."}
+TWO_TURNS = [USER, ASSISTANT, {"role": "user", "content": "And 1 + 2?"}, {"role": "assistant", "content": "1 + 2 = 3"}]
+
+
+def trained_parts(encoder: ChatEncoder, messages: list[Message]) -> list[str]:
+    text = encoder.marked_text(encoder.encode_sft(messages))
+    return [part.split("⟧")[0] for part in text.split("⟦")[1:]]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "plain"])
+def test_every_template_trains_what_the_assistant_writes(name: str) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(TEMPLATES.get(name)))
+    end = {"llama": "<|eot|>", "opens_thinking": "<|eos|>", "no_end_of_turn": "\n", "plain": "<|eos|>"}.get(name, "<|im_end|>")
+    last = {"no_end_of_turn": "\n<|eos|>"}.get(name, end)
+    thought = "<think>\n\n</think>\n\n" if name == "thinking" else ""
+    assert trained_parts(encoder, TWO_TURNS) == [f"The answer is four.{end}", f"{thought}1 + 2 = 3{last}"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_row_is_what_the_template_renders(name: str, train_on: Literal["assistant", "all"]) -> None:
+    """Up to the end of the last turn: nothing is added or lost but line breaks behind it."""
+    tokenizer = tiny_tokenizer(TEMPLATES[name])
+    row = ChatEncoder(tokenizer, train_on=train_on).encode_sft([SYSTEM, *TWO_TURNS])
+    rendered = str(tokenizer.apply_chat_template([SYSTEM, *TWO_TURNS], tokenize=False))
+    expected = rendered + "<|eos|>" if name == "no_end_of_turn" else rendered.rstrip()
+    assert tokenizer.decode(row.input_ids.tolist()) == expected
+    assert row.input_ids.dtype == np.int32 and row.token_mask.dtype == np.uint8
+    assert row.token_mask[-1] == 1
+    assert bool(row.token_mask.all()) == (train_on == "all")
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "opens_thinking", "generation_blocks"])
+def test_turns_between_special_tokens_are_tokenised_as_the_template_does(name: str) -> None:
+    tokenizer = tiny_tokenizer(TEMPLATES[name])
+    row = ChatEncoder(tokenizer).encode_sft([SYSTEM, *TWO_TURNS])
+    rendered = tokenizer.apply_chat_template([SYSTEM, *TWO_TURNS], tokenize=True, return_dict=False)
+    assert row.input_ids.tolist() == rendered[: len(row.input_ids)]
+
+
+@pytest.mark.parametrize("name", [*(name for name in TEMPLATES if name != "opens_thinking"), "plain"])
+def test_a_row_begins_with_its_prompt(name: str) -> None:
+    """What SFT puts before the loss is what a rollout starts from, token by token."""
+    encoder = ChatEncoder(tiny_tokenizer(TEMPLATES.get(name)))
+    row = encoder.encode_sft([SYSTEM, USER, ASSISTANT])
+    prompt = encoder.encode_prompt([SYSTEM, USER])
+    assert prompt.dtype == np.int32
+    assert np.flatnonzero(row.token_mask)[0] == len(prompt)
+    assert row.input_ids[: len(prompt)].tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("opening", ["assistant:", "assistant: ", "assistant:\n"])
+def test_no_space_is_put_where_an_answer_begins(opening: str) -> None:
+    template = (
+        "{% for message in messages %}{{ 'OPENING' if message.role == 'assistant' else 'user: ' }}{{ message.content }}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'OPENING' }}{% endif %}"
+    )
+    tokenizer = space_marking_tokenizer(template.replace("OPENING", opening.replace("\n", "\\n")))
+    encoder = ChatEncoder(tokenizer)
+    messages = [USER, {"role": "assistant", "content": " four"}, USER, {"role": "assistant", "content": "four"}]
+    row = encoder.encode_sft(messages)
+    rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    for encoded in (row, ChatEncoder(tokenizer, train_on="all").encode_sft(messages)):
+        tokens = "".join(tokenizer.convert_ids_to_tokens(encoded.input_ids.tolist()))
+        assert tokens.replace("▁", " ") == " " + rendered
+    prompt = encoder.encode_prompt(messages[:1])
+    assert row.input_ids[: len(prompt)].tolist() == prompt.tolist()
+    assert np.flatnonzero(row.token_mask)[0] == len(prompt)
+
+
+def test_a_prompt_may_open_more_than_a_finished_turn_shows() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(OPENS_THINKING))
+    assert str(encoder.tokenizer.decode(encoder.encode_prompt([USER]))).endswith("<|Assistant|><think>\n")
+    assert trained_parts(encoder, [USER, ASSISTANT]) == ["The answer is four.<|eos|>"]
+
+
+def test_a_turn_that_changes_once_it_is_not_the_last() -> None:
+    """The reasoning of earlier turns is dropped by the template, and the loss covers what is left of them."""
+    thinking = [USER, {"role": "assistant", "content": "<think>\n1 + 1\n</think>\n\nfour"}, *TWO_TURNS[2:]]
+    encoder = ChatEncoder(tiny_tokenizer(THINKING))
+    assert trained_parts(encoder, thinking) == ["four<|im_end|>", "<think>\n\n</think>\n\n1 + 2 = 3<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", ["", "0", " spaced ", "\n", "0 and 0"])
+def test_odd_texts(text: str) -> None:
+    for template in (CHATML, THINKING):
+        parts = trained_parts(
+            ChatEncoder(tiny_tokenizer(template)), [USER, {"role": "assistant", "content": text}, *TWO_TURNS[2:]]
+        )
+        assert parts[0] == (text.lstrip("\n") if template == THINKING else text) + "<|im_end|>"
+        assert len(parts) == 2
+
+
+def test_turns_after_the_last_answer_carry_nothing_and_are_left_out() -> None:
+    for template in (CHATML, GENERATION_BLOCKS, None):
+        encoder = ChatEncoder(tiny_tokenizer(template))
+        shorter = encoder.encode_sft(TWO_TURNS[:2])
+        longer = encoder.encode_sft(TWO_TURNS[:3])
+        assert longer.input_ids.tolist() == shorter.input_ids.tolist()
+        assert longer.token_mask.tolist() == shorter.token_mask.tolist()
+
+
+def test_a_conversation_may_begin_with_the_assistant() -> None:
+    assert (
+        trained_parts(ChatEncoder(tiny_tokenizer(CHATML)), [ASSISTANT, USER, ASSISTANT]) == ["The answer is four.<|im_end|>"] * 2
+    )
+
+
+def test_system_prompt_and_prompt_template() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(CHATML), system_prompt="Think.", prompt_template="Solve: {prompt} {{}}")
+    text = str(encoder.tokenizer.decode(encoder.encode_prompt([USER])))
+    assert text == (
+        "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nSolve: What is two plus two? {}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    own = str(encoder.tokenizer.decode(encoder.encode_prompt([SYSTEM, USER])))
+    assert "Be brief." in own and "Think." not in own
+    assert "Solve: What is two" in encoder.marked_text(encoder.encode_sft([USER, ASSISTANT]))
+
+
+def test_plain_rule_puts_the_beginning_token_the_tokenizer_puts() -> None:
+    tokenizer = tiny_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    assert encoder.marked_text(encoder.encode_sft([USER, ASSISTANT])) == "What is two plus two?\n⟦The answer is four.<|eos|>⟧"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+    )
+    encoder = ChatEncoder(tokenizer)
+    assert encoder.encode_prompt([USER])[0] == tokenizer.bos_token_id
+    assert (encoder.encode_prompt([USER]) == tokenizer.bos_token_id).sum() == 1
+
+
+def test_padding_falls_back_on_the_end_token() -> None:
+    assert ChatEncoder(tiny_tokenizer(CHATML)).pad_token_id == tiny_tokenizer().eos_token_id
+    padded = ChatEncoder(tiny_tokenizer(CHATML, pad_token="<|bos|>"))
+    assert padded.pad_token_id == padded.tokenizer.bos_token_id != padded.eos_token_id
+
+
+def test_what_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(ConfigError, match="has no eos token, so no row could end"):
+        ChatEncoder(tiny_tokenizer(CHATML, eos_token=None))
+    with pytest.raises(ConfigError, match=r"refuses turns of \['system', 'user'\]: System role not supported"):
+        ChatEncoder(tiny_tokenizer(REFUSES_SYSTEM), system_prompt="Think.").encode_prompt([USER])
+    for template in (CHATML, None):
+        with pytest.raises(ConfigError, match="there is no assistant turn to learn from"):
+            ChatEncoder(tiny_tokenizer(template)).encode_sft([USER])
+    with pytest.raises(ConfigError, match=r"mark no token of this conversation"):
+        ChatEncoder(tiny_tokenizer(GENERATION_BLOCKS)).encode_sft([USER])
+    silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ConfigError, match="turn 1 of the conversation cannot be found"):
+        ChatEncoder(tiny_tokenizer(silent)).encode_sft([USER, ASSISTANT])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("Solve {question}", "is not a format string: KeyError"),
+        ("\\boxed{}", "is not a format string"),
+        ("Solve", "has no {prompt}"),
+    ],
+)
+def test_prompt_templates_are_checked(template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder(tiny_tokenizer(CHATML), prompt_template=template)
+
+
+def test_real_gsm8k_from_file_to_batch() -> None:
+    folder = os.environ.get("NEMO_LIKE_DATA")
+    if folder is None:
+        pytest.skip("NEMO_LIKE_DATA is not set, so there is no GSM8K here")
+    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", max_rows=64)
+    encoder = ChatEncoder(tiny_tokenizer(NO_END_OF_TURN))
+    loader = RowLoader(rows, lambda row: encoder.encode_sft(conversation(row)), batch_size=16, seed=1)
+    for _ in range(4):
+        batch: list[EncodedRow] = next(loader)
+        columns = collate(batch)
+        assert columns["length"].tolist() == [len(row.input_ids) for row in batch]  # type: ignore[union-attr]
+    answer = question(rows[0]).answer
+    assert answer is not None
+    assert encoder.marked_text(loader.encode(0)).endswith(f"#### {answer}\n<|eos|>⟧")

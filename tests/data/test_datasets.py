@@ -1,0 +1,177 @@
+"""Data files: every promised format and file type, and one clear message for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.datasets import conversation, load_rows, question
+
+USER, ASSISTANT = {"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+GSM8K = {"question": "How many?", "answer": "1,000 + 80 = <<1000+80=1080>>1,080\n#### 1,080"}
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "asked", "answer"),
+    [
+        ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT], [SYSTEM, USER], None),
+        ({"messages": [USER, ASSISTANT], "answer": "4"}, [USER, ASSISTANT], [USER], "4"),
+        ({"prompt": "2+2=?", "completion": "4"}, [USER, ASSISTANT], [USER], None),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT], [SYSTEM, USER], None),
+        ({"prompt": "2+2=?", "answer": 4, "level": "easy"}, [USER, ASSISTANT], [USER], "4"),
+        (
+            GSM8K,
+            [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": GSM8K["answer"]}],
+            [{"role": "user", "content": "How many?"}],
+            "1080",
+        ),
+    ],
+)
+def test_formats(tmp_path: Path, row: dict, turns: list[dict], asked: list[dict], answer: str | None) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [row, row])
+    rows = load_rows(path, purpose="sft")
+    assert len(rows) == 2
+    assert conversation(rows[1]) == turns
+    asking = question(load_rows(path, purpose="rl")[0])
+    assert (asking.messages, asking.answer, asking.row) == (asked, answer, row)
+    assert asking.text == asked[-1]["content"]
+
+
+def test_a_prompt_alone_is_enough_for_rollouts(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "Say something."}])
+    assert question(load_rows(path, purpose="rl")[0]).answer is None
+    with pytest.raises(ConfigError, match=r"train.jsonl:1: there is no assistant turn to learn from in prompt; SFT needs"):
+        load_rows(path, purpose="sft")
+
+
+def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa4", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}')
+    rows = load_rows(path)
+    assert [row["prompt"] for row in rows] == ["ä", "b"]
+    assert rows.places[1].endswith("train.jsonl:3")
+    assert rows[0:1] == [rows[0]]
+
+
+def test_max_rows_stops_reading(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "1"}] * 3 + ["{broken"])
+    assert len(load_rows(path, max_rows=3)) == 3
+
+
+def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> None:
+    rows = [{"messages": [SYSTEM, USER, ASSISTANT]}, {"messages": [USER, {**ASSISTANT, "name": "bot"}]}]
+    (tmp_path / "train.json").write_text(json.dumps(rows, indent=1))
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=1)
+    (tmp_path / "many").mkdir()
+    for part in range(2):
+        pyarrow.parquet.write_table(table.slice(part, 1), tmp_path / "many" / f"part-{part}.parquet")
+    expected = [conversation(row) for row in rows]
+    for name in ("train.json", "train.parquet", "many"):
+        loaded = load_rows(tmp_path / name)
+        assert [conversation(row) for row in loaded] == expected, name
+    assert load_rows(tmp_path / "train.parquet").places[1].endswith("train.parquet row 1")
+
+
+def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
+    """Written by the datasets library itself where it is installed."""
+    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed; reading does not need it")
+    rows = [{"prompt": str(number), "completion": "x"} for number in range(5)]
+    whole = datasets.Dataset.from_list(rows)
+    whole.save_to_disk(tmp_path / "whole", num_shards=2)
+    assert list(load_rows(tmp_path / "whole")) == rows
+    datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match=r"splits holds several splits; name one: .*splits/train, .*splits/test"):
+        load_rows(tmp_path / "splits")
+    assert len(load_rows(tmp_path / "splits" / "train")) == 5
+
+
+GOOD = {"prompt": "a", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"prompt": "a", "answer" "1"}'], r"jsonl:2: not valid JSON at column 26: Expecting ':' delimiter, near "),
+        ([GOOD, "", "[1, 2]"], r"jsonl:3: \[1, 2\] \(list\) is not an object with columns"),
+        (
+            [{"text": "x", "label": 1}],
+            r"jsonl:1: columns \['label', 'text'\] are no format that is understood. Understood: messages",
+        ),
+        (
+            [GOOD, {"prompt": "a"}],
+            r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer, this one has \['prompt'\]",
+        ),
+        ([GOOD, {"prompt": 7, "answer": "1"}], r"jsonl:2: column 'prompt' is 7 \(int\), not a text or a list of messages"),
+        ([{"prompt": "a", "answer": ["1"]}], r"jsonl:1: column 'answer' is \[\"1\"\] \(list\), not a text"),
+        ([{"messages": "hello"}], r"jsonl:1: column 'messages' is .hello. \(str\), not a list of messages"),
+        ([{"messages": [USER, {"from": "gpt"}]}], r"messages\[1\] is .*, not an object with role and content"),
+        ([{"messages": [{"role": "user", "content": 3}]}], r"messages\[0\].content is 3 \(int\), not a text"),
+        ([{"question": "a", "answer": "b"}], "the answer has no '#### result'; for plain answers name the columns"),
+        ([GOOD, {**GOOD, "messages": [USER]}], r"jsonl:2: columns .* are another format than prompt \+ answer"),
+        ([{"messages": [USER]}], "jsonl:1: there is no assistant turn to learn from"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rows(write_jsonl(tmp_path / "train.jsonl", lines))
+
+
+def test_rollouts_need_something_to_ask(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{"messages": [ASSISTANT]}])
+    with pytest.raises(ConfigError, match="nothing to ask the model"):
+        load_rows(path, purpose="rl")
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"train.jsonl:1: not UTF-8 text at byte 13"):
+        load_rows(tmp_path / "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"\n", "data.validation_path: .*empty.jsonl has no rows"),
+        ("rows.csv", b"a,b\n", "data.validation_path: .*rows.csv ends in '.csv'; give .jsonl"),
+        ("one.json", b'{"a": 1}', "not a list of objects; one object per line is a .jsonl file"),
+        ("lines.json", b'{"a": 1}\n{"a": 2}', "not valid JSON at line 2 column 1: Extra data"),
+        ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),
+        ("folder", None, "folder is a directory without state.json"),
+        ("missing.jsonl", None, "data.validation_path: there is no .*missing.jsonl"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    with pytest.raises(ConfigError, match=message):
+        load_rows(path, key="data.validation_path")
+
+
+@pytest.mark.parametrize("purpose", ["sft", "rl"])
+def test_real_gsm8k(purpose: Literal["sft", "rl"]) -> None:
+    folder = os.environ.get("NEMO_LIKE_DATA")
+    if folder is None:
+        pytest.skip("NEMO_LIKE_DATA is not set, so there is no GSM8K here")
+    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", purpose=purpose)
+    assert len(rows) == 7473
+    answers = [question(row).answer for row in rows]
+    assert answers[0] == "72"
+    assert all(answer and float(answer) is not None for answer in answers)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from nemo_like.distributed import mesh
+from nemo_like.distributed.errors import WorkerError, WorkerFailure
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.worker_group import WorkerContext, WorkerGroup
+
+
+class Worker:
+    def __init__(self, context: WorkerContext, *, joins: bool = False, fails: bool = False) -> None:
+        self.context = context
+        if fails:
+            raise KeyError("no such weight")
+        if joins:
+            mesh.init_process_group(context)
+
+    def add(self, array: np.ndarray, offset: int) -> np.ndarray:
+        return array + offset
+
+    def same(self, value: object) -> object:
+        return value
+
+    def fail(self) -> None:
+        raise MemoryError("too big")
+
+
+def open_group(**kwargs: bool) -> WorkerGroup:
+    return LocalGroup(Worker, kwargs, local_context(num_threads=1), name="policy")
+
+
+def test_it_has_the_calls_of_a_group_with_one_dp_rank() -> None:
+    group = open_group()
+    assert (group.world_size, group.topology) == (1, Topology())
+    assert group.run_all_workers("add", np.array([1, 2]), offset=3)[0].tolist() == [4, 5]
+    assert group.run_all_workers_sharded_data("add", [np.array([1])], offset=1)[0].tolist() == [2]
+    with pytest.raises(ValueError, match="argument 0 of add has 2 items; the policy group has dp 1"):
+        group.run_all_workers_sharded_data("add", [1, 2], offset=1)
+
+
+def test_handles_hold_the_values_themselves() -> None:
+    group, value = open_group(), np.arange(3)
+    handle = group.put(value)
+    [passed_on] = group.submit_all("same", handle)
+    group.wait([passed_on])
+    assert group.get([handle, passed_on]) == [value, value]
+    assert group.run_all_workers_sharded_data("same", [passed_on])[0] is value
+
+
+def test_exceptions_come_as_those_of_a_worker() -> None:
+    with pytest.raises(WorkerFailure, match="worker 0 of the policy group failed in `__init__`: KeyError"):
+        open_group(fails=True)
+    with pytest.raises(WorkerError, match=r"`fail`: MemoryError: too big\n.*policy.train_micro_batch_size") as caught:
+        open_group().run_all_workers("fail")
+    assert isinstance(caught.value.cause, MemoryError)
+    assert "in fail" in caught.value.traceback_text
+
+
+def test_shutdown_leaves_the_process_group_that_its_own_worker_joined() -> None:
+    policy, generation = open_group(joins=True), open_group()
+    generation.shutdown()
+    assert mesh.is_joined()
+    policy.shutdown()
+    policy.shutdown()
+    assert not mesh.is_joined()
+    with pytest.raises(RuntimeError, match="the policy group was shut down"):
+        policy.run_all_workers("fail")
+
+
+def test_the_context_names_this_process_alone() -> None:
+    context = local_context(device="cuda:0", collective_timeout_s=5)
+    assert (context.rank, context.world_size, context.device) == (0, 1, "cuda:0")
+    assert context.init_method.startswith("file:///")
+    assert context.num_threads == len(os.sched_getaffinity(0))
+    assert local_context().init_method != context.init_method

@@ -1,0 +1,88 @@
+"""The command line: what a user sees for each kind of wrong input, always one message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.cli import main
+from tests.recipe import Recipe
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and what was written to stderr."""
+    code = main(arguments)
+    return code, capsys.readouterr().err
+
+
+@pytest.fixture
+def files(recipe: Recipe) -> dict[str, str]:
+    """Paths of a good SFT and a good GRPO config."""
+    recipe.sft(), recipe.grpo()
+    return {"sft": str(recipe.folder / "sft.yaml"), "grpo": str(recipe.folder / "grpo.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.optimiser.lr=1", ("policy.optimiser", "policy.optimizer")),
+        ("policy.dynamic_batching.enabled=true", ("sequence_packing", "dynamic_batching")),
+        ("policy.train_global_batch_size=many", ("policy.train_global_batch_size", "many")),
+        ("policy.sequence_packing.algorithm=best_fit", ("best_fit_decreasing", "best_fit")),
+        ("data.train_path=nowhere.jsonl", ("data.train_path", "nowhere.jsonl")),
+        ("policy.model_name=nowhere", ("policy.model_name", "nowhere")),
+    ],
+)
+def test_a_wrong_value_is_one_message(files, capsys, override: str, words: tuple[str, ...]):
+    code, message = run(capsys, "sft", "--config", files["sft"], override)
+    assert code == 2
+    assert message.startswith("error: ") and "Traceback" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_broken_line_names_file_line_and_column(files, capsys, tmp_path: Path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1+1", "completion": "2"}\n{"prompt": "1+1", "completion": \n')
+    code, message = run(capsys, "sft", "--config", files["sft"], f"data.train_path={broken}")
+    assert code == 2 and "broken.jsonl:2" in message and "JSON" in message
+
+
+def test_an_empty_data_set_says_so(files, capsys, tmp_path: Path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    code, message = run(capsys, "grpo", "--config", files["grpo"], f"data.train_path={empty}")
+    assert code == 2 and "empty.jsonl has no rows" in message
+
+
+def test_a_reward_function_that_raises_shows_the_sample(files, capsys):
+    code, message = run(
+        capsys, "grpo", "--config", files["grpo"], "reward.functions.digits.path=tests.algorithms.rewards.broken"
+    )
+    assert code == 2
+    for word in ("tests.algorithms.rewards.broken", "KeyError", "prompt:", "completion:", "answer:"):
+        assert word in message
+
+
+def test_a_missing_reward_function_is_found_before_anything_starts(files, capsys):
+    code, message = run(capsys, "grpo", "--config", files["grpo"], "reward.functions.digits.path=tests.nowhere.reward")
+    assert code == 2 and "reward.functions.digits.path" in message
+
+
+def test_a_missing_config_file(capsys):
+    code, message = run(capsys, "sft", "--config", "nowhere.yaml")
+    assert code == 2 and "nowhere.yaml" in message
+
+
+def test_validate_finishes_without_ray_and_shows_the_mask(files, capsys):
+    assert main(["validate", "--config", files["sft"]]) == 0
+    shown = capsys.readouterr().out
+    assert "⟦" in shown and "####" in shown
+
+
+def test_a_good_run_from_the_command_line(files, recipe: Recipe, capsys):
+    assert main(["sft", "--config", files["sft"], "sft.max_num_steps=1", "sft.val_at_start=false"]) == 0
+    lines = (recipe.folder / "sft" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
