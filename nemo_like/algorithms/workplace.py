@@ -21,7 +21,6 @@ from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.progress import Progress
 
-
 logger = logging.getLogger(__name__)
 
 

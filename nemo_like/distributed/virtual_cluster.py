@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 COLOCATED_GROUPS = 4
 """Groups that can share a bundle (policy, generator and what later runs add); each takes an equal share."""
 
+_CONNECT_S = 10.0
 _POLL_S = 0.5
 _FIRST_REPORT_S = 2.0
 _REPORT_S = 5.0
@@ -182,10 +184,24 @@ def _connect() -> Literal["given", "joined", "started"]:
             " behind that URL use `ray job submit`, as ray_jobs/submit.sh does; to run on this machine, unset it"
         )
     try:
+        if address != "auto":
+            _check_listening(address)
         ray.init(address=address, logging_level=logging.ERROR)
-    except (ConnectionError, AuthenticationError) as error:
-        raise ClusterError(f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {error}") from error
+    except (OSError, ValueError, AuthenticationError) as error:
+        raise ClusterError(
+            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {error}. The head must run (`ray status` says"
+            " so there), and if it was started with RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same"
+            " token, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        ) from error
     return "joined"
+
+
+def _check_listening(address: str) -> None:
+    """Fail soon, with OSError or ValueError, where Ray would try for many minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError("it is not of the form host:port")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 @contextmanager

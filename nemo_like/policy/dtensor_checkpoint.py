@@ -83,7 +83,7 @@ def load(
             _restore(files, f"weight/{name}", parameter, rows)
             if manifest["has_moments"]:
                 # A step counter of its own for each parameter: a shared tensor would be advanced once per parameter.
-                state = {"step": torch.tensor(float(manifest["num_optimizer_steps"]))}
+                state = {"step": torch.tensor(float(manifest["num_optimizer_steps"]), device=parameter.device)}
                 for moment in _MOMENTS:
                     state[moment] = torch.zeros_like(parameter, requires_grad=False)
                     _restore(files, f"{moment}/{name}", state[moment], rows)

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.policy.engine import Engine

@@ -26,8 +26,8 @@ def convert_gguf(source: Path, target: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
     # The weights are plain float32 now; what is left of the quantisation would refuse to be saved.
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
+        delattr(model.config, "quantization_config")
+    setattr(model, "hf_quantizer", None)  # noqa: B010  (the stub says a module's attributes are modules)
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     unfinished = target.with_name(target.name + ".tmp")
     model.save_pretrained(unfinished)

@@ -12,7 +12,10 @@ from nemo_like.metrics import metric_values
 
 @settings(max_examples=60, deadline=None)
 @given(
-    prompts=st.integers(1, 5), size=st.integers(2, 6), seed=st.integers(0, 999), baseline=st.sampled_from(["group_mean", "leave_one_out"])
+    prompts=st.integers(1, 5),
+    size=st.integers(2, 6),
+    seed=st.integers(0, 999),
+    baseline=st.sampled_from(["group_mean", "leave_one_out"]),
 )
 def test_each_group_is_centred_whatever_the_order_of_rows(prompts, size, seed, baseline):
     rng = np.random.default_rng(seed)

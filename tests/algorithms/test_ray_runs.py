@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nemo_like.config.load import to_yaml
-from tests.recipe import Recipe
 from tests.algorithms.test_runs import read_metrics
+from tests.recipe import Recipe
 
 _REPOSITORY = Path(__file__).parents[2]
 

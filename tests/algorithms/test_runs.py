@@ -88,7 +88,8 @@ def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "2+2"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+    generated = model.generate(**ids, max_new_tokens=4, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
+    assert generated.shape[1] > ids["input_ids"].shape[1]
 
 
 def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):

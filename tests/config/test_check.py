@@ -164,8 +164,8 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     small = {"policy__sequence_packing": packing, "policy__max_total_sequence_length": 1000}
     assert problems(SFT, **small) == [
         "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens (policy.max_total_sequence_length, 1024"
-        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the run: set train_mb_tokens to at least"
-        " 1024, or policy.oversize_rows to truncate or singleton"
+        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the run: set train_mb_tokens to at"
+        " least 1024, or policy.oversize_rows to truncate or singleton"
     ]
     assert problems(SFT, **small, policy__oversize_rows="truncate") == []
     assert problems(SFT, **small, policy__oversize_rows="singleton") == []

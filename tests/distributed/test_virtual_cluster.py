@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,23 @@ import ray
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.virtual_cluster import RayVirtualCluster
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("http://127.0.0.1:8265", "not the address of a cluster's head"),
+        ("ray://127.0.0.1:10001", "not the address of a cluster's head"),
+        ("127.0.0.1:9", "Connection refused. The head must run"),
+        ("somewhere", "it is not of the form host:port"),
+    ],
+)
+def test_a_wrong_ray_address_is_told_at_once(address: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not ray.is_initialized()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ClusterError, match=rf"RAY_ADDRESS.*{re.escape(address)}.*{re.escape(problem)}"):
+        RayVirtualCluster(ClusterConfig())
+    assert not ray.is_initialized()
 
 
 def test_bundles_fill_one_node_after_another(two_nodes: str) -> None:
@@ -98,18 +116,6 @@ def test_ray_address_names_the_cluster_and_it_outlives_the_run(two_nodes: str) -
     assert results == "[0, 5]"
     assert nodes.split() == sorted(node["NodeID"] for node in ray.nodes())
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001"])
-def test_the_address_of_a_dashboard_is_told_apart(address: str) -> None:
-    script = """
-        from nemo_like.config.schema import ClusterConfig
-        from nemo_like.distributed.virtual_cluster import RayVirtualCluster
-        RayVirtualCluster(ClusterConfig())
-    """
-    done = run_python(script, RAY_ADDRESS=address)
-    assert done.returncode == 1
-    assert f"ClusterError: RAY_ADDRESS is {address}, not the address of a cluster's head" in done.stderr
 
 
 def test_a_ray_started_here_is_on_loopback_and_ends_with_the_run() -> None:

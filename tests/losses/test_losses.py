@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.schema import PolicyGradientLossConfig
-from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, LossInputs, NllLoss
+from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.losses.policy_gradient import mismatch_metrics, reference_kl
 from nemo_like.losses.reduce import Normalization
 from nemo_like.metrics import merge_metrics, metric_values
@@ -43,7 +43,14 @@ def to_inputs(rows: list[dict[str, torch.Tensor]], leaf: list[torch.Tensor]) -> 
     )
 
 
-def loss_and_grad(rows: list[dict[str, torch.Tensor]], partition: list[list[int]], loss) -> tuple[float, torch.Tensor, dict[str, float]]:
+def grad_of(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def loss_and_grad(
+    rows: list[dict[str, torch.Tensor]], partition: list[list[int]], loss: Loss
+) -> tuple[float, torch.Tensor, dict[str, float]]:
     leaves = [row["policy_logprobs"].clone().requires_grad_() for row in rows]
     counts = GlobalCounts(
         num_tokens=float(sum(row["token_mask"].sum() for row in rows)),
@@ -56,7 +63,7 @@ def loss_and_grad(rows: list[dict[str, torch.Tensor]], partition: list[list[int]
         value.backward()
         total += float(value.detach())
         parts.append(terms.metrics)
-    return total, torch.cat([leaf.grad for leaf in leaves]), metric_values(merge_metrics(parts))
+    return total, torch.cat([grad_of(leaf) for leaf in leaves]), metric_values(merge_metrics(parts))
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,9 +103,12 @@ def test_nll_is_the_mean_over_the_global_batch(normalization: Normalization):
     assert metrics["policy/loss"] == pytest.approx(value, rel=1e-6)
 
 
-def single(logprob: float, prev: float, advantage: float, config: PolicyGradientLossConfig) -> tuple[float, float, dict[str, float]]:
+def single(
+    logprob: float, prev: float, advantage: float, config: PolicyGradientLossConfig
+) -> tuple[float, float, dict[str, float]]:
     leaf = torch.tensor([logprob], requires_grad=True)
-    columns = {"advantages": torch.tensor([advantage]), "prev_logprobs": torch.tensor([prev]), "generation_logprobs": torch.tensor([prev])}
+    columns = {name: torch.tensor([prev]) for name in ("prev_logprobs", "generation_logprobs")}
+    columns["advantages"] = torch.tensor([advantage])
     inputs = LossInputs(
         policy_logprobs=leaf,
         token_mask=torch.tensor([True]),
@@ -108,7 +118,7 @@ def single(logprob: float, prev: float, advantage: float, config: PolicyGradient
     )
     terms = ClippedPolicyGradientLoss(config=config)(inputs)
     terms.loss_sum.backward()
-    return float(terms.loss_sum.detach()), float(leaf.grad), metric_values(terms.metrics)
+    return float(terms.loss_sum.detach()), float(grad_of(leaf)), metric_values(terms.metrics)
 
 
 def test_clip_stops_the_gradient_only_on_the_side_that_gains():
@@ -134,7 +144,8 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_gradient_is_unbiased_and_k1_k3_values_too(kind: str):
     torch.manual_seed(0)
-    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
     policy = logits.log_softmax(0)
     exact = (policy.exp() * (policy - reference)).sum()
     exact_grad = torch.autograd.grad(exact, logits, retain_graph=True)[0]

@@ -135,16 +135,21 @@ def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Pa
     worker = DTensorPolicyWorker(worker_context, config=config, needs_reference=True)
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)
+    worker.save(out / "start")
+    start = worker.score(shard)["prev_logprobs"].values
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
     scores = worker.score(shard)
     worker.sleep()
     worker.wake()
-    worker.export_hf(out)
+    worker.export_hf(out / "hf")
     num_buckets = worker.num_weight_buckets(4000)
     buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
     weights = {name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()}
+    worker.load(out / "start")
+    restored = np.array_equal(worker.score(shard)["prev_logprobs"].values, start)
     mesh.destroy()
     return {
+        "restored": restored,
         "rows": rows_of(shard),
         "losses": losses,
         "scores": [np.asarray(row) for row in scores["prev_logprobs"]],
@@ -160,7 +165,8 @@ def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Pa
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_two_ranks_train_score_probe_send_and_export_the_same_model(precision, model_dir, rank_pool, meeting, tmp_path):
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen3_tied"), precision=precision)
-    first, second = run_ranks(rank_pool, sharded_program, 2, meeting, config, tmp_path / "hf")
+    first, second = run_ranks(rank_pool, sharded_program, 2, meeting, config, tmp_path)
+    assert first["restored"] and second["restored"]
     assert first["losses"] == second["losses"]
     assert first["losses"][-1] < 0.9 * first["losses"][0]
     assert second["weights"] == {} and first["num_buckets"] > 3

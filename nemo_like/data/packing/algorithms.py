@@ -112,7 +112,7 @@ class SequencePacker:
         if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
             raise ValueError(f"lengths are one list of integers; got {lengths.dtype} of shape {lengths.shape}")
         lengths = lengths.astype(np.int64)
-        occupied = -(-lengths // self.pad_multiple) * self.pad_multiple
+        occupied = lengths if self.pad_multiple == 1 else -(-lengths // self.pad_multiple) * self.pad_multiple
         if len(lengths) and lengths.min() < 1:
             row = int(lengths.argmin())
             raise ValueError(f"row {row} has length {lengths[row]}; a row has at least one token")

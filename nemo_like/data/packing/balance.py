@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -63,7 +64,7 @@ class Schedule:
     def bins(self) -> list[list[list[int]]]:
         """Rows by rank and microbatch."""
         rows, bounds, count = self.perm.tolist(), self.offsets.tolist(), self.num_microbatches
-        flat = [rows[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        flat = [rows[start:stop] for start, stop in pairwise(bounds)]
         return [flat[rank * count : (rank + 1) * count] for rank in range(self.num_ranks)]
 
     @cached_property
@@ -125,7 +126,7 @@ def schedule(
 
     Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays that do not match.
 
-    Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 1]], [[2, 3, 4]]]`, two full bins.
+    Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2, 4]]]`, two full bins.
     """
     counts = {"max_tokens": max_tokens, "num_ranks": num_ranks, "microbatch_multiple": microbatch_multiple}
     _check_settings(counts, sync, effort)
@@ -183,7 +184,7 @@ def _lockstep(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple
 
     Every start is tried and the best one finished; best fit decreasing, good at nothing but fitting, is the last resort.
     """
-    starts = [refiner.complete(), refiner.fill(refiner.row_targets()), refiner.spread(packed)]
+    starts = [refiner.complete(), refiner.fill(refiner.targets()), refiner.spread(packed)]
     starts = [start for start in starts if start is not None] or [refiner.best_fit()]
     tried, left = [], max_steps
     for start in starts:
@@ -243,9 +244,7 @@ def _in_slots(slot_of: np.ndarray, group_of: np.ndarray, num_slots: int) -> tupl
     return np.lexsort((group_of, slot_of)), offsets
 
 
-def _sorted_groups(
-    groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
-) -> tuple[np.ndarray, Rows]:
+def _sorted_groups(groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, Rows]:
     """(the group of each row, numbered by decreasing work, int64 [n]; tokens and work of the groups)."""
     if groups is None:
         order = np.argsort(-work, kind="stable")
@@ -279,7 +278,8 @@ def _group_packing(
         raise ValueError("packed_bins splits a group over bins; pack groups whole")
     loads = np.bincount(bin_of, tokens, minlength=len(sizes))
     if loads.max() > max_tokens:
-        raise ValueError(f"bin {int(loads.argmax())} of packed_bins holds {int(loads.max())} tokens, above max_tokens={max_tokens}")
+        b, load = int(loads.argmax()), int(loads.max())
+        raise ValueError(f"bin {b} of packed_bins holds {load} tokens, above max_tokens={max_tokens}")
     used = np.flatnonzero(np.bincount(bin_of, minlength=len(sizes)))
     group_offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=len(sizes))[used])])
     return Packing(np.argsort(bin_of, kind="stable"), group_offsets)

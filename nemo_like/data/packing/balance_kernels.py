@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 _NEGLIGIBLE = 1e-6
 """Share of a unit's work below which a difference is not worth an exchange."""
-
-
 _CLOSE = 0.05
 """Share of the wished change by which an exchange may miss it without others being looked at."""
+_MAX_WALK = 1000
+"""Rows looked at in one direction for one exchange."""
 
 
 class State(NamedTuple):
     """An assignment under refinement, updated in place.
 
     A unit is what is compared: a bin where ranks meet at every microbatch, all bins of a rank where they meet once a step.
-    Units stand in rows of equally many (one microbatch of every rank, or one row of all ranks), and of each row the
-    dearest unit is what counts.
+    Units stand in lines of one per rank (a line for each microbatch, or one line), and of each line the dearest unit is
+    what counts.
     """
 
     tokens: Any  # [n] of each row, dearest row first
@@ -38,18 +38,19 @@ class State(NamedTuple):
     first: Any  # [U] a row of the unit, -1 if it has none
     following: Any  # [n] the next row of the same unit, -1 at the end
     preceding: Any  # [n] the one before, -1 at the beginning
-    row_of: Any  # [U] where a unit stands
-    tops: Any  # [U / row_size] work of the dearest unit of each row
+    line_of: Any  # [U] the line a unit stands in
+    tops: Any  # [U / line_size] work of the dearest unit of each line
 
 
 @cache
 def compiled() -> Any | None:
-    """`fill` and `level` as machine code kept on disk between processes, or None where numba is not installed."""
+    """`fill`, `complete` and `level` as machine code kept on disk between processes, or None where numba is not installed."""
     if find_spec("numba") is None:
         return None
     import numba
 
-    # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
+    # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies. The
+    # innermost two are inlined, since a call counts references to every array of the state.
     scope = dict(globals())
     for function in (fill, first_free, complete, accepts, nearest, gift, best_exchange, move, level):
         copy = FunctionType(function.__code__, scope, function.__name__)
@@ -89,7 +90,9 @@ def fill(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, ex
     return True
 
 
-def complete(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, bin_work: Any, row_size: int, free: Any) -> bool:
+def complete(
+    tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, bin_work: Any, line_size: int, free: Any
+) -> bool:
     """One microbatch after the other, each bin completed as exactly as rows allow; False if a row is left that fits in none.
 
     The height of a microbatch is an equal share of the work left, or the dearest row left if that is more. Its lowest bin
@@ -101,12 +104,12 @@ def complete(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any
     left = 0.0
     for i in range(num_rows):
         left += work[i]
-    for start in range(0, num_bins, row_size):
+    for start in range(0, num_bins, line_size):
         i = first_free(free, 0)
         if i == num_rows:
             break
         height = max(left / (num_bins - start), work[i])
-        heap = [(0.0, b) for b in range(start, start + row_size)]
+        heap = [(0.0, b) for b in range(start, start + line_size)]
         while len(heap) > 0:
             b = heap[0][1]
             low, high = 0, num_rows
@@ -130,6 +133,7 @@ def complete(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any
 
 
 def first_free(free: Any, i: int) -> int:
+    """The first row left from row i on, n if there is none."""
     while free[i] != i:
         free[i] = free[free[i]]
         i = free[i]
@@ -137,12 +141,12 @@ def first_free(free: Any, i: int) -> int:
 
 
 def accepts(s: State, unit: int, b: int, more_work: float, more_tokens: int, capacity: int) -> bool:
-    """Whether bin `b` can take that much more from `unit` without its own row's maximum rising."""
+    """Whether bin `b` can take that much more from `unit` without the top of its line rising."""
     u = s.unit_of[b]
     if u == unit or s.bin_tokens[b] + more_tokens > capacity:
         return False
-    m = s.row_of[u]
-    margin = _NEGLIGIBLE * s.tops[m] if m == s.row_of[unit] else 0.0
+    m = s.line_of[u]
+    margin = _NEGLIGIBLE * s.tops[m] if m == s.line_of[unit] else 0.0
     return s.unit_work[u] + more_work <= s.tops[m] - margin
 
 
@@ -162,14 +166,16 @@ def nearest(s: State, i: int, unit: int, target: float, error: float, most_room:
             high = middle
     for direction in (-1, 1):
         j = low if direction == 1 else low - 1
-        while i < j < len(s.work):
+        end = steps + _MAX_WALK
+        while i < j < len(s.work) and steps < end:
             steps += 1
             change = s.work[i] - s.work[j]
             missed = (change - target) * direction
             more_tokens = s.tokens[i] - s.tokens[j]
             if missed < 0 or missed >= error or change <= least or (direction == 1 and more_tokens > most_room):
                 break
-            if s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity and accepts(s, unit, s.bin_of[j], change, more_tokens, capacity):
+            returns_fit = s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity
+            if returns_fit and accepts(s, unit, s.bin_of[j], change, more_tokens, capacity):
                 error, take = missed, j
                 break
             j += direction
@@ -184,11 +190,11 @@ def gift(s: State, i: int, unit: int, capacity: int) -> int:
     return -1
 
 
-def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: int) -> tuple[int, int, int, int]:
+def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int) -> tuple[int, int, int, int]:
     """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin that takes it, steps)."""
     error, give, take, receiver, steps = s.unit_work[unit], -1, -1, -1, 0
     i, cheapest = s.first[unit], -1
-    while i >= 0 and error > _CLOSE * target:
+    while i >= 0 and error > _CLOSE * target and steps < max_steps:
         closer, j, walked = nearest(s, i, unit, target, error, most_room, capacity)
         steps += walked + 1
         if j >= 0:
@@ -226,30 +232,34 @@ def move(s: State, i: int, b: int) -> None:
     s.bin_of[i] = b
 
 
-def level(s: State, order: Any, row_size: int, capacity: int, max_steps: int) -> int:
-    """Lower the dearest unit of each row in turn by exchanges that raise no row's maximum; returns the steps taken.
+def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -> int:
+    """Lower the dearest unit of each line in turn by exchanges that raise the top of no line; returns the steps taken.
 
-    `order` [U] lists the units row by row. Each exchange aims at the mean of the row, and a row is left when its dearest
-    unit is there or has no exchange.
+    `order` [U] lists the units line by line. Each exchange aims at the mean of the line, and a line is left when its
+    dearest unit is there or has no exchange.
     """
     steps, most_room, most_slack = len(s.unit_of), 0, 0.0  # bounds on what any bin and any unit can take
     for b in range(len(s.unit_of)):
         u = s.unit_of[b]
         most_room = max(most_room, capacity - s.bin_tokens[b])
-        most_slack = max(most_slack, s.tops[s.row_of[u]] - s.unit_work[u])
+        most_slack = max(most_slack, s.tops[s.line_of[u]] - s.unit_work[u])
     for m in range(len(s.tops)):
+        units = [(-s.unit_work[order[p]], order[p]) for p in range(m * line_size, (m + 1) * line_size)]
+        heapq.heapify(units)  # units that have changed since stand in it twice; what they were is skipped
+        steps += line_size
+        total = 0.0
+        for entry in units:
+            total -= entry[0]
         while steps < max_steps:
-            unit, total = order[m * row_size], 0.0
-            for p in range(m * row_size, (m + 1) * row_size):
-                total += s.unit_work[order[p]]
-                if s.unit_work[order[p]] > s.unit_work[unit]:
-                    unit = order[p]
-            steps += row_size
+            unit = units[0][1]
+            if s.unit_work[unit] != -units[0][0]:
+                heapq.heappop(units)
+                continue
             s.tops[m] = s.unit_work[unit]
-            excess = s.tops[m] - total / row_size
+            excess = s.tops[m] - total / line_size
             if excess <= _NEGLIGIBLE * s.tops[m]:
                 break
-            give, take, receiver, walked = best_exchange(s, unit, min(excess, most_slack), most_room, capacity)
+            give, take, receiver, walked = best_exchange(s, unit, min(excess, most_slack), most_room, capacity, max_steps - steps)
             steps += walked
             if give < 0:
                 break
@@ -257,6 +267,11 @@ def level(s: State, order: Any, row_size: int, capacity: int, max_steps: int) ->
             move(s, give, receiver)
             if take >= 0:
                 move(s, take, giver)
+            heapq.heapreplace(units, (-s.unit_work[unit], unit))
+            if s.line_of[s.unit_of[receiver]] == m:
+                heapq.heappush(units, (-s.unit_work[s.unit_of[receiver]], s.unit_of[receiver]))
+            else:
+                total -= s.tops[m] - s.unit_work[unit]
             most_room = max(most_room, capacity - s.bin_tokens[giver])
             most_slack = max(most_slack, s.tops[m] - s.unit_work[unit])
     return steps

@@ -47,16 +47,14 @@ class Refiner:
         """Each row to the bin that lacks most of its target [K] among those with room; None where a row fits in none."""
         return self._run("fill", -targets)
 
-    def row_targets(self) -> np.ndarray:
+    def targets(self) -> np.ndarray:
         """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing forces otherwise.
 
         In turn each microbatch gets an equal share of what is left, or more where a row that fits in none before it
         forces that; then it takes what work it can hold, and the ones after share the rest.
         """
         num_microbatches = self.num_bins // self.num_ranks
-        tops, most_work = microbatch_limits(
-            self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches
-        )
+        tops, most_work = microbatch_limits(self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches)
         targets, left = np.zeros(num_microbatches), float(self.rows.work.sum()) / self.num_ranks
         held = np.diff(most_work) / self.num_ranks
         for m in range(num_microbatches):
@@ -133,13 +131,13 @@ class Refiner:
         while True:
             unit_work = np.asarray(state.unit_work)
             order = np.argsort(-unit_work, kind="stable")
-            row_of = np.empty(num_units, dtype=np.int64)
-            row_of[order] = np.arange(num_units) // self.num_ranks
+            line_of = np.empty(num_units, dtype=np.int64)
+            line_of[order] = np.arange(num_units) // self.num_ranks
             tops = unit_work[order[:: self.num_ranks]]
             if tops.sum() >= before * (1 - 1e-6) or steps >= max_steps:
                 return np.asarray(state.bin_of, dtype=np.int64), steps
             before = tops.sum()
-            state = state._replace(row_of=self._array(row_of), tops=self._array(tops))
+            state = state._replace(line_of=self._array(line_of), tops=self._array(tops))
             level = (self.kernels or balance_kernels).level
             steps += level(state, self._array(order), self.num_ranks, self.capacity, max_steps - steps)
 
@@ -164,4 +162,4 @@ class Refiner:
             following,
             preceding,
         )
-        return balance_kernels.State(*map(self._array, arrays), row_of=None, tops=None)
+        return balance_kernels.State(*map(self._array, arrays), line_of=None, tops=None)

@@ -41,12 +41,26 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
-    """Stable order of non-negative integers below `bound`, in linear time: numpy has radix sort for 16 bits at a time."""
+    """Stable order of non-negative integers below `bound`, in linear time."""
+    counting = compiled(counting_sort) if len(keys) >= MIN_COMPILED and bound <= 4 * len(keys) else None
+    if counting is not None:
+        ends = np.cumsum(np.bincount(keys, minlength=bound))
+        order = np.empty(len(keys), dtype=np.int64)
+        counting(keys, np.concatenate([[0], ends]), order)
+        return order
+    # numpy has radix sort for 16 bits at a time.
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
     for shift in range(16, (bound - 1).bit_length(), 16):
         digits = (keys[order] >> shift) & 0xFFFF
         order = order[np.argsort(digits.astype(np.uint16), kind="stable")]
     return order
+
+
+def counting_sort(keys: Any, starts: Any, order: Any) -> None:
+    """Write the stable order of `keys` to `order`; `starts[k]` is where those of key k begin, and is moved on."""
+    for i in range(len(keys)):
+        order[starts[keys[i]]] = i
+        starts[keys[i]] += 1
 
 
 def next_fit(lengths: Any, capacity: int, max_items: int, bin_of: Any) -> int:

@@ -1,0 +1,333 @@
+"""`nemo-like validate`: what a run would stumble over, found in seconds, before any worker starts.
+
+`load_config` has already checked the keys; here their values meet the machine: the model's files, the data's rows, the
+tokenizer, the reward functions, the token budget against the longest rows, and the plan of the first step. No weights
+are loaded and no Ray is started.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, PretrainedConfig
+
+from nemo_like.algorithms.findings import Findings, Report
+from nemo_like.algorithms.rollout import Prompt
+from nemo_like.algorithms.source import PromptSource, SftSource, open_encoder
+from nemo_like.config.check import batching_section, derivation, num_policy_workers
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
+from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.packing.plan import plan_batch
+from nemo_like.environments.interface import RewardSample
+from nemo_like.environments.rewards import load_reward_functions
+from nemo_like.policy.policy import plan_spec
+from nemo_like.progress import Sample
+from nemo_like.tracking import check_logger
+
+NUM_SAMPLES = 3
+_NUM_LONGEST = 512
+_NUM_RANDOM = 256
+"""Rows whose tokens are counted: those with the most text, where the longest row is, and some of the others."""
+
+Value = TypeVar("Value")
+
+
+def validate(config: RunConfig) -> Report:
+    """Look at everything `config` names. What is wrong with it is in the report; nothing is raised for it."""
+    findings = Findings()
+    findings.say("batches", *derivation(config).splitlines())
+    model = findings.attempt(lambda: _model_config(config))
+    if model is not None:
+        _describe_model(config, model, findings)
+    purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
+    train = findings.attempt(lambda: load_rows(config.data.train_path, purpose=purpose, max_rows=config.data.max_train_rows))
+    validation = findings.attempt(lambda: _validation_rows(config, purpose))
+    for path, rows in ((config.data.train_path, train), (config.data.validation_path, validation)):
+        if rows is not None:
+            findings.say("data", f"{path}: {len(rows):,} rows of {' + '.join(rows.format)}")
+    findings.attempt(lambda: check_logger(config.logger))
+    _try_rewards(config, train if purpose == "rl" else validation, findings)
+    encoder = findings.attempt(lambda: _local_encoder(config)) if model or config.policy.tokenizer_name else None
+    if encoder is not None and train is not None:
+        _look_at_rows(config, encoder, train, validation, model, findings)
+    return findings.report()
+
+
+def _model_config(config: RunConfig) -> PretrainedConfig:
+    """The model's configuration; raises ConfigError if its files are not on this machine."""
+    name = config.policy.model_name
+    path = Path(name).expanduser()
+    key = f"policy.model_name is {name!r}, "
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"{key}a directory without config.json; give that of a Hugging Face model")
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        gguf = next(path.glob("*.gguf"), None)
+        way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
+        raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        if path.is_dir():
+            raise ConfigError(f"{key}whose config.json cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
+        ) from error
+
+
+def _local_encoder(config: RunConfig) -> ChatEncoder:
+    """As `open_encoder`, but it does not look for a tokenizer on the network, which may take minutes to fail."""
+    name = config.policy.tokenizer_name
+    if name is not None and not Path(name).expanduser().is_dir():
+        try:
+            cached = try_to_load_from_cache(name, "tokenizer_config.json")
+        except HFValidationError:
+            cached = None
+        if not isinstance(cached, str):
+            raise ConfigError(
+                f"policy.tokenizer_name is {name!r}, but there is no such directory, and no tokenizer of that name in this"
+                " machine's Hugging Face cache"
+            )
+    return open_encoder(config)
+
+
+def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findings) -> None:
+    text = model.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    sizes = f"vocabulary of {text.vocab_size:,}" + (f", positions up to {positions:,}" if positions else "")
+    findings.say("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
+    limit = config.policy.max_total_sequence_length
+    if positions and limit > positions:
+        findings.warnings.append(f"policy.max_total_sequence_length {limit} is above the {positions} positions of the model")
+
+
+def _validation_rows(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
+    data = config.data
+    if data.validation_path is None:
+        return None
+    return load_rows(data.validation_path, purpose=purpose, max_rows=data.max_validation_rows, key="data.validation_path")
+
+
+def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> None:
+    """Import the reward functions and let each judge the first row's own answer, as a run would judge a completion."""
+    functions = findings.attempt(lambda: load_reward_functions(config.reward.functions))
+    if not functions or rows is None:
+        return
+    asked, last = question(rows[0]), conversation(rows[0])[-1]
+    completion = last["content"] if last["role"] == "assistant" else ""
+    sample = RewardSample(prompt=asked.text, completion=completion, answer=asked.answer, row=asked.row)
+    for name, function in functions.items():
+        path = config.reward.functions[name].path
+        try:
+            value = float(function(sample))
+        except Exception as error:  # a user's function may fail in any way, and a run would fail with it
+            findings.problems.append(
+                f"reward.functions.{name}.path {path} raised {type(error).__name__}: {error} on this sample:\n{sample}"
+            )
+        else:
+            findings.say("rewards", f"{name} ({path}): {value:g} for the answer of {rows.places[0]} itself")
+
+
+def _look_at_rows(
+    config: RunConfig,
+    encoder: ChatEncoder,
+    train: Rows,
+    validation: Rows | None,
+    model: PretrainedConfig | None,
+    findings: Findings,
+) -> None:
+    """Lengths, budgets, samples and, if the rows are fine, the first step's plan."""
+    cost = CostModel() if model is None else CostModel.from_model_config(model)
+    num_problems = len(findings.problems)
+    if isinstance(config, SftRunConfig):
+        source = SftSource(config, encoder, train, validation)
+        findings.say("data", f"{source.num_steps:,} steps of {config.policy.train_global_batch_size} rows")
+        _look_at_conversations(config, encoder, train, model, findings)
+        if len(findings.problems) == num_problems:
+            batch = findings.attempt(lambda: next(source.loader()))
+            lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
+            _preview(config, "the first step", lengths, cost, findings)
+    elif isinstance(config, GrpoRunConfig):
+        prompts = _encode_some(train, lambda row: encoder.encode_prompt(question(row).messages), findings)
+        _check_prompts(config, train, {index: len(ids) for index, ids in prompts.items()}, findings)
+        _check_vocabulary(model, prompts.values(), findings)
+        if len(findings.problems) == num_problems:
+            asked = findings.attempt(lambda: next(PromptSource(config, encoder, train, validation).loader())) or []
+            findings.samples += [_prompt_sample(config, encoder, prompt) for prompt in asked[:NUM_SAMPLES]]
+            for name, lengths in _rollout_lengths(config, asked):
+                _preview(config, f"a step with {name}", lengths, cost, findings)
+
+
+def _look_at_conversations(
+    config: RunConfig, encoder: ChatEncoder, train: Rows, model: PretrainedConfig | None, findings: Findings
+) -> None:
+    rows = _encode_some(train, lambda row: encoder.encode_sft(conversation(row)), findings)
+    _check_lengths(config, train, {index: len(row.input_ids) for index, row in rows.items()}, findings)
+    _check_vocabulary(model, [row.input_ids for row in rows.values()], findings)
+    untrained = [train.places[index] for index, row in rows.items() if not row.token_mask.any()]
+    if untrained:
+        findings.warnings.append(f"{len(untrained)} of the rows looked at train no token, e.g. {untrained[0]}")
+    first = [rows[index] for index in sorted(rows)[:NUM_SAMPLES]]
+    findings.samples += [Sample(tuple(_segments(encoder, row))) for row in first]
+
+
+def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings) -> dict[int, Value]:
+    """The longest rows by their text, the first ones and a random few, encoded, by index; one problem for what fails."""
+    sizes = [len(str(row)) for row in rows]
+    longest = sorted(range(len(rows)), key=lambda index: -sizes[index])[:_NUM_LONGEST]
+    others = random.Random(0).sample(range(len(rows)), min(len(rows), _NUM_RANDOM))
+    encoded: dict[int, Value] = {}
+    failures: list[str] = []
+    for index in sorted({*longest, *others, *range(min(NUM_SAMPLES, len(rows)))}):
+        try:
+            encoded[index] = encode(rows[index])
+        except ConfigError as error:
+            failures.append(f"{rows.places[index]}: {error}")
+    if failures:
+        more = f" (and {len(failures) - 1} more of the {len(encoded) + len(failures)} rows looked at)" if failures[1:] else ""
+        findings.problems.append(failures[0] + more)
+    return encoded
+
+
+def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
+    longest = max(lengths, key=lambda index: lengths[index])
+    which = f"all {len(rows):,}" if len(lengths) == len(rows) else f"the {len(lengths):,} looked at of {len(rows):,}"
+    return f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.places[longest]})"
+
+
+def _check_lengths(config: RunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings) -> None:
+    """SFT rows against `max_total_sequence_length` and the token budget."""
+    if not lengths:
+        return
+    findings.say("lengths", _describe_lengths(rows, lengths, "rows"))
+    limit, policy = config.policy.max_total_sequence_length, config.policy.oversize_rows
+    longest = max(lengths.values())
+    above = [index for index in lengths if lengths[index] > limit]
+    if above:
+        place = rows.places[max(above, key=lambda index: lengths[index])]
+        text = (
+            f"{len(above)} of the {len(lengths):,} rows looked at are above policy.max_total_sequence_length {limit}, the"
+            f" longest with {longest} tokens ({place})"
+        )
+        outcomes = {"truncate": "their ends are cut off", "singleton": "they stay whole"}
+        if policy == "error":
+            way_out = f"raise it to {longest}, or set policy.oversize_rows to truncate (cut the end) or singleton (run it alone)"
+            findings.problems.append(f"{text}; {way_out}")
+        else:
+            findings.warnings.append(f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}")
+    _check_budget(config, min(longest, limit) if policy == "truncate" else longest, findings)
+
+
+def _check_prompts(config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings) -> None:
+    """Prompts against the room a completion needs."""
+    if not lengths:
+        return
+    findings.say("lengths", _describe_lengths(rows, lengths, "prompts"))
+    limit, wanted = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    longest = max(lengths.values())
+    above = [index for index in lengths if lengths[index] >= limit]
+    if above:
+        findings.problems.append(
+            f"{len(above)} of the {len(lengths):,} prompts looked at leave no room for a completion under"
+            f" policy.max_total_sequence_length {limit}, the longest with {longest} tokens"
+            f" ({rows.places[max(above, key=lambda index: lengths[index])]}); raise it above {longest}, or remove these rows"
+        )
+        return
+    if longest + wanted > limit:
+        short = sum(length + wanted > limit for length in lengths.values())
+        findings.warnings.append(
+            f"{short} of the {len(lengths):,} prompts looked at leave less than policy.generation.max_new_tokens {wanted} for the"
+            f" completion; policy.max_total_sequence_length {longest + wanted} would hold them all"
+        )
+    _check_budget(config, min(longest + wanted, limit), findings)
+
+
+def _check_budget(config: RunConfig, longest: int, findings: Findings) -> None:
+    """The longest row against the token budgets of the batching mode that is on."""
+    mode = batching_section(config)
+    if mode is None:
+        return
+    name, section = mode
+    for key, budget in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+        needed = -(-longest // section.sequence_length_round) * section.sequence_length_round
+        if needed <= budget:
+            findings.say("lengths", f"{name}.{key} {budget:,} holds {budget // needed} of the longest row ({needed:,} tokens)")
+        elif config.policy.oversize_rows != "error":
+            findings.warnings.append(
+                f"the longest row takes {needed} tokens, more than {name}.{key} {budget}; policy.oversize_rows is"
+                f" {config.policy.oversize_rows}"
+            )
+
+
+def _check_vocabulary(model: PretrainedConfig | None, rows: Iterable[np.ndarray], findings: Findings) -> None:
+    """Every token must be in the model's vocabulary."""
+    if model is None:
+        return
+    size = model.get_text_config().vocab_size
+    largest = max((int(row.max()) for row in rows if len(row)), default=0)
+    if largest >= size:
+        findings.problems.append(
+            f"the tokenizer makes token {largest}, but the model's vocabulary ends at {size - 1}; tokenizer and model do not"
+            " belong together (policy.tokenizer_name, policy.model_name)"
+        )
+
+
+def _rollout_lengths(config: GrpoRunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, np.ndarray]]:
+    """Row lengths of one step, int64 [P x G], under two guesses about completions nobody has sampled yet."""
+    limit, wanted = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    before = np.repeat([len(prompt.token_ids) for prompt in prompts], config.grpo.num_generations_per_prompt)
+    room = np.minimum(limit - before, wanted)
+    yield "completions of any length", before + np.random.default_rng(config.seed % 2**64).integers(1, room + 1)
+    yield "completions of the greatest length", before + room
+
+
+def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel, findings: Findings) -> None:
+    """One line about the plan of a step, and what it would be without packing or dynamic batching."""
+    if len(lengths) == 0:
+        return
+    policy, num_workers = config.policy, num_policy_workers(config.cluster)
+    plain = replace(
+        policy,
+        sequence_packing=replace(policy.sequence_packing, enabled=False),
+        dynamic_batching=replace(policy.dynamic_batching, enabled=False),
+    )
+    try:
+        metrics, plain_metrics = (
+            plan_batch(lengths, plan_spec(each, purpose="train", num_ranks=num_workers, cost=cost, seed=config.seed)).metrics()
+            for each in (policy, plain)
+        )
+    except ValueError as error:
+        findings.problems.append(f"{title} cannot be planned: {error}")
+        return
+    padding = f"{metrics['packing/padding_share']:.1%} padding"
+    if batching_section(config) is not None:
+        share, rows = plain_metrics["packing/padding_share"], policy.train_micro_batch_size
+        padding += f" ({share:.1%} if {rows} rows at a time were padded)"
+    line = (
+        f"{title}: {len(lengths):,} rows, {int(lengths.sum()):,} tokens, {padding}; microbatches per worker and optimizer step:"
+        f" {metrics['packing/num_microbatches']:g}"
+    )
+    findings.say("plan", line)
+
+
+def _segments(encoder: ChatEncoder, row: EncodedRow) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of the row's parts."""
+    edges = np.flatnonzero(np.diff(row.token_mask)) + 1
+    for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
+        yield str(encoder.tokenizer.decode(ids.tolist())), bool(mask[0])
+
+
+def _prompt_sample(config: GrpoRunConfig, encoder: ChatEncoder, prompt: Prompt) -> Sample:
+    text = str(encoder.tokenizer.decode(prompt.token_ids.tolist()))
+    completion = f"up to {config.policy.generation.max_new_tokens} sampled tokens"
+    return Sample(((text, False), (completion, True)), notes={"answer": str(prompt.answer)})
