@@ -76,10 +76,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.command == "validate":
         from nemo_like.algorithms.validate import validate
+        from nemo_like.progress import Progress
 
         kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
-        print(validate(load_config(kind, arguments.config, arguments.overrides)))
-        return 0
+        report = validate(load_config(kind, arguments.config, arguments.overrides))
+        report.show(Progress())
+        return 2 if report.problems else 0
     return _train(load_config(arguments.command, arguments.config, arguments.overrides))
 
 

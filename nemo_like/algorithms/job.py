@@ -92,12 +92,7 @@ class Job:
     def show_rows(self, loader: RowLoader[Row, EncodedRow]) -> None:
         """The first rows of the file, decoded, with what is trained made visible."""
         rows = [loader.encode(row) for row in range(min(self.config.logger.num_samples_shown, len(loader)))]
-        self.progress.show_samples([Sample(tuple(self._segments(row))) for row in rows], "training row")
-
-    def _segments(self, row: EncodedRow) -> Iterator[tuple[str, bool]]:
-        edges = np.flatnonzero(np.diff(row.token_mask)) + 1
-        for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
-            yield str(self.encoder.tokenizer.decode(ids.tolist())), bool(mask[0])
+        self.progress.show_samples([Sample(self.encoder.segments(row)) for row in rows], "training row")
 
     def note(self, metrics: Metrics) -> None:
         """Keep metrics for the line of the step that is about to be logged."""

@@ -25,7 +25,6 @@ from nemo_like.config.check import batching_section, derivation, num_policy_work
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
@@ -178,7 +177,7 @@ def _look_at_conversations(
     if untrained:
         findings.warnings.append(f"{len(untrained)} of the rows looked at train no token, e.g. {untrained[0]}")
     first = [rows[index] for index in sorted(rows)[:NUM_SAMPLES]]
-    findings.samples += [Sample(tuple(_segments(encoder, row))) for row in first]
+    findings.samples += [Sample(encoder.segments(row)) for row in first]
 
 
 def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings) -> dict[int, Value]:
@@ -318,13 +317,6 @@ def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel
         f" {metrics['packing/num_microbatches']:g}"
     )
     findings.say("plan", line)
-
-
-def _segments(encoder: ChatEncoder, row: EncodedRow) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is trained) of the row's parts."""
-    edges = np.flatnonzero(np.diff(row.token_mask)) + 1
-    for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
-        yield str(encoder.tokenizer.decode(ids.tolist())), bool(mask[0])
 
 
 def _prompt_sample(config: GrpoRunConfig, encoder: ChatEncoder, prompt: Prompt) -> Sample:

@@ -94,14 +94,15 @@ class ChatEncoder:
         text = self._render(messages, opening=True) if self.tokenizer.chat_template else self._plain(messages)[0]
         return self._token_ids(text)
 
+    def segments(self, row: EncodedRow) -> tuple[tuple[str, bool], ...]:
+        """The row decoded, cut where the mask changes: (text, whether it is trained)."""
+        edges = np.flatnonzero(np.diff(row.token_mask)) + 1
+        parts = zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True)
+        return tuple((str(self.tokenizer.decode(ids.tolist())), bool(mask.any())) for ids, mask in parts)
+
     def marked_text(self, row: EncodedRow) -> str:
         """The row decoded, with the trained parts between ⟦ and ⟧."""
-        edges = np.flatnonzero(np.diff(row.token_mask)) + 1
-        parts = []
-        for ids, mask in zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True):
-            text = self.tokenizer.decode(ids.tolist())
-            parts.append(f"⟦{text}⟧" if len(mask) and mask[0] else str(text))
-        return "".join(parts)
+        return "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in self.segments(row))
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         prepared = list(messages)

@@ -108,13 +108,15 @@ class Demand:
             return "Others hold the missing part: stop them, wait, or ask for less."
         key = "gpus_per_node" if self.bundle.gpus else "workers_per_node"
         sizes = sorted((node.total.num_fitting(self.bundle) for node in nodes), reverse=True)
-        if len(sizes) < self.num_nodes:
-            return f"Start more nodes, or lower cluster.num_nodes to {len(sizes)}."
-        largest = sizes[self.num_nodes - 1]
-        if largest == 0:
-            return f"No node has {self.bundle}: lower cluster.cpus_per_worker" + (
-                ", or set cluster.gpus_per_node to 0 to run on CPU." if self.bundle.gpus else "."
-            )
-        if largest < self.workers_per_node:
-            return f"Add nodes, or lower cluster.{key} to {largest}."
-        return f"Add nodes, or lower cluster.generation_workers or cluster.{key}."
+        if max(sizes, default=0) == 0:
+            to_cpu = ", or set cluster.gpus_per_node to 0 to run on CPU" if self.bundle.gpus else ""
+            return f"No node has {self.bundle} for one worker: lower cluster.cpus_per_worker{to_cpu}."
+        num_large_enough = sum(size >= self.workers_per_node for size in sizes)
+        ways = ["add nodes"]
+        if 0 < num_large_enough < self.num_nodes:
+            ways.append(f"lower cluster.num_nodes to {num_large_enough}")
+        if self.num_nodes <= len(sizes) and 0 < sizes[self.num_nodes - 1] < self.workers_per_node:
+            ways.append(f"lower cluster.{key} to {sizes[self.num_nodes - 1]}")
+        if num_large_enough >= self.num_nodes:
+            ways.append(f"lower cluster.generation_workers or cluster.{key}")
+        return f"To go on, {', or '.join(ways)}."

@@ -13,13 +13,11 @@ CPUS_PER_NODE = 2
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
-    """Two raylets with two (logical) CPUs each, and this process connected to them; the value is the head's address."""
+def two_nodes() -> Iterator[Cluster]:
+    """Two raylets with two (logical) CPUs each, and this process connected to them."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
     cluster.add_node(num_cpus=CPUS_PER_NODE)
-    address = cluster.address
-    assert address is not None
-    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    yield address
+    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+    yield cluster
     ray.shutdown()
     cluster.shutdown()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -66,12 +67,16 @@ def test_the_advice_fits_or_says_what_to_add(
     advice = asked.advise(nodes)
     if asked.fits(nodes):
         assert "Others hold" in advice
-    elif "lower cluster.workers_per_node to" in advice:
-        lower = int(advice.rstrip(".").split()[-1])
-        assert demand(num_nodes=num_nodes, workers_per_node=lower, cpus_per_worker=cpus_per_worker).fits(nodes)
-        assert not demand(num_nodes=num_nodes, workers_per_node=lower + 1, cpus_per_worker=cpus_per_worker).fits(nodes)
+    elif "lower cluster.cpus_per_worker" in advice:
+        assert max(cpus) < cpus_per_worker
     else:
-        assert "lower cluster.num_nodes to" in advice or "lower cluster.cpus_per_worker" in advice
+        assert "add nodes" in advice
+    for key, asked_for in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+        for largest in map(int, re.findall(rf"lower cluster.{key} to (\d+)", advice)):
+            kept = {"num_nodes": num_nodes, "workers_per_node": workers_per_node, "cpus_per_worker": cpus_per_worker}
+            assert 0 < largest < asked_for
+            assert demand(**kept | {key: largest}).fits(nodes)
+            assert not demand(**kept | {key: largest + 1}).fits(nodes)
 
 
 def test_needed_and_available_are_spelled_out() -> None:
@@ -85,5 +90,11 @@ def test_needed_and_available_are_spelled_out() -> None:
     assert with_gpus.describe([node("10.0.0.1", 8)]) == (
         "needed: 2 policy workers = cluster.num_nodes 1 x cluster.gpus_per_node 2 (cluster.cpus_per_worker 4), that is"
         " 8 CPU + 2 GPU on each of 1 node. Available: 10.0.0.1 has 8 CPU free of 8 CPU"
+    )
+    assert asked.advise([node("10.0.0.1", 4), node("10.0.0.2", 2)]) == (
+        "To go on, add nodes, or lower cluster.num_nodes to 1, or lower cluster.workers_per_node to 2."
+    )
+    assert demand(workers_per_node=2, generation_workers=1).advise([node("a", 2)]) == (
+        "To go on, add nodes, or lower cluster.generation_workers or cluster.workers_per_node."
     )
     assert "cluster.gpus_per_node to 0 to run on CPU" in with_gpus.advise([node("10.0.0.1", 8)])

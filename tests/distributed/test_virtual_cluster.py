@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
@@ -36,7 +39,7 @@ def test_a_wrong_ray_address_is_told_at_once(address: str, problem: str, monkeyp
     assert not ray.is_initialized()
 
 
-def test_bundles_fill_one_node_after_another(two_nodes: str) -> None:
+def test_bundles_fill_one_node_after_another(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=2)) as cluster:
         nodes = [bundle.node_id for bundle in cluster.policy_bundles]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
@@ -45,12 +48,12 @@ def test_bundles_fill_one_node_after_another(two_nodes: str) -> None:
     assert ray.is_initialized(), "a Ray that was there before is left as it was"
 
 
-def test_one_worker_per_node_means_different_nodes(two_nodes: str) -> None:
+def test_one_worker_per_node_means_different_nodes(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=1)) as cluster:
         assert len({bundle.node_id for bundle in cluster.policy_bundles}) == 2
 
 
-def test_split_generation_has_bundles_of_its_own(two_nodes: str) -> None:
+def test_split_generation_has_bundles_of_its_own(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(workers_per_node=2, generation_workers=2)) as cluster:
         assert (cluster.num_policy_workers, cluster.num_generation_workers) == (2, 2)
         assert {bundle.index for bundle in cluster.policy_bundles + cluster.generation_bundles} == {0, 1, 2, 3}
@@ -58,7 +61,7 @@ def test_split_generation_has_bundles_of_its_own(two_nodes: str) -> None:
         assert cluster.generation_bundles == cluster.policy_bundles
 
 
-def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes: str) -> None:
+def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes: Cluster) -> None:
     reports: list[str] = []
     start = time.monotonic()
     with pytest.raises(ClusterError) as caught:
@@ -68,12 +71,12 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
     assert "gave up after 3 s (cluster.placement_timeout_s)" in message
     assert "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3 (cluster.cpus_per_worker 1)" in message
     assert message.count("has 2 CPU free of 2 CPU") == 2
-    assert message.endswith("Add nodes, or lower cluster.workers_per_node to 2.")
+    assert message.endswith("To go on, add nodes, or lower cluster.workers_per_node to 2.")
     assert reports
     assert "waiting for room on the Ray cluster, for which nodes must join the cluster" in reports[0]
 
 
-def test_room_that_others_give_back_is_taken(two_nodes: str) -> None:
+def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
     first = RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=2))
     reports: list[str] = []
     timer = threading.Timer(3.0, first.shutdown)
@@ -97,7 +100,7 @@ def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_ray_address_names_the_cluster_and_it_outlives_the_run(two_nodes: str) -> None:
+def test_ray_address_names_the_cluster_and_it_outlives_the_run(two_nodes: Cluster) -> None:
     script = """
         from nemo_like.config.schema import ClusterConfig
         from nemo_like.distributed.topology import Topology
@@ -110,12 +113,24 @@ def test_ray_address_names_the_cluster_and_it_outlives_the_run(two_nodes: str) -
             print(group.run_all_workers("multiply", 5))
             print(*sorted(location.node_id for location in group.locations))
     """
-    done = run_python(script, RAY_ADDRESS=two_nodes)
+    done = run_python(script, RAY_ADDRESS=str(two_nodes.address))
     assert done.returncode == 0, done.stderr
     results, nodes = done.stdout.strip().splitlines()
     assert results == "[0, 5]"
     assert nodes.split() == sorted(node["NodeID"] for node in ray.nodes())
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+
+
+def test_a_node_that_joins_is_taken(two_nodes: Cluster) -> None:
+    reports: queue.Queue[str] = queue.Queue()
+    config = ClusterConfig(num_nodes=1, workers_per_node=3, placement_timeout_s=60)
+    with ThreadPoolExecutor() as waiting:
+        future = waiting.submit(RayVirtualCluster, config, report=reports.put)
+        assert "for which nodes must join the cluster" in reports.get(timeout=30)
+        joined = two_nodes.add_node(num_cpus=3)
+        with future.result(timeout=60) as cluster:
+            assert cluster.num_policy_workers == 3
+    two_nodes.remove_node(joined)
 
 
 def test_a_ray_started_here_is_on_loopback_and_ends_with_the_run() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from ray.cluster_utils import Cluster
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError
@@ -23,7 +24,7 @@ TOPOLOGY = Topology(dp=2, tp=2)
 
 
 @pytest.fixture(scope="module")
-def cluster(two_nodes: str) -> Iterator[RayVirtualCluster]:
+def cluster(two_nodes: Cluster) -> Iterator[RayVirtualCluster]:
     config = ClusterConfig(num_nodes=2, workers_per_node=2, placement_timeout_s=60, collective_timeout_s=60)
     with RayVirtualCluster(config) as cluster:
         yield cluster
