@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
-.PHONY: setup demo test lint smollm2 clean
+.PHONY: setup demo test test-gpu lint smollm2 clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# On a machine with a CUDA device; anywhere else every test is skipped and says why.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,7 +42,10 @@ def lengths_of(kind: str, num_rows: int, capacity: int, seed: int, trace: np.nda
     elif kind == "sft":
         lengths, most = 32 * (1 + rng.pareto(0.9, num_rows)), capacity
     elif kind == "bimodal":
-        short, long = rng.normal(0.08 * capacity, 0.03 * capacity, num_rows), rng.normal(0.8 * capacity, 0.12 * capacity, num_rows)
+        short, long = (
+            rng.normal(0.08 * capacity, 0.03 * capacity, num_rows),
+            rng.normal(0.8 * capacity, 0.12 * capacity, num_rows),
+        )
         lengths, most = np.where(rng.random(num_rows) < 0.9, short, long), capacity
     elif kind == "uniform":
         lengths = rng.integers(1, most + 1, num_rows)

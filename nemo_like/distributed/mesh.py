@@ -31,12 +31,13 @@ def init_process_group(context: WorkerContext) -> torch.device:
     _bind_gloo(context.init_method)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=context.collective_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=context.init_method,
+        store=_meet(context, timeout),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(seconds=context.collective_timeout_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return device
@@ -56,6 +57,22 @@ def destroy() -> None:
     """Leave the process group, if this process is in one."""
     if is_joined():
         dist.destroy_process_group()
+
+
+def _meet(context: WorkerContext, timeout: timedelta) -> dist.Store:
+    """The store through which the ranks find each other: a file, or a socket of rank 0.
+
+    The socket is bound to the address of `init_method` alone; left to torch it would listen on every interface.
+    """
+    url = urlsplit(context.init_method)
+    if url.scheme == "file":
+        return dist.FileStore(url.path, context.world_size)
+    host, port = str(url.hostname), url.port or 0
+    if context.rank > 0:
+        return dist.TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
+    return dist.TCPStore(host, port, context.world_size, is_master=True, timeout=timeout, master_listen_fd=server.detach())
 
 
 def _bind_gloo(init_method: str) -> None:

@@ -172,7 +172,7 @@ def _connect() -> Literal["given", "joined", "started"]:
     """Be connected to Ray; says whether it already was, joined the cluster of RAY_ADDRESS, or started one."""
     if ray.is_initialized():
         return "given"
-    address = os.environ.get("RAY_ADDRESS", "local")
+    address = os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         with _loopback_only():

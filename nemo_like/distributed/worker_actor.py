@@ -90,7 +90,7 @@ class WorkerActor:
 
         Taken below the range the kernel hands out for outgoing connections, so that none of those takes it meanwhile.
         """
-        candidates = random.Random(f"{os.getpid()}").sample(range(20000, 32000), 200)
+        candidates = random.SystemRandom().sample(range(20000, 32000), 200)
         return next(port for port in candidates if _is_free(port))
 
     @ray.method(num_returns=2)

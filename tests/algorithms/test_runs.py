@@ -55,7 +55,6 @@ def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
         result = run_sft(
             recipe.sft(
                 f"policy.sequence_packing.algorithm={algorithm}",
-                "policy.sequence_packing.balance=none",
                 f"run_name=sft_{algorithm}",
                 "sft.max_num_steps=1",
                 "sft.val_at_start=false",

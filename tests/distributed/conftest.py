@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-CPUS_PER_NODE = 2
+NODE: dict[str, Any] = {"num_cpus": 2, "num_gpus": 2}
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    """Two raylets with two (logical) CPUs each, and this process connected to them."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS_PER_NODE, "include_dashboard": False})
-    cluster.add_node(num_cpus=CPUS_PER_NODE)
+    """Two raylets with two CPUs and two GPUs each, as far as Ray knows, and this process connected to them."""
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster.add_node(**NODE)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     yield cluster
     ray.shutdown()

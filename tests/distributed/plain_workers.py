@@ -62,8 +62,9 @@ class PlainWorker:
         if context.rank == fail_rank:
             raise KeyError("no such weight")
 
-    def describe(self) -> tuple[WorkerContext, str]:
-        return self.context, os.environ["OMP_NUM_THREADS"]
+    def describe(self) -> tuple[WorkerContext, str, str | None]:
+        """Its context, the threads its libraries may use, and the GPUs it sees."""
+        return self.context, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def multiply(self, method: int) -> int:
         """Its argument is called what the group calls the name of a call."""

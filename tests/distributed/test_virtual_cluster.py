@@ -70,7 +70,7 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
     message = str(caught.value)
     assert "gave up after 3 s (cluster.placement_timeout_s)" in message
     assert "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3 (cluster.cpus_per_worker 1)" in message
-    assert message.count("has 2 CPU free of 2 CPU") == 2
+    assert message.count("has 2 CPU + 2 GPU free of 2 CPU + 2 GPU") == 2
     assert message.endswith("To go on, add nodes, or lower cluster.workers_per_node to 2.")
     assert reports
     assert "waiting for room on the Ray cluster, for which nodes must join the cluster" in reports[0]
@@ -84,7 +84,7 @@ def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(workers_per_node=2, placement_timeout_s=30), report=reports.append) as second:
         assert second.num_policy_workers == 2
     timer.join()
-    assert "has 0 CPU free of 2 CPU" in reports[0]
+    assert "has 0 CPU + 2 GPU free of 2 CPU + 2 GPU" in reports[0]
     assert "must join" not in reports[0]
 
 

@@ -25,7 +25,7 @@ TOPOLOGY = Topology(dp=2, tp=2)
 
 @pytest.fixture(scope="module")
 def cluster(two_nodes: Cluster) -> Iterator[RayVirtualCluster]:
-    config = ClusterConfig(num_nodes=2, workers_per_node=2, placement_timeout_s=60, collective_timeout_s=60)
+    config = ClusterConfig(num_nodes=2, workers_per_node=2, cpus_per_worker=0.5, collective_timeout_s=60)
     with RayVirtualCluster(config) as cluster:
         yield cluster
 
@@ -42,7 +42,7 @@ def group(cluster: RayVirtualCluster) -> Iterator[RayWorkerGroup]:
 
 
 def test_contexts_follow_the_nodes(group: RayWorkerGroup) -> None:
-    contexts, threads = zip(*group.run_all_workers("describe"), strict=True)
+    contexts, threads, _ = zip(*group.run_all_workers("describe"), strict=True)
     assert [context.rank for context in contexts] == [0, 1, 2, 3]
     assert [context.local_rank for context in contexts] == [0, 1, 0, 1]
     nodes = [location.node_id for location in group.locations]
@@ -98,25 +98,36 @@ def test_a_group_takes_no_more_workers_than_there_is_room_for(cluster: RayVirtua
         plain_group(cluster, Topology(dp=8))
 
 
-def test_colocated_groups_share_bundles_and_rewards_need_none(cluster: RayVirtualCluster, group: RayWorkerGroup) -> None:
-    generation = RayWorkerGroup(cluster, PlainWorker, {}, name="generation", topology=Topology(dp=4), placement="generation")
-    rewards = RayWorkerGroup(cluster, PlainWorker, {}, name="reward", topology=Topology(dp=3), placement="anywhere")
-    assert [one.node_id for one in generation.locations] == [one.node_id for one in group.locations]
-    assert rewards.run_all_workers("multiply", 1) == [0, 1, 2]
+def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(cluster: RayVirtualCluster) -> None:
+    rewards = RayWorkerGroup(cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), placement="anywhere")
+    assert rewards.run_all_workers("multiply", 1) == [0, 1]
     rewards.shutdown()
-    generation.shutdown()
-    generation.shutdown()
-    with pytest.raises(RuntimeError, match="the generation group was shut down"):
-        generation.run_all_workers("describe")
+    rewards.shutdown()
+    with pytest.raises(RuntimeError, match="the reward group was shut down"):
+        rewards.run_all_workers("describe")
+
+
+def test_each_gpu_has_one_policy_worker_and_the_generator_beside_it(group: RayWorkerGroup) -> None:
+    topology = Topology(dp=2)
+    with RayVirtualCluster(ClusterConfig(gpus_per_node=2, cpus_per_worker=0.25)) as cluster:
+        policy = plain_group(cluster, topology)
+        generation = RayWorkerGroup(cluster, PlainWorker, {}, name="generation", topology=topology, placement="generation")
+        seen = policy.run_all_workers("describe")
+        assert [context.device for context, *_ in seen] == ["cuda:0"] * 2
+        assert sorted(gpus for *_, gpus in seen) == ["0", "1"]
+        assert [gpus for *_, gpus in generation.run_all_workers("describe")] == [gpus for *_, gpus in seen]
+        assert {location.node_id for location in policy.locations + generation.locations} == {policy.locations[0].node_id}
+        policy.shutdown()
+        generation.shutdown()
 
 
 def test_an_exception_of_a_constructor_surfaces(cluster: RayVirtualCluster) -> None:
     with pytest.raises(WorkerError) as caught:
-        plain_group(cluster, fail_rank=2)
-    assert (caught.value.rank, caught.value.method, caught.value.group) == (2, "__init__", "policy")
+        plain_group(cluster, Topology(dp=2), fail_rank=1)
+    assert (caught.value.rank, caught.value.method, caught.value.group) == (1, "__init__", "policy")
     assert isinstance(caught.value.cause, KeyError)
     assert "raise KeyError" in caught.value.traceback_text
-    assert str(caught.value) == "worker 2 of the policy group failed in `__init__`: KeyError: 'no such weight'"
+    assert str(caught.value) == "worker 1 of the policy group failed in `__init__`: KeyError: 'no such weight'"
 
 
 def test_exceptions_and_results_that_cannot_travel_are_told_in_words(cluster: RayVirtualCluster) -> None:
@@ -127,21 +138,21 @@ def test_exceptions_and_results_that_cannot_travel_are_told_in_words(cluster: Ra
 
 
 def test_a_crash_is_named_with_the_last_lines_of_the_log(cluster: RayVirtualCluster) -> None:
-    group = plain_group(cluster)
+    group = plain_group(cluster, Topology(dp=2))
     with pytest.raises(WorkerDied, match="it crashed") as caught:
-        group.run_all_workers("crash", 3)
-    assert caught.value.rank == 3
-    assert caught.value.pid == group.locations[3].pid
+        group.run_all_workers("crash", 1)
+    assert caught.value.rank == 1
+    assert caught.value.pid == group.locations[1].pid
     assert "last words before the end" in caught.value.log_tail
     assert "Segmentation fault" in caught.value.log_tail
     assert "\n" not in str(caught.value)
 
 
 def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtualCluster) -> None:
-    group = plain_group(cluster)
+    group = plain_group(cluster, Topology(dp=2))
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker 3 .*`fail_while_others_wait`: ValueError: row 7 is bad on rank 3"):
-        group.run_all_workers("fail_while_others_wait", 3)
+    with pytest.raises(WorkerError, match=r"worker 1 .*`fail_while_others_wait`: ValueError: row 7 is bad on rank 1"):
+        group.run_all_workers("fail_while_others_wait", 1)
     assert time.monotonic() - start < 10
     for location in group.locations:
         wait_for_end(location.pid)

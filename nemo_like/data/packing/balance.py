@@ -217,7 +217,9 @@ def _by_step(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[
             continue
         bin_of, steps = refiner.level_bins(bin_of, min(bin_steps, left))
         rank_of = refiner.deal(refiner.bin_work(bin_of))
-        bin_of, more_steps = refiner.level_ranks(bin_of, rank_of, min(max_steps // 6, left - steps))
+        rank_of, bin_exchange_steps = refiner.exchange_bins(bin_of, rank_of, min(max_steps // 6, left - steps))
+        steps += bin_exchange_steps
+        bin_of, more_steps = refiner.level_ranks(bin_of, rank_of, max(0, min(max_steps // 6, left - steps)))
         left -= steps + more_steps
         work = refiner.max_rank_work(bin_of, rank_of)
         if work < least:

@@ -35,6 +35,9 @@ class State(NamedTuple):
     bin_sizes: Any  # [K] number of rows
     unit_of: Any  # [K] the unit of a bin
     unit_work: Any  # [U]
+    roomiest: Any  # [U] its bin with fewest tokens
+    bins_of: Any  # [K] bins sorted by unit
+    bins_start: Any  # [U + 1] where those of a unit begin
     first: Any  # [U] a row of the unit, -1 if it has none
     following: Any  # [n] the next row of the same unit, -1 at the end
     preceding: Any  # [n] the one before, -1 at the beginning
@@ -52,10 +55,10 @@ def compiled() -> Any | None:
     # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies. The
     # innermost two are inlined, since a call counts references to every array of the state.
     scope = dict(globals())
-    for function in (fill, first_free, complete, accepts, nearest, gift, best_exchange, move, level):
+    for function in (fill, first_free, complete, receiving_bin, nearest, gift, best_exchange, move, find_roomiest, level):
         copy = FunctionType(function.__code__, scope, function.__name__)
         copy.__qualname__ = function.__qualname__
-        inline = "always" if function in (accepts, nearest) else "never"
+        inline = "always" if function in (receiving_bin, nearest) else "never"
         scope[function.__name__] = numba.njit(cache=True, nogil=True, inline=inline)(copy)
     return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
 
@@ -140,23 +143,31 @@ def first_free(free: Any, i: int) -> int:
     return i
 
 
-def accepts(s: State, unit: int, b: int, more_work: float, more_tokens: int, capacity: int) -> bool:
-    """Whether bin `b` can take that much more from `unit` without the top of its line rising."""
+def receiving_bin(s: State, unit: int, b: int, more_work: float, tokens: int, freed: int, capacity: int) -> int:
+    """Where a row of `tokens` of `unit` can go for one of `freed` tokens in bin `b`, the top of that line not rising, or -1.
+
+    It is `b` itself or, where there is no room and `b` does not run empty, the roomiest bin of the same unit.
+    """
     u = s.unit_of[b]
-    if u == unit or s.bin_tokens[b] + more_tokens > capacity:
-        return False
     m = s.line_of[u]
     margin = _NEGLIGIBLE * s.tops[m] if m == s.line_of[unit] else 0.0
-    return s.unit_work[u] + more_work <= s.tops[m] - margin
+    if u == unit or s.unit_work[u] + more_work > s.tops[m] - margin:
+        return -1
+    if s.bin_tokens[b] + tokens - freed <= capacity:
+        return b
+    other = s.roomiest[u]
+    return other if s.bin_sizes[b] > 1 and s.bin_tokens[other] + tokens <= capacity else -1
 
 
-def nearest(s: State, i: int, unit: int, target: float, error: float, most_room: int, capacity: int) -> tuple[float, int, int]:
-    """The row to swap row i for that changes the work nearest to `target`: (how far off it is, the row or -1, steps).
+def nearest(
+    s: State, i: int, unit: int, target: float, error: float, most_room: int, capacity: int
+) -> tuple[float, int, int, int]:
+    """The row to swap row i for that changes the work nearest to `target`: (how far off, the row or -1, where i goes, steps).
 
     Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far off as `error`; where
     no bin has the room for that, from the first one that `most_room` allows.
     """
-    least, take, steps = _NEGLIGIBLE * s.unit_work[unit], -1, 0
+    least, take, receiver, steps = _NEGLIGIBLE * s.unit_work[unit], -1, -1, 0
     low, high = i + 1, len(s.work)
     while low < high:
         middle = (low + high) // 2
@@ -174,18 +185,19 @@ def nearest(s: State, i: int, unit: int, target: float, error: float, most_room:
             more_tokens = s.tokens[i] - s.tokens[j]
             if missed < 0 or missed >= error or change <= least or (direction == 1 and more_tokens > most_room):
                 break
-            returns_fit = s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity
-            if returns_fit and accepts(s, unit, s.bin_of[j], change, more_tokens, capacity):
-                error, take = missed, j
-                break
+            if s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity:
+                b = receiving_bin(s, unit, s.bin_of[j], change, s.tokens[i], s.tokens[j], capacity)
+                if b >= 0:
+                    error, take, receiver = missed, j, b
+                    break
             j += direction
-    return error, take, steps
+    return error, take, receiver, steps
 
 
 def gift(s: State, i: int, unit: int, capacity: int) -> int:
     """A bin that can take row i for nothing, or -1."""
     for b in range(len(s.unit_of)):
-        if accepts(s, unit, b, s.work[i], s.tokens[i], capacity):
+        if receiving_bin(s, unit, b, s.work[i], s.tokens[i], 0, capacity) == b:
             return b
     return -1
 
@@ -195,10 +207,10 @@ def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: 
     error, give, take, receiver, steps = s.unit_work[unit], -1, -1, -1, 0
     i, cheapest = s.first[unit], -1
     while i >= 0 and error > _CLOSE * target and steps < max_steps:
-        closer, j, walked = nearest(s, i, unit, target, error, most_room, capacity)
+        closer, j, b, walked = nearest(s, i, unit, target, error, most_room, capacity)
         steps += walked + 1
         if j >= 0:
-            error, give, take, receiver = closer, i, j, s.bin_of[j]
+            error, give, take, receiver = closer, i, j, b
         if i > cheapest and s.bin_sizes[s.bin_of[i]] > 1:
             cheapest = i
         i = s.following[i]
@@ -230,6 +242,16 @@ def move(s: State, i: int, b: int) -> None:
     s.bin_sizes[s.bin_of[i]] -= 1
     s.bin_sizes[b] += 1
     s.bin_of[i] = b
+
+
+def find_roomiest(s: State, unit: int) -> int:
+    """The bin of `unit` with fewest tokens, kept in the state; returns how many were looked at."""
+    start, stop = s.bins_start[unit], s.bins_start[unit + 1]
+    s.roomiest[unit] = s.bins_of[start]
+    for p in range(start, stop):
+        if s.bin_tokens[s.bins_of[p]] < s.bin_tokens[s.roomiest[unit]]:
+            s.roomiest[unit] = s.bins_of[p]
+    return stop - start
 
 
 def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -> int:
@@ -267,6 +289,7 @@ def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -
             move(s, give, receiver)
             if take >= 0:
                 move(s, take, giver)
+            steps += find_roomiest(s, unit) + find_roomiest(s, s.unit_of[receiver])
             heapq.heapreplace(units, (-s.unit_work[unit], unit))
             if s.line_of[s.unit_of[receiver]] == m:
                 heapq.heappush(units, (-s.unit_work[s.unit_of[receiver]], s.unit_of[receiver]))

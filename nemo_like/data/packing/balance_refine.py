@@ -98,6 +98,16 @@ class Refiner:
             rank_work[ranks] += bin_work[bins]
         return rank_of
 
+    def exchange_bins(self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+        """Lower the dearest rank by exchanging whole bins, which no cap forbids: (rank of each bin, steps taken)."""
+        bin_work = self.bin_work(bin_of)
+        order = np.argsort(-bin_work, kind="stable")
+        places = Refiner(Rows(np.ones(len(order), dtype=np.int64), bin_work[order]), 1, self.num_ranks, len(order), self.kernels)
+        place_of, steps = places.level_ranks(np.arange(len(order)), rank_of[order], max_steps)
+        dealt = np.empty_like(rank_of)
+        dealt[order] = rank_of[order][place_of]
+        return dealt, steps
+
     def level_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
         """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment, steps taken)."""
         return self._level(bin_of, np.arange(self.num_bins), max_steps)
@@ -150,14 +160,20 @@ class Refiner:
         preceding[by_unit[1:][same]] = by_unit[:-1][same]
         starts = by_unit[np.concatenate([[True], ~same])]
         first[units[starts]] = starts
+        bin_tokens = np.bincount(bin_of, self.rows.tokens, minlength=self.num_bins).astype(np.int64)
+        bins_of = np.lexsort((bin_tokens, unit_of))  # by unit, the roomiest first
+        starts_of_units = np.searchsorted(unit_of[bins_of], np.arange(num_units))
         arrays = (
             self.rows.tokens,
             self.rows.work,
             bin_of.copy(),
-            np.bincount(bin_of, self.rows.tokens, minlength=self.num_bins).astype(np.int64),
+            bin_tokens,
             np.bincount(bin_of, minlength=self.num_bins),
             unit_of,
             np.bincount(units, self.rows.work, minlength=num_units),
+            bins_of[starts_of_units],
+            bins_of,
+            np.append(starts_of_units, self.num_bins),
             first,
             following,
             preceding,

@@ -1,0 +1,89 @@
+"""What only a CUDA device can show: the kernels equal the CPU path, a step does, and taking turns keeps the weights.
+
+    make test-gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_like.config.schema import PolicyConfig, SequencePackingConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.losses import NllLoss
+from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.policy import Policy
+from tests.policy.conftest import model_dir  # noqa: F401  (a fixture)
+from tests.policy.test_attention import boundaries, random_qkv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_the_packed_kernel_equals_the_cpu_path_in_bfloat16(window: int | None):
+    lengths = [100, 1, 37, 400, 64]
+    q, k, v = (tensor.detach() for tensor in random_qkv(sum(lengths), heads=8, kv_heads=2, dim=64))
+    upstream = torch.randn_like(q)
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        parts = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
+        cu_seqlens = boundaries(lengths).to(device)
+        out = varlen_attention(*parts, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=0.125, window=window)
+        grads = torch.autograd.grad(out, parts, upstream.to(device, dtype))
+        return [tensor.float().cpu() for tensor in (out, *grads)]
+
+    for found, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+def open_policy(model: str, device: str, precision: str) -> Policy:
+    packing = SequencePackingConfig(enabled=True, train_mb_tokens=256, logprob_mb_tokens=256)
+    config = PolicyConfig(model_name=model, train_global_batch_size=24, max_total_sequence_length=64)
+    config = replace(config, precision=precision, sequence_packing=packing)  # type: ignore[arg-type]
+    kwargs = {"config": config}
+    return Policy(LocalGroup(DTensorPolicyWorker, kwargs, local_context(device=device), name="policy"), config)
+
+
+def some_rows() -> BatchedDataDict:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 64, 24)
+    input_ids = Jagged.from_lengths(rng.integers(0, 64, lengths.sum()).astype(np.int32), lengths)
+    mask = Jagged(np.ones(len(input_ids.values), dtype=np.uint8), input_ids.offsets)
+    return BatchedDataDict(input_ids=input_ids, token_mask=mask, length=lengths)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_equals_the_cpu_step(model_dir: Callable[[str], str], precision: str):  # noqa: F811
+    values = {}
+    for device in ("cpu", "cuda:0"):
+        policy = open_policy(model_dir("qwen3"), device, precision)
+        policy.probe_isolation()
+        placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
+        metrics = [policy.train(placed, None, NllLoss())[0] for _ in range(2)]
+        values[device] = [step[name].value for step in metrics for name in ("policy/loss", "policy/grad_norm")]
+        policy.shutdown()
+    tolerance = 1e-4 if precision == "float32" else 2e-2
+    assert values["cuda:0"] == pytest.approx(values["cpu"], rel=tolerance)
+
+
+def test_sleep_frees_the_device_and_wake_brings_everything_back(model_dir: Callable[[str], str]):  # noqa: F811
+    policy = open_policy(model_dir("llama"), "cuda:0", "float32")
+    placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
+    policy.train(placed, None, NllLoss())
+    before, used = policy.score(placed)["prev_logprobs"], torch.cuda.memory_allocated()
+    policy.group.run_all_workers("sleep")
+    assert torch.cuda.memory_allocated() < used / 2
+    policy.group.run_all_workers("wake")
+    np.testing.assert_array_equal(policy.score(placed)["prev_logprobs"].values, before.values)
+    policy.shutdown()
