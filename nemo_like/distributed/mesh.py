@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.distributed.topology import AXES, Topology
@@ -32,9 +33,11 @@ def init_process_group(context: WorkerContext) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=context.collective_timeout_s)
+    is_tcp = context.init_method.startswith("tcp://")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_meet(context, timeout),
+        init_method=None if is_tcp else context.init_method,
+        store=_tcp_store(context, timeout) if is_tcp else None,
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
@@ -59,20 +62,18 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
-def _meet(context: WorkerContext, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks find each other: a file, or a socket of rank 0.
+def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
+    """The store on rank 0 through which the ranks find each other.
 
-    The socket is bound to the address of `init_method` alone; left to torch it would listen on every interface.
+    It is bound to the address of `init_method` alone; left to torch it would listen on every interface.
     """
     url = urlsplit(context.init_method)
-    if url.scheme == "file":
-        return dist.FileStore(url.path, context.world_size)
     host, port = str(url.hostname), url.port or 0
     if context.rank > 0:
-        return dist.TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
+        return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
-    return dist.TCPStore(host, port, context.world_size, is_master=True, timeout=timeout, master_listen_fd=server.detach())
+    return TCPStore(host, port, context.world_size, is_master=True, timeout=timeout, master_listen_fd=server.detach())
 
 
 def _bind_gloo(init_method: str) -> None:

@@ -148,15 +148,15 @@ def receiving_bin(s: State, unit: int, b: int, more_work: float, tokens: int, fr
 
     It is `b` itself or, where there is no room and `b` does not run empty, the roomiest bin of the same unit.
     """
-    u = s.unit_of[b]
+    u, receiver = s.unit_of[b], -1
     m = s.line_of[u]
     margin = _NEGLIGIBLE * s.tops[m] if m == s.line_of[unit] else 0.0
-    if u == unit or s.unit_work[u] + more_work > s.tops[m] - margin:
-        return -1
-    if s.bin_tokens[b] + tokens - freed <= capacity:
-        return b
-    other = s.roomiest[u]
-    return other if s.bin_sizes[b] > 1 and s.bin_tokens[other] + tokens <= capacity else -1
+    if u != unit and s.unit_work[u] + more_work <= s.tops[m] - margin:
+        if s.bin_tokens[b] + tokens - freed <= capacity:
+            receiver = b
+        elif s.bin_sizes[b] > 1 and s.bin_tokens[s.roomiest[u]] + tokens <= capacity:
+            receiver = s.roomiest[u]
+    return receiver
 
 
 def nearest(
