@@ -83,9 +83,7 @@ def test_the_model_loads_and_the_tokenizer_gives_every_text_back(directory: Path
     assert torch.isfinite(model(torch.tensor([ids])).logits).all()
 
 
-def test_the_same_seed_gives_the_same_files_and_leaves_the_global_generator_alone(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_the_same_seed_gives_the_same_files_and_leaves_the_global_generator_alone(directory: Path, tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     build_demo(tmp_path, seed=3)
     assert torch.equal(torch.random.get_rng_state(), state)

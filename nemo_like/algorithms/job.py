@@ -69,6 +69,8 @@ class Job:
     def begin(self, loader: RowLoader) -> int:
         """The step to start from: 0, or that of the checkpoint, with policy and loader restored."""
         if self.resumed is None:
+            if self.config.resume:
+                self.progress.say(f"resume: no whole checkpoint in {self.checkpointer.path}, so the run starts at step 0")
             return 0
         state = self.resumed.state()
         with self.progress.phase(f"loading step {state.step}"), self.workplace.training():

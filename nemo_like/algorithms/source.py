@@ -47,14 +47,19 @@ def encode_prompt(encoder: ChatEncoder, config: RunConfig, row: Row) -> Prompt:
     return Prompt(token_ids=token_ids, text=asked.text, answer=asked.answer, row=asked.row)
 
 
-def open_encoder(config: RunConfig) -> ChatEncoder:
-    """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for missing files."""
+def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
+    """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for missing files.
+
+    With `local_files_only` a hub name must be in this machine's cache.
+    """
     name = config.policy.tokenizer_name or config.policy.model_name
     key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
     # Only a full hub name is looked for over the network; a mistyped path would wait there for nothing.
     is_hub_name = not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=not is_hub_name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local_files_only or not is_hub_name
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: no tokenizer can be loaded from {name!r} ({str(error).splitlines()[0]}); give the directory of a Hugging"

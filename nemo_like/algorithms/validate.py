@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_like.algorithms.findings import Findings, Report
@@ -57,7 +55,9 @@ def validate(config: RunConfig) -> Report:
             findings.say("data", f"{path}: {len(rows):,} rows of {' + '.join(rows.format)}")
     findings.attempt(lambda: check_logger(config.logger))
     _try_rewards(config, train if purpose == "rl" else validation, findings)
-    encoder = findings.attempt(lambda: _local_encoder(config)) if model or config.policy.tokenizer_name else None
+    encoder = None
+    if model is not None or config.policy.tokenizer_name is not None:
+        encoder = findings.attempt(lambda: open_encoder(config, local_files_only=True))
     if encoder is not None and train is not None:
         _look_at_rows(config, encoder, train, validation, model, findings)
     return findings.report()
@@ -82,22 +82,6 @@ def _model_config(config: RunConfig) -> PretrainedConfig:
         raise ConfigError(
             f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
         ) from error
-
-
-def _local_encoder(config: RunConfig) -> ChatEncoder:
-    """As `open_encoder`, but it does not look for a tokenizer on the network, which may take minutes to fail."""
-    name = config.policy.tokenizer_name
-    if name is not None and not Path(name).expanduser().is_dir():
-        try:
-            cached = try_to_load_from_cache(name, "tokenizer_config.json")
-        except HFValidationError:
-            cached = None
-        if not isinstance(cached, str):
-            raise ConfigError(
-                f"policy.tokenizer_name is {name!r}, but there is no such directory, and no tokenizer of that name in this"
-                " machine's Hugging Face cache"
-            )
-    return open_encoder(config)
 
 
 def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findings) -> None:

@@ -20,7 +20,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure
-from nemo_like.distributed.worker_actor import Location, Raised, count_oom_kills
+from nemo_like.distributed.worker_actor import Location, Raised, count_oom_kills, is_collective_error
 
 _LOG_LINES = 20
 _LOG_CHARACTERS = 300
@@ -104,7 +104,11 @@ def diagnose(report: str, log_tail: str, num_oom_kills: int) -> tuple[str, str]:
 
 def advise(error: Exception) -> str:
     """What to change for an exception that has a known way out; empty for others."""
-    return _SAVE_MEMORY if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) else ""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return _SAVE_MEMORY
+    if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
+        return "A worker waited in vain for the others; if they were only slow, raise cluster.collective_timeout_s."
+    return ""
 
 
 def _died(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:

@@ -1,7 +1,7 @@
 """The part of a Ray cluster that one run uses: the connection, and a placement group with one bundle per worker.
 
 A bundle is one worker's CPU cores, and its GPU if there are any. Policy and generation share bundles when they are
-colocated. All bundles are taken at once or none, so two runs that start together cannot block each other half-placed.
+colocated. A node's share is never taken in parts, and the shares of all nodes are taken at once or none.
 """
 
 from __future__ import annotations
@@ -119,30 +119,38 @@ class RayVirtualCluster:
                 return node_ids
 
     def _await_room(self, deadline: float) -> list[str]:
-        """The node id of each bundle, once there is room. Raises ClusterError after the deadline.
+        """The node id of each bundle, once there is room for all. Raises ClusterError after the deadline.
 
         The room is claimed with one bundle per node, which states the need for different nodes and shows an autoscaler
         what to add. It is given back at once: only bundles of one GPU each keep every worker on a GPU of its own.
         """
-        claims = [placement_group([_as_dict(self._demand.per_node)] * self._demand.num_nodes, strategy="STRICT_SPREAD")]
-        if self._demand.num_anywhere:
-            claims.append(placement_group([_as_dict(self._demand.bundle)] * self._demand.num_anywhere, strategy="PACK"))
+        demand = self._demand
+        wanted = [([_as_dict(demand.per_node)] * demand.num_nodes, "STRICT_SPREAD")]
+        if demand.num_anywhere:
+            # Second, or they could end up spread so that no node has the policy's share left.
+            wanted.append(([_as_dict(demand.bundle)] * demand.num_anywhere, "PACK"))
+        claims: list[PlacementGroup] = []
         try:
-            next_report = time.monotonic() + _FIRST_REPORT_S
-            while not all(claim.wait(_POLL_S) for claim in claims):
-                now = time.monotonic()
-                if now >= deadline:
-                    limit = f"gave up after {self.config.placement_timeout_s:g} s (cluster.placement_timeout_s)"
-                    raise self._no_room(limit, _list_nodes())
-                if now >= next_report:
-                    self._report(self._progress(_list_nodes(), deadline - now))
-                    next_report = now + _REPORT_S
+            for bundles, strategy in wanted:
+                claims.append(placement_group(bundles, strategy=strategy))
+                self._await_claim(claims[-1], deadline)
             policy_nodes, *other_nodes = map(_nodes_of, claims)
         finally:
             for claim in claims:
                 remove_placement_group(claim)
-        per_bundle = [node_id for node_id in policy_nodes for _ in range(self._demand.workers_per_node)]
+        per_bundle = [node_id for node_id in policy_nodes for _ in range(demand.workers_per_node)]
         return per_bundle + [node_id for node_ids in other_nodes for node_id in node_ids]
+
+    def _await_claim(self, claim: PlacementGroup, deadline: float) -> None:
+        next_report = time.monotonic() + _FIRST_REPORT_S
+        while not claim.wait(_POLL_S):
+            now = time.monotonic()
+            if now >= deadline:
+                limit = f"gave up after {self.config.placement_timeout_s:g} s (cluster.placement_timeout_s)"
+                raise self._no_room(limit, _list_nodes())
+            if now >= next_report:
+                self._report(self._progress(_list_nodes(), deadline - now))
+                next_report = now + _REPORT_S
 
     def _place(self, node_ids: list[str]) -> bool:
         """Take one bundle on each of `node_ids`; False if somebody else was faster."""

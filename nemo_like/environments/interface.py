@@ -56,9 +56,7 @@ class RewardEnvironment:
 
     def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
         if not functions:
-            raise ConfigError(
-                "reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward"
-            )
+            raise ConfigError("reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward")
         self.group = group
         self._weights = {name: function.weight for name, function in functions.items()}
 

@@ -65,9 +65,7 @@ def answers_equal(gold: str, predicted: str) -> bool:
     if max(len(gold), len(predicted)) > _MAX_ANSWER_CHARACTERS:
         return False
     timeout_s = _TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
-    gold_values, predicted_values = (
-        parse(f"\\boxed{{{answer}}}", parsing_timeout=timeout_s) for answer in (gold, predicted)
-    )
+    gold_values, predicted_values = (parse(f"\\boxed{{{answer}}}", parsing_timeout=timeout_s) for answer in (gold, predicted))
     return verify(gold_values, predicted_values, timeout_seconds=timeout_s)
 
 

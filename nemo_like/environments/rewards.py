@@ -20,9 +20,7 @@ def load_reward_functions(functions: Mapping[str, RewardFunctionConfig]) -> dict
 
     Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or called.
     """
-    return {
-        name: _import_function(f"reward.functions.{name}.path", function.path) for name, function in functions.items()
-    }
+    return {name: _import_function(f"reward.functions.{name}.path", function.path) for name, function in functions.items()}
 
 
 class RewardWorker:
@@ -34,10 +32,7 @@ class RewardWorker:
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
         """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails on it."""
-        return {
-            name: np.array([self._call(name, sample) for sample in samples], dtype=np.float32)
-            for name in self._functions
-        }
+        return {name: np.array([self._call(name, sample) for sample in samples], dtype=np.float32) for name in self._functions}
 
     def _call(self, name: str, sample: RewardSample) -> float:
         try:

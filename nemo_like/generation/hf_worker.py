@@ -54,9 +54,7 @@ class HFGenerationWorker:
         self._missing: set[str] | None = None
         """Parameters an update in progress has not delivered yet; None between updates."""
 
-    def generate(
-        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
-    ) -> Completions:
+    def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int) -> Completions:
         """As `Generator.generate`. Prompts of like length decode together; the result is in the order given."""
         if self._missing is not None:
             raise RuntimeError("generate was called inside a weight update; the model is partly of the old weights")
@@ -101,9 +99,7 @@ class HFGenerationWorker:
             if target is None:
                 raise ValueError(f"weight {name!r} is not part of {type(self._model).__name__}")
             if target.shape != tensor.shape:
-                raise ValueError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}"
-                )
+                raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}")
             target.copy_(tensor)
             # Tied weights (embedding and output) are one parameter under two names; either name delivers it.
             self._missing.discard(parameter_names.get(id(target), name))
@@ -113,9 +109,7 @@ class HFGenerationWorker:
         if self._missing is None:
             raise RuntimeError("finish_update was called without begin_update")
         if self._missing:
-            raise ValueError(
-                f"the weight update left out {len(self._missing)} parameters: {sorted(self._missing)[:5]} ..."
-            )
+            raise ValueError(f"the weight update left out {len(self._missing)} parameters: {sorted(self._missing)[:5]} ...")
         self._missing = None
         self._weight_version = version
 
@@ -130,7 +124,7 @@ class HFGenerationWorker:
         """Decode the prompts together to their ends; one row per prompt, in order."""
         rows = [_Row(limit=min(sampling.max_new_tokens, max_total_length - len(prompt))) for prompt in prompts]
         uniforms = torch.from_numpy(row_uniforms(seeds, max(row.limit for row in rows))).to(self._device)
-        forward = _CachedForward(self._model, prompts, self._device)
+        forward = _CachedForward(self._model, prompts, max_total_length, self._device)
         slots = rows
         for index in range(uniforms.shape[1]):
             token_ids, logprobs = sample_tokens(forward.logits, uniforms[:, index], sampling)
@@ -145,9 +139,7 @@ class HFGenerationWorker:
             forward.advance(token_ids)
         return rows
 
-    def _extend(
-        self, slots: list[_Row], token_ids: list[int], logprobs: list[float], stop_strings: tuple[str, ...]
-    ) -> None:
+    def _extend(self, slots: list[_Row], token_ids: list[int], logprobs: list[float], stop_strings: tuple[str, ...]) -> None:
         """Add one token to every row that is not finished, and finish those it ends."""
         growing = [row for row in slots if not row.is_finished]
         for row, token_id, logprob in zip(slots, token_ids, logprobs, strict=True):
@@ -203,7 +195,9 @@ class _Row:
 class _CachedForward:
     """The model over a left-padded batch: `logits` [b, V] of the next token, kept current by `advance` and `keep`."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[np.ndarray], device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prompts: Sequence[np.ndarray], max_total_length: int, device: torch.device
+    ) -> None:
         longest = max(len(prompt) for prompt in prompts)
         input_ids = np.zeros((len(prompts), longest), dtype=np.int64)
         attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
@@ -211,6 +205,7 @@ class _CachedForward:
             input_ids[slot, longest - len(prompt) :] = prompt
             attention_mask[slot, longest - len(prompt) :] = 1
         self._model = model
+        self._last_position = max_total_length - 1
         self._cache = DynamicCache(config=model.config)
         self._attention_mask = torch.from_numpy(attention_mask).to(device)
         positions = (self._attention_mask.cumsum(dim=-1) - 1).clamp_(min=0)
@@ -220,7 +215,8 @@ class _CachedForward:
     def advance(self, token_ids: Tensor) -> None:
         """Append `token_ids` [b]."""
         self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, 1), value=1)
-        self._positions = self._positions + 1
+        # Only finished rows reach the bound, those that wait to be cut out; a model may have no position beyond it.
+        self._positions = (self._positions + 1).clamp_(max=self._last_position)
         self.logits = self._forward(token_ids[:, None], self._positions)
 
     def keep(self, slots: Tensor) -> None:

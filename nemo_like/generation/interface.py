@@ -31,9 +31,7 @@ class SamplingParams:
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 turns the filter off")
-        _require(
-            self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or null to turn the filter off"
-        )
+        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or null to turn the filter off")
         _require(all(self.stop_strings), "stop_strings", self.stop_strings, "non-empty strings")
 
     @classmethod
@@ -77,9 +75,7 @@ class Completions:
         """All rows of all parts in order; raises ValueError if they were sampled by different weights."""
         versions = sorted({part.weight_version for part in parts})
         if len(versions) != 1:
-            raise ValueError(
-                f"completions of {len(parts)} workers carry weight versions {versions}; they must be of one version"
-            )
+            raise ValueError(f"completions of {len(parts)} workers carry weight versions {versions}; they must be of one version")
         return Completions(
             Jagged.concat([part.token_ids for part in parts]),
             Jagged.concat([part.logprobs for part in parts]),
@@ -103,9 +99,7 @@ class Generator:
         finally:
             self.group.run_all_workers("sleep")
 
-    def generate(
-        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, *, max_total_length: int
-    ) -> Completions:
+    def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, *, max_total_length: int) -> Completions:
         """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream of `seeds[i]`.
 
         `seeds` is uint64 [B]; rows of equal prompt and equal seed are equal. A completion ends at the latest when it

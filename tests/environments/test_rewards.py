@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.topology import Topology
 from nemo_like.environments.interface import RewardEnvironment, RewardError, RewardSample
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
 
@@ -48,9 +51,7 @@ def _sample(completion: str, answer: str | None = None, **row: object) -> Reward
 def test_every_function_scores_every_sample() -> None:
     worker = RewardWorker(
         _CONTEXT,
-        functions=_functions(
-            length="user_rewards.length", answered="user_rewards.answered", row="user_rewards.from_row"
-        ),
+        functions=_functions(length="user_rewards.length", answered="user_rewards.answered", row="user_rewards.from_row"),
     )
     scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)])
     assert scores["length"].dtype == np.float32
@@ -123,3 +124,24 @@ def test_a_long_sample_is_shown_in_part() -> None:
 def test_no_functions_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
         RewardEnvironment(LocalGroup(RewardWorker, {"functions": {}}, _CONTEXT), {})
+
+
+class _InProcessGroup:
+    """Several reward workers in this process, with the calls `RewardEnvironment` makes."""
+
+    def __init__(self, workers: Sequence[RewardWorker]) -> None:
+        self.topology = Topology(dp=len(workers))
+        self.workers = workers
+
+    def run_all_workers_sharded_data(self, method: str, *sharded: Sequence[Any]) -> list[Any]:
+        items = zip(*sharded, strict=True)
+        return [getattr(worker, method)(*item) for worker, item in zip(self.workers, items, strict=True)]
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 7])
+def test_samples_keep_their_order_over_workers(num_samples: int) -> None:
+    functions = _functions(length="user_rewards.length")
+    group = _InProcessGroup([RewardWorker(_CONTEXT, functions=functions) for _ in range(3)])
+    environment = RewardEnvironment(group, functions)  # type: ignore[arg-type]
+    reward, components = environment.score([_sample("x" * index) for index in range(num_samples)])
+    assert reward.tolist() == components["length"].tolist() == list(range(num_samples))

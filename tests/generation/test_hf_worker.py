@@ -73,7 +73,7 @@ def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
             "n_embd": 32,
             "n_layer": 2,
             "n_head": 4,
-            "n_positions": 256,
+            "n_positions": 128,
             "bos_token_id": 0,
             "eos_token_id": 1,
         }
@@ -167,6 +167,15 @@ def test_lengths_end_where_the_limits_say(model_directory: Path) -> None:
     completions = worker.generate(prompts, _seeds(3), sampling, max_total_length=20)
     assert completions.token_ids.lengths.tolist() == [15, 10, 1]
     assert completions.finish_reasons == ["length"] * 3
+
+
+def test_a_finished_row_does_not_outgrow_the_models_positions(model_directory: Path) -> None:
+    """One of four is not enough to be cut out, so it stays in the batch until the others end."""
+    prompts = Jagged.from_rows([[5] * 126, [6], [7], [8]], np.int32)
+    worker = _worker(model_directory)
+    worker._end_ids = frozenset()
+    completions = worker.generate(prompts, _seeds(4), SamplingParams(max_new_tokens=200), max_total_length=128)
+    assert completions.token_ids.lengths.tolist() == [2, 127, 127, 127]
 
 
 def test_the_end_token_is_the_last_and_the_reason_is_stop(model_directory: Path) -> None:

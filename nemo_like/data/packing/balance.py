@@ -20,7 +20,7 @@ import numpy as np
 
 from nemo_like.data.packing import balance_kernels
 from nemo_like.data.packing.balance_refine import Refiner, Rows
-from nemo_like.data.packing.bounds import l2_bound, lockstep_bound
+from nemo_like.data.packing.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.packers import Packing
 
@@ -82,18 +82,22 @@ class Schedule:
         """What the schedule is like, beside what is proven of the best one.
 
         `rank_imbalance` is the dearest rank over the larger of the mean rank and the dearest row, `lockstep_ratio` the sum
-        over microbatches of the dearest rank over the same, and `lockstep_over_bound` that sum over the least it can be.
+        over microbatches of the dearest rank over the same. `rank_over_bound` and `lockstep_over_bound` are the two over
+        the least they can be under this cap with this many microbatches: 1 is proven to be the best.
         """
         rank_work, lockstep = self.bin_work.sum(axis=1), float(self.bin_work.max(axis=0, initial=0.0).sum())
         floor = max(float(self.work.sum()) / self.num_ranks, float(self.work.max(initial=0.0))) or 1.0
-        least = lockstep_bound(self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
+        shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
+        may_be_empty = bool((np.diff(self.offsets) == 0).any())
+        dearest = float(rank_work.max(initial=0.0))
         return {
             "num_microbatches": float(self.num_microbatches),
             "min_microbatches": float(self.min_microbatches),
             "utilization": float(self.lengths.sum()) / max(1, self.bin_tokens.size * self.max_tokens),
-            "rank_imbalance": float(rank_work.max(initial=0.0)) / floor,
+            "rank_imbalance": dearest / floor,
+            "rank_over_bound": dearest / max(rank_bound(*shape, may_be_empty=may_be_empty), floor),
             "lockstep_ratio": lockstep / floor,
-            "lockstep_over_bound": lockstep / max(least, floor),
+            "lockstep_over_bound": lockstep / max(lockstep_bound(*shape), floor),
         }
 
     def _by_bin(self, values: np.ndarray) -> np.ndarray:
@@ -202,7 +206,7 @@ def _by_step(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[
 
     Tried from one start after the other as it is, then with its bins levelled first, until ranks are as level as can be.
     """
-    floor = max(float(refiner.rows.work.sum()) / refiner.num_ranks, float(refiner.rows.work[0]))
+    floor = refiner.rank_bound()
     starts = [
         partial(refiner.fill, np.zeros(refiner.num_bins)),
         refiner.complete,

@@ -52,14 +52,12 @@ def compiled() -> Any | None:
         return None
     import numba
 
-    # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies. The
-    # innermost two are inlined, since a call counts references to every array of the state.
+    # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
     scope = dict(globals())
-    for function in (fill, first_free, complete, receiving_bin, nearest, gift, best_exchange, move, find_roomiest, level):
+    for function in (fill, first_free, complete, nearest, gift, best_exchange, move, find_roomiest, level):
         copy = FunctionType(function.__code__, scope, function.__name__)
         copy.__qualname__ = function.__qualname__
-        inline = "always" if function in (receiving_bin, nearest) else "never"
-        scope[function.__name__] = numba.njit(cache=True, nogil=True, inline=inline)(copy)
+        scope[function.__name__] = numba.njit(cache=True, nogil=True)(copy)
     return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
 
 
@@ -143,51 +141,55 @@ def first_free(free: Any, i: int) -> int:
     return i
 
 
-def receiving_bin(s: State, unit: int, b: int, more_work: float, tokens: int, freed: int, capacity: int) -> int:
-    """Where a row of `tokens` of `unit` can go for one of `freed` tokens in bin `b`, the top of that line not rising, or -1.
-
-    It is `b` itself or, where there is no room and `b` does not run empty, the roomiest bin of the same unit.
-    """
-    u, receiver = s.unit_of[b], -1
-    m = s.line_of[u]
-    margin = _NEGLIGIBLE * s.tops[m] if m == s.line_of[unit] else 0.0
-    if u != unit and s.unit_work[u] + more_work <= s.tops[m] - margin:
-        if s.bin_tokens[b] + tokens - freed <= capacity:
-            receiver = b
-        elif s.bin_sizes[b] > 1 and s.bin_tokens[s.roomiest[u]] + tokens <= capacity:
-            receiver = s.roomiest[u]
-    return receiver
-
-
 def nearest(
-    s: State, i: int, unit: int, target: float, error: float, most_room: int, capacity: int
+    work: Any,
+    tokens: Any,
+    bin_of: Any,
+    bin_tokens: Any,
+    bin_sizes: Any,
+    unit_of: Any,
+    unit_work: Any,
+    roomiest: Any,
+    line_of: Any,
+    tops: Any,
+    i: int,
+    target: float,
+    error: float,
+    most_room: int,
+    capacity: int,
 ) -> tuple[float, int, int, int]:
     """The row to swap row i for that changes the work nearest to `target`: (how far off, the row or -1, where i goes, steps).
 
     Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far off as `error`; where
-    no bin has the room for that, from the first one that `most_room` allows.
+    no bin has the room for that, from the first one that `most_room` allows. Row i takes the place of the other or, where
+    that has no room and is not left empty, goes to the roomiest bin of the same unit. No line's top rises.
     """
-    least, take, receiver, steps = _NEGLIGIBLE * s.unit_work[unit], -1, -1, 0
-    low, high = i + 1, len(s.work)
+    unit = unit_of[bin_of[i]]
+    least, room, take, receiver, steps = _NEGLIGIBLE * unit_work[unit], capacity - bin_tokens[bin_of[i]], -1, -1, 0
+    low, high = i + 1, len(work)
     while low < high:
         middle = (low + high) // 2
-        if s.work[middle] > s.work[i] - target and s.tokens[middle] >= s.tokens[i] - most_room:
+        if work[middle] > work[i] - target and tokens[middle] >= tokens[i] - most_room:
             low = middle + 1
         else:
             high = middle
     for direction in (-1, 1):
         j = low if direction == 1 else low - 1
         end = steps + _MAX_WALK
-        while i < j < len(s.work) and steps < end:
+        while i < j < len(work) and steps < end:
             steps += 1
-            change = s.work[i] - s.work[j]
+            change, more_tokens = work[i] - work[j], tokens[i] - tokens[j]
             missed = (change - target) * direction
-            more_tokens = s.tokens[i] - s.tokens[j]
             if missed < 0 or missed >= error or change <= least or (direction == 1 and more_tokens > most_room):
                 break
-            if s.bin_tokens[s.bin_of[i]] - more_tokens <= capacity:
-                b = receiving_bin(s, unit, s.bin_of[j], change, s.tokens[i], s.tokens[j], capacity)
-                if b >= 0:
+            b = bin_of[j]
+            u = unit_of[b]
+            top = tops[line_of[u]] - (least if line_of[u] == line_of[unit] else 0.0)
+            if u != unit and unit_work[u] + change <= top and -more_tokens <= room:
+                if bin_tokens[b] + more_tokens > capacity:
+                    b = roomiest[u] if bin_sizes[b] > 1 else b
+                    more_tokens = tokens[i]
+                if bin_tokens[b] + more_tokens <= capacity:
                     error, take, receiver = missed, j, b
                     break
             j += direction
@@ -195,28 +197,36 @@ def nearest(
 
 
 def gift(s: State, i: int, unit: int, capacity: int) -> int:
-    """A bin that can take row i for nothing, or -1."""
+    """A bin that can take row i for nothing without the top of its line rising, or -1."""
     for b in range(len(s.unit_of)):
-        if receiving_bin(s, unit, b, s.work[i], s.tokens[i], 0, capacity) == b:
+        u = s.unit_of[b]
+        margin = _NEGLIGIBLE * s.unit_work[unit] if s.line_of[u] == s.line_of[unit] else 0.0
+        fits = u != unit and s.bin_tokens[b] + s.tokens[i] <= capacity
+        if fits and s.unit_work[u] + s.work[i] <= s.tops[s.line_of[u]] - margin:
             return b
     return -1
 
 
 def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int) -> tuple[int, int, int, int]:
     """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin that takes it, steps)."""
-    error, give, take, receiver, steps = s.unit_work[unit], -1, -1, -1, 0
+    work, tokens, bin_of, bin_tokens, bin_sizes = s.work, s.tokens, s.bin_of, s.bin_tokens, s.bin_sizes
+    unit_of, unit_work, roomiest, line_of, tops = s.unit_of, s.unit_work, s.roomiest, s.line_of, s.tops
+    error, give, take, receiver, steps = unit_work[unit], -1, -1, -1, 0
     i, cheapest = s.first[unit], -1
     while i >= 0 and error > _CLOSE * target and steps < max_steps:
-        closer, j, b, walked = nearest(s, i, unit, target, error, most_room, capacity)
+        closer, j, b, walked = nearest(
+            work, tokens, bin_of, bin_tokens, bin_sizes, unit_of, unit_work, roomiest, line_of, tops,
+            i, target, error, most_room, capacity,
+        )  # fmt: skip
         steps += walked + 1
         if j >= 0:
             error, give, take, receiver = closer, i, j, b
-        if i > cheapest and s.bin_sizes[s.bin_of[i]] > 1:
+        if i > cheapest and bin_sizes[bin_of[i]] > 1:
             cheapest = i
         i = s.following[i]
-    if cheapest >= 0 and abs(s.work[cheapest] - target) < error:
+    if cheapest >= 0 and abs(work[cheapest] - target) < error:
         b = gift(s, cheapest, unit, capacity)
-        steps += len(s.unit_of) // 4
+        steps += len(unit_of) // 4
         if b >= 0:
             give, take, receiver = cheapest, -1, b
     return give, take, receiver, steps

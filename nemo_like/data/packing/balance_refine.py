@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.data.packing import balance_kernels, packers
-from nemo_like.data.packing.bounds import microbatch_limits
+from nemo_like.data.packing.bounds import microbatch_limits, rank_bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +87,12 @@ class Refiner:
     def max_rank_work(self, bin_of: np.ndarray, rank_of: np.ndarray) -> float:
         """Work of the dearest rank; `rank_of` [K]."""
         return float(np.bincount(rank_of, self.bin_work(bin_of), minlength=self.num_ranks).max())
+
+    def rank_bound(self) -> float:
+        """The least `max_rank_work` any assignment has."""
+        rows, num_microbatches = self.rows, self.num_bins // self.num_ranks
+        shape = (rows.tokens, rows.work, self.capacity, self.num_ranks, num_microbatches)
+        return rank_bound(*shape, may_be_empty=len(rows) < self.num_bins)
 
     def deal(self, bin_work: np.ndarray) -> np.ndarray:
         """The rank of each bin, int64 [K]: bins of like work form a microbatch, its dearest goes to the rank with least."""

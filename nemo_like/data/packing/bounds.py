@@ -58,6 +58,40 @@ def lockstep_bound(
     return float((np.concatenate([[0.0], np.cumsum(tops)]) + rest).max())
 
 
+def rank_bound(
+    lengths: Sequence[int] | np.ndarray,
+    work: np.ndarray,
+    max_tokens: int,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    may_be_empty: bool,
+) -> float:
+    """Least possible work of the dearest rank of `num_microbatches` bins each, when ranks meet once a step.
+
+    For each k, either two of the k dearest rows share a rank, or they are on k ranks. Those k have to hold what tokens the
+    others cannot, of the least dense rows at best; and unless bins `may_be_empty`, a row in every other bin, at best the
+    cheapest: on average over the k ranks, and for the one that gets the dearest of those. `lengths` int [B] from 1 to
+    `max_tokens`, `work` float [B] >= 0.
+    """
+    lengths, work = np.asarray(lengths, dtype=np.int64), np.asarray(work, dtype=np.float64)
+    if len(lengths) == 0:
+        return 0.0
+    count = np.arange(1, min(num_ranks, len(lengths)) + 1)
+    dearest, cheapest = np.argsort(-work, kind="stable"), np.concatenate([[0.0], np.sort(work)])
+    top_work, top_tokens = np.cumsum(work[dearest])[count - 1], np.cumsum(lengths[dearest])[count - 1]
+    needed = np.maximum(0, lengths.sum() - (num_ranks - count) * num_microbatches * max_tokens - top_tokens)
+    sparsest = np.argsort(work / lengths, kind="stable")
+    tokens, works = (np.concatenate([[0], np.cumsum(values[sparsest])]) for values in (lengths, work))
+    apart = (top_work + np.interp(needed, tokens, works)) / count
+    if not may_be_empty and num_microbatches > 1:
+        num_others = np.minimum(count * (num_microbatches - 1), len(work))
+        apart = np.maximum(apart, (top_work + np.cumsum(cheapest)[num_others]) / count)
+        apart = np.maximum(apart, work[dearest[count - 1]] + cheapest[num_others] + cheapest[: num_microbatches - 1].sum())
+    together = np.append(np.inf, work[dearest[count[1:] - 1]] + work[dearest[count[1:] - 2]])
+    return float(max(work.sum() / num_ranks, np.minimum(apart, together).max()))
+
+
 def microbatch_limits(
     lengths: Sequence[int] | np.ndarray, work: np.ndarray, max_tokens: int, num_ranks: int, num_microbatches: int
 ) -> tuple[np.ndarray, np.ndarray]:

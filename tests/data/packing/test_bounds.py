@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.packing.bounds import l1_bound, l2_bound, lockstep_bound
+from nemo_like.data.packing.bounds import l1_bound, l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.packing.cost import CostModel
 
 
@@ -61,29 +61,52 @@ def test_a_length_outside_the_capacity_is_refused(lengths):
         l2_bound(lengths, 10)
 
 
-def least_lockstep(lengths: np.ndarray, work: np.ndarray, max_tokens: int, num_ranks: int, num_microbatches: int) -> float:
-    """By trying all assignments to bins; inf where none fits. Bins of like work together are the best lockstep."""
-    num_bins, num_rows = num_ranks * num_microbatches, len(lengths)
-    bins = np.stack(np.unravel_index(np.arange(num_bins**num_rows), (num_bins,) * num_rows))
+def all_plans(lengths: np.ndarray, work: np.ndarray, max_tokens: int, num_bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every way to put the rows in bins under the cap: (work of each bin, rows of each bin), both [plans, num_bins]."""
+    bins = np.stack(np.unravel_index(np.arange(num_bins ** len(lengths)), (num_bins,) * len(lengths)))
     is_in = bins[:, :, None] == np.arange(num_bins)
-    fits = (np.einsum("nak,n->ak", is_in, lengths) <= max_tokens).all(axis=1)
-    bin_work = np.sort(np.einsum("nak,n->ak", is_in[:, fits], work))[:, ::-1]
-    return bin_work[:, ::num_ranks].sum(axis=1).min(initial=np.inf)
+    is_in = is_in[:, (np.einsum("nak,n->ak", is_in, lengths) <= max_tokens).all(axis=1)]
+    return np.einsum("nak,n->ak", is_in, work), is_in.sum(axis=0)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
-    shape=st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1)]),
-    seed=st.integers(0, 99),
-    is_convex=st.booleans(),
-)
-@settings(max_examples=120, deadline=None)
+SMALL_CASES = {
+    "lengths": st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    "shape": st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1)]),
+    "seed": st.integers(0, 99),
+    "is_convex": st.booleans(),
+}
+
+
+def work_of(lengths: np.ndarray, seed: int, is_convex: bool) -> np.ndarray:
+    random_work = np.random.default_rng(seed).integers(0, 30, len(lengths)).astype(float)
+    return CostModel(linear=3, quadratic=1).of(lengths) if is_convex else random_work
+
+
+@given(**SMALL_CASES)
+@settings(max_examples=150, deadline=None)
 def test_no_plan_takes_less_lockstep_work_than_the_bound(lengths, shape, seed, is_convex):
     array = np.array(lengths)
-    random_work = np.random.default_rng(seed).integers(0, 30, len(lengths)).astype(float)
-    work = CostModel(linear=3, quadratic=1).of(array) if is_convex else random_work
-    least = least_lockstep(array, work, 12, *shape)
-    assert lockstep_bound(array, work, 12, *shape) <= least * (1 + 1e-9)
+    work = work_of(array, seed, is_convex)
+    bin_work, _ = all_plans(array, work, 12, shape[0] * shape[1])
+    lockstep = np.sort(bin_work)[:, ::-1][:, :: shape[0]].sum(axis=1)  # bins of like work together are the best lockstep
+    assert lockstep_bound(array, work, 12, *shape) <= lockstep.min(initial=np.inf) * (1 + 1e-9)
+
+
+@given(**SMALL_CASES, may_be_empty=st.booleans())
+@settings(max_examples=250, deadline=None)
+def test_no_plan_has_a_cheaper_dearest_rank_than_the_bound(lengths, shape, seed, is_convex, may_be_empty):
+    array = np.array(lengths)
+    work = work_of(array, seed, is_convex)
+    bin_work, num_rows = all_plans(array, work, 12, shape[0] * shape[1])
+    is_allowed = np.ones(len(bin_work), dtype=bool) if may_be_empty else (num_rows > 0).all(axis=1)
+    dearest = bin_work[is_allowed].reshape(-1, *shape).sum(axis=2).max(axis=1)
+    assert rank_bound(array, work, 12, *shape, may_be_empty=may_be_empty) <= dearest.min(initial=np.inf) * (1 + 1e-9)
+
+
+def test_a_rank_that_must_fill_its_other_bin_raises_the_bound():
+    lengths, work = np.array([10, 3, 3, 3]), np.array([100.0, 3.0, 3.0, 3.0])
+    assert rank_bound(lengths, work, 10, 2, 2, may_be_empty=True) == 100.0
+    assert rank_bound(lengths, work, 10, 2, 2, may_be_empty=False) == 103.0  # no bin is empty, so 10 has a 3 beside it
 
 
 def test_rows_above_half_the_cap_raise_the_bound():
@@ -95,4 +118,4 @@ def test_rows_above_half_the_cap_raise_the_bound():
 
 def test_no_rows_need_nothing():
     assert l1_bound([], 10) == l2_bound([], 10) == 0
-    assert lockstep_bound([], np.empty(0), 10, 4, 0) == 0.0
+    assert lockstep_bound([], np.empty(0), 10, 4, 0) == rank_bound([], np.empty(0), 10, 4, 0, may_be_empty=True) == 0.0
