@@ -135,7 +135,8 @@ def test_a_model_directory_that_is_not_whole(model: Path, write: Write, tmp_path
     assert f"nemo-like convert {folder}/model.gguf --out DIR" in validate(sft(folder, train)).problems[0]
     shutil.copy(model / "model.safetensors", folder)
     assert "policy.model_name: no tokenizer can be loaded from" in validate(sft(folder, train)).problems[0]
-    assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in validate(sft(model, train, tokenizer_name="no/such")).problems[0]
+    (problem, *_) = validate(sft(model, train, tokenizer_name="no/such")).problems
+    assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
     (folder / "config.json").write_text("{}")
     assert "whose config.json cannot be used" in validate(sft(folder, train)).problems[0]
 
