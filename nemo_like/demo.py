@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from nemo_like.algorithms.grpo import run_grpo
 from nemo_like.algorithms.job import RunResult
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the data, the model and both runs")
     parser.add_argument("--prepare-only", action="store_true", help="only build the model and the data in runs/demo")
     arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
     started = time.monotonic()
     build_demo(Path("runs/demo"), arguments.seed)
     print("built a tiny model and an arithmetic data set in runs/demo")

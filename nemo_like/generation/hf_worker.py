@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.worker_group import WorkerContext
@@ -37,6 +38,7 @@ class HFGenerationWorker:
         precision: str = "float32",
         batch_size: int = 64,
     ) -> None:
+        transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
         self._batch_size = batch_size
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name, trust_remote_code=False)
