@@ -5,8 +5,8 @@
     python benchmarks/train_step.py --jsonl gsm8k/train.jsonl --fields question,answer --tokenizer models/SmolLM2-135M-Instruct
 
 Every mode trains the same rows with the same model and the same token budget per microbatch, in this process, and the
-modes take turns, so that a noisy machine disturbs all of them alike. A padded step takes as many rows per microbatch as fit the
-budget when all are as long as the longest of the step, which is what padding to a common length costs.
+modes take turns, so that a noisy machine disturbs all of them alike. `padded` pads every row to the longest of the batch, as
+a batch kept as one tensor does; `padded mb` takes the same number of rows at a time, padded to the longest among those.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measure(model: Path, rows: np.ndarray, arguments: argparse.Namespace) -> lis
     input_ids = Jagged.from_lengths(rng.integers(0, _VOCABULARY, rows.sum()).astype(np.int32), rows)
     mask = Jagged(np.ones(len(input_ids.values), dtype=np.uint8), input_ids.offsets)
     batch = BatchedDataDict(input_ids=input_ids, token_mask=mask, length=rows)
-    names = ("padded", "dynamic", "packed")
+    names = ("padded", "padded mb", "dynamic", "packed")
     policies = {name: open_policy(model, name, rows, arguments) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
@@ -149,9 +149,12 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
             enabled=True, train_mb_tokens=arguments.budget, logprob_mb_tokens=arguments.budget
         )
         config = replace(config, sequence_packing=packing)
-    elif mode == "dynamic":
+    elif mode in ("dynamic", "padded"):
         dynamic = DynamicBatchingConfig(
-            enabled=True, train_mb_tokens=arguments.budget, logprob_mb_tokens=arguments.budget
+            enabled=True,
+            train_mb_tokens=arguments.budget,
+            logprob_mb_tokens=arguments.budget,
+            sequence_length_round=int(rows.max()) if mode == "padded" else 1,
         )
         config = replace(config, dynamic_batching=dynamic)
     kwargs = {"config": config, "seed": 0, "needs_reference": False}

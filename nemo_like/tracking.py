@@ -190,7 +190,12 @@ class _JsonlSink:
     """metrics.jsonl: one strict JSON object per step, on disk before `log` returns to the caller."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        _drop_lines_after(path, -1 if resumed_step is None else resumed_step)
+        if resumed_step is not None:
+            _drop_lines_after(path, resumed_step)
+        elif path.exists() and path.stat().st_size > 0:
+            aside = path.with_name(f"{path.name}.before_resume")
+            logger.warning("the run starts again at step 0; the metrics it had are in %s now", aside)
+            path.replace(aside)
         self._path = path
         self._file = path.open("ab", buffering=0)  # a buffer would fail a second time, when it is closed
 
@@ -213,7 +218,7 @@ class _JsonlSink:
 
 class _TensorBoardSink:
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        purge_step = None if resumed_step is None else resumed_step + 1
+        purge_step = 0 if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

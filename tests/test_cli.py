@@ -77,6 +77,25 @@ def test_a_missing_config_file(capsys):
     assert code == 2 and "nowhere.yaml" in message
 
 
+def test_a_bad_held_out_row_is_found_before_the_first_step(files, recipe: Recipe, capsys):
+    held_out = recipe.folder / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "1+1", "completion": "2" * 200}))
+    code, message = run(capsys, "sft", "--config", files["sft"], f"data.validation_path={held_out}", "sft.val_at_start=false")
+    assert code == 2 and "held_out.jsonl:1" in message
+    assert not (recipe.folder / "sft").exists()
+    assert main(["validate", "--config", files["sft"], f"data.validation_path={held_out}"]) == 2
+
+
+def test_a_model_without_weights_is_found_before_anything_starts(files, recipe: Recipe, capsys, tmp_path: Path):
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    for path in (recipe.demo / "model").iterdir():
+        if path.suffix != ".safetensors":
+            (hollow / path.name).write_bytes(path.read_bytes())
+    code, message = run(capsys, "grpo", "--config", files["grpo"], f"policy.model_name={hollow}")
+    assert code == 2 and "without *.safetensors weights" in message
+
+
 def test_validate_finishes_without_ray_and_shows_the_mask(files, capsys):
     assert main(["validate", "--config", files["sft"]]) == 0
     shown = capsys.readouterr().out

@@ -75,6 +75,15 @@ def test_a_run_that_failed_before_its_first_result_may_start_again(tmp_path: Pat
     log_steps(new_run(tmp_path), range(1, 2))
 
 
+def test_a_run_that_starts_again_keeps_the_metrics_it_had(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    log_steps(run, range(1, 4))
+    log_steps(new_run(tmp_path, resume=True), range(1, 3))
+    assert [line["step"] for line in lines_of(run)] == [1, 2]
+    kept = run.metrics.with_name("metrics.jsonl.before_resume").read_text().splitlines()
+    assert len(kept) == 3
+
+
 def test_resume_of_a_run_that_never_was_starts_it(tmp_path: Path) -> None:
     log_steps(new_run(tmp_path, resume=True), range(1, 3))
     assert [line["step"] for line in lines_of(new_run(tmp_path, resume=True))] == [1, 2]

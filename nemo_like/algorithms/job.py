@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -141,9 +142,13 @@ class Job:
         """Export the model and say where everything is."""
         export = None
         if self.config.checkpointing.export_hf:
-            with self.progress.phase("exporting"), self.workplace.training():
-                self.policy.export_hf(self.run.hf)
             export = self.run.hf
+            unfinished = export.with_name("hf.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with self.progress.phase("exporting"), self.workplace.training():
+                self.policy.export_hf(unfinished)
+            shutil.rmtree(export, ignore_errors=True)
+            unfinished.rename(export)
         self.progress.say(f"done: {step} steps, run directory {self.run.path}" + (f", model {export}" if export else ""))
         return RunResult(self.run, step, self.last, self.first, export)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
+from nemo_like.algorithms.rollout import Prompt
 from nemo_like.algorithms.source import SftSource
 from nemo_like.algorithms.validation import is_due, score_answers
 from nemo_like.config.schema import SftRunConfig
-from nemo_like.data.collate import collate
+from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Metrics, merge_metrics
@@ -16,6 +19,9 @@ def run_sft(config: SftRunConfig) -> RunResult:
     """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
     source = SftSource.open(config)
     loader, total = source.loader(), source.num_steps
+    held_out = HeldOut(
+        list(source.validation_batches()), source.validation_prompts() if config.sft.val_generate else []
+    )
     with open_job(
         config,
         source.encoder,
@@ -28,7 +34,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
         if step == 0:
             job.show_rows(loader)
             if config.sft.val_at_start:
-                job.note(validate(job, source, step))
+                job.note(validate(job, held_out, step))
                 job.log(step)
         loss = NllLoss()
         with job.progress.phase("sft", total, unit="steps", done=step) as phase:
@@ -41,23 +47,31 @@ def run_sft(config: SftRunConfig) -> RunResult:
                 step += 1
                 job.note(plan_metrics(plan))
                 if is_due(step, config.sft.val_period, total):
-                    job.note(validate(job, source, step))
+                    job.note(validate(job, held_out, step))
                 job.log_step(step, batch["length"])
                 job.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
         return job.finish(step)
 
 
-def validate(job: Job, source: SftSource, step: int) -> Metrics:
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows a run is validated on, encoded before it starts, so that a bad one cannot end it at its last step."""
+
+    batches: list[list[EncodedRow]]
+    prompts: list[Prompt]
+    """Empty unless answers are generated."""
+
+
+def validate(job: Job, held_out: HeldOut, step: int) -> Metrics:
     """Loss on the held-out rows, and with `sft.val_generate` the reward of answers generated for their prompts."""
     metrics: Metrics = {}
     with job.timers("validation"):
-        for rows in source.validation_batches():
-            batch = BatchedDataDict(collate(rows))
-            placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
-            with job.workplace.training():
+        with job.workplace.training():
+            for rows in held_out.batches:
+                batch = BatchedDataDict(collate(rows))
+                placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
                 part = job.policy.evaluate(placed, NllLoss())
-            metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
-        if source.config.sft.val_generate:
-            metrics |= score_answers(job, source.validation_prompts(), step)
+                metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
+        metrics |= score_answers(job, held_out.prompts, step)
     return metrics

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nemo_like.algorithms.rollout import Prompt
 from nemo_like.config.errors import ConfigError
@@ -54,11 +54,9 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     """
     name = config.policy.tokenizer_name or config.policy.model_name
     key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
-    # Only a full hub name is looked for over the network; a mistyped path would wait there for nothing.
-    is_hub_name = not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local_files_only or not is_hub_name
+            name, trust_remote_code=False, local_files_only=local_files_only or not _is_hub_name(name)
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -76,6 +74,37 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     )
 
 
+def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
+    """The model's configuration; raises ConfigError if a file of the model is missing.
+
+    With `local_files_only` a hub name must be in this machine's cache.
+    """
+    name = config.policy.model_name
+    path = Path(name).expanduser()
+    key = f"policy.model_name is {name!r}, "
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"{key}a directory without config.json; give that of a Hugging Face model")
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        gguf = next(path.glob("*.gguf"), None)
+        way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
+        raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
+    try:
+        return AutoConfig.from_pretrained(
+            name, local_files_only=local_files_only or not _is_hub_name(name), trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        if path.is_dir():
+            raise ConfigError(f"{key}whose config.json cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
+        ) from error
+
+
+def _is_hub_name(name: str) -> bool:
+    """Only a full hub name is looked for over the network; a mistyped path would wait there for nothing."""
+    return not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
 @dataclass(frozen=True)
 class SftSource:
     """Rows to learn from, and those held out."""
@@ -89,6 +118,7 @@ class SftSource:
     def open(cls, config: SftRunConfig) -> SftSource:
         """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
         data = config.data
+        open_model_config(config)
         train = load_rows(data.train_path, purpose="sft", max_rows=data.max_train_rows)
         validation = _load_validation(config, "sft")
         return cls(config, open_encoder(config), train, validation)
@@ -136,6 +166,7 @@ class PromptSource:
     @classmethod
     def open(cls, config: GrpoRunConfig) -> PromptSource:
         """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
+        open_model_config(config)
         train = load_rows(config.data.train_path, purpose="rl", max_rows=config.data.max_train_rows)
         return cls(config, open_encoder(config), train, _load_validation(config, "rl"))
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nemo_like.algorithms.findings import Findings, Report
 from nemo_like.algorithms.rollout import Prompt
-from nemo_like.algorithms.source import PromptSource, SftSource, open_encoder
+from nemo_like.algorithms.source import PromptSource, SftSource, open_encoder, open_model_config
 from nemo_like.config.check import batching_section, derivation, num_policy_workers
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
@@ -44,7 +43,7 @@ def validate(config: RunConfig) -> Report:
     """Look at everything `config` names. What is wrong with it is in the report; nothing is raised for it."""
     findings = Findings()
     findings.say("batches", *derivation(config).splitlines())
-    model = findings.attempt(lambda: _model_config(config))
+    model = findings.attempt(lambda: open_model_config(config, local_files_only=True))
     if model is not None:
         _describe_model(config, model, findings)
     purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
@@ -61,27 +60,6 @@ def validate(config: RunConfig) -> Report:
     if encoder is not None and train is not None:
         _look_at_rows(config, encoder, train, validation, model, findings)
     return findings.report()
-
-
-def _model_config(config: RunConfig) -> PretrainedConfig:
-    """The model's configuration; raises ConfigError if its files are not on this machine."""
-    name = config.policy.model_name
-    path = Path(name).expanduser()
-    key = f"policy.model_name is {name!r}, "
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{key}a directory without config.json; give that of a Hugging Face model")
-    if path.is_dir() and not any(path.glob("*.safetensors")):
-        gguf = next(path.glob("*.gguf"), None)
-        way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
-        raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
-    try:
-        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if path.is_dir():
-            raise ConfigError(f"{key}whose config.json cannot be used: {str(error).splitlines()[0]}") from error
-        raise ConfigError(
-            f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
-        ) from error
 
 
 def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findings) -> None:
@@ -107,7 +85,7 @@ def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> No
     if not functions or rows is None:
         return
     asked, last = question(rows[0]), conversation(rows[0])[-1]
-    completion = last["content"] if last["role"] == "assistant" else ""
+    completion = last.get("content") or "" if last["role"] == "assistant" else ""
     sample = RewardSample(prompt=asked.text, completion=completion, answer=asked.answer, row=asked.row)
     for name, function in functions.items():
         path = config.reward.functions[name].path
@@ -136,6 +114,10 @@ def _look_at_rows(
         source = SftSource(config, encoder, train, validation)
         findings.say("data", f"{source.num_steps:,} steps of {config.policy.train_global_batch_size} rows")
         _look_at_conversations(config, encoder, train, model, findings)
+        if validation is not None:
+            held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row)), findings)
+            lengths_of = {index: len(row.input_ids) for index, row in held_out.items()}
+            _check_lengths(config, validation, lengths_of, findings)
         if len(findings.problems) == num_problems:
             batch = findings.attempt(lambda: next(source.loader()))
             lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
@@ -144,6 +126,9 @@ def _look_at_rows(
         prompts = _encode_some(train, lambda row: encoder.encode_prompt(question(row).messages), findings)
         _check_prompts(config, train, {index: len(ids) for index, ids in prompts.items()}, findings)
         _check_vocabulary(model, prompts.values(), findings)
+        if validation is not None:
+            held_out = _encode_some(validation, lambda row: encoder.encode_prompt(question(row).messages), findings)
+            _check_prompts(config, validation, {index: len(ids) for index, ids in held_out.items()}, findings)
         if len(findings.problems) == num_problems:
             asked = findings.attempt(lambda: next(PromptSource(config, encoder, train, validation).loader())) or []
             findings.samples += [_prompt_sample(config, encoder, prompt) for prompt in asked[:NUM_SAMPLES]]

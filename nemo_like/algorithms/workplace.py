@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from nemo_like.config.schema import RunConfig
@@ -54,26 +56,28 @@ def open_workplace(
     """
     if generates:
         load_reward_functions(config.reward.functions)
+    shares_devices = generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
+    worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
     with ExitStack() as closing:
         with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
             start = _starter(config, closing, progress, generates=generates)
             policy_group = start(
                 "policy", DTensorPolicyWorker, config=config.policy, seed=config.seed, needs_reference=needs_reference
             )
-            policy = Policy(policy_group, config.policy)
+            policy = Policy(policy_group, config.policy, seed=config.seed)
+            if shares_devices:
+                policy_group.run_all_workers("sleep")  # the generator is loaded onto the same device next
             phase.advance()
             if not generates:
                 generator = rewards = None
             else:
-                generator = Generator(start("generation", HFGenerationWorker, **_generation_arguments(config)))
+                generator = Generator(start("generation", worker_class, **_generation_arguments(config)))
+                if shares_devices:
+                    generator.group.run_all_workers("sleep")
                 phase.advance()
                 functions = config.reward.functions
                 rewards = RewardEnvironment(start("reward", RewardWorker, functions=functions), functions)
                 phase.advance()
-        shares_devices = generator is not None and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
-        if generator is not None and shares_devices:
-            policy.group.run_all_workers("sleep")
-            generator.group.run_all_workers("sleep")
         yield Workplace(policy, generator, rewards, shares_devices)
 
 
@@ -91,7 +95,9 @@ def _starter(
 ) -> Callable[..., WorkerGroup]:
     """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is stopped with `closing`."""
     if config.cluster.backend == "local":
+        meeting = closing.enter_context(tempfile.TemporaryDirectory(prefix="nemo_like_"))
         context = local_context(
+            folder=Path(meeting),
             device="cuda:0" if config.cluster.gpus_per_node else "cpu",
             collective_timeout_s=config.cluster.collective_timeout_s,
         )

@@ -210,10 +210,10 @@ class ChatEncoder:
         for message in messages:
             if message["role"] == "assistant":
                 start = len(text)
-                text += message["content"] + str(self.tokenizer.eos_token)
+                text += (message.get("content") or "") + str(self.tokenizer.eos_token)
                 spans.append((start, len(text)))
             else:
-                text += message["content"] + "\n"
+                text += (message.get("content") or "") + "\n"
         return text, spans
 
 

@@ -16,9 +16,18 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import Handle, WorkerContext
 
 
-def local_context(*, device: str = "cpu", num_threads: int | None = None, collective_timeout_s: float = 600.0) -> WorkerContext:
-    """The context of a group of one, which meets in a fresh temporary file. `num_threads` None means every core."""
-    meeting = Path(tempfile.mkdtemp(prefix="nemo_like_")) / "rendezvous"
+def local_context(
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    collective_timeout_s: float = 600.0,
+    folder: Path | None = None,
+) -> WorkerContext:
+    """The context of a group of one, which meets in a file of `folder`; None makes a temporary one, which stays.
+
+    `num_threads` None means every core.
+    """
+    meeting = (folder or Path(tempfile.mkdtemp(prefix="nemo_like_"))) / "rendezvous"
     return WorkerContext(
         rank=0,
         world_size=1,

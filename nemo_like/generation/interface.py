@@ -94,10 +94,9 @@ class Generator:
     def awake(self) -> Iterator[None]:
         """Weights are on the device inside, and in host memory outside."""
         self.group.run_all_workers("wake")
-        try:
-            yield
-        finally:
-            self.group.run_all_workers("sleep")
+        yield
+        # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
+        self.group.run_all_workers("sleep")
 
     def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, *, max_total_length: int) -> Completions:
         """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream of `seeds[i]`.

@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.config.errors import ConfigError
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -120,7 +122,7 @@ def _read_manifest(directory: Path, parameters: Mapping[str, nn.Parameter]) -> d
     different = sorted(name for name in shapes.keys() | manifest["shapes"] if shapes.get(name) != manifest["shapes"].get(name))
     if different:
         name = different[0]
-        raise ValueError(
+        raise ConfigError(
             f"{directory} is a checkpoint of another model: {len(different)} weights differ, first {name}, saved as "
             f"{manifest['shapes'].get(name)} and now {shapes.get(name)}; check policy.model_name"
         )

@@ -106,10 +106,9 @@ class Policy:
     def awake(self) -> Iterator[None]:
         """The model is on its device inside, and in host memory outside."""
         self.group.run_all_workers("wake")
-        try:
-            yield
-        finally:
-            self.group.run_all_workers("sleep")
+        yield
+        # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
+        self.group.run_all_workers("sleep")
 
     def probe_isolation(self) -> IsolationReport:
         """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""

@@ -77,7 +77,26 @@ def test_a_step_equals_the_cpu_step(model_dir: Callable[[str], str], precision: 
     assert values["cuda:0"] == pytest.approx(values["cpu"], rel=tolerance)
 
 
-def test_sleep_frees_the_device_and_wake_brings_everything_back(model_dir: Callable[[str], str]):  # noqa: F811
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_sleep_frees_the_device_and_wake_brings_everything_back(
+    model_dir: Callable[[str], str],  # noqa: F811
+    precision: str,
+):
+    losses: dict[bool, list[float]] = {}
+    for naps in (False, True):
+        policy = open_policy(model_dir("llama_tied"), "cuda:0", precision)
+        placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
+        losses[naps] = []
+        for _ in range(3):
+            losses[naps].append(policy.train(placed, None, NllLoss())[0]["policy/loss"].value)
+            if naps:
+                policy.group.run_all_workers("sleep")
+                policy.group.run_all_workers("wake")
+        policy.shutdown()
+    assert losses[True] == losses[False], "weights or optimizer moments were lost on the way"
+
+
+def test_asleep_the_policy_holds_almost_nothing_on_the_device(model_dir: Callable[[str], str]):  # noqa: F811
     policy = open_policy(model_dir("llama"), "cuda:0", "float32")
     placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
     policy.train(placed, None, NllLoss())
