@@ -28,8 +28,6 @@ from nemo_like.policy.policy import PlacedBatch, Policy
 from nemo_like.progress import Progress, Sample
 from nemo_like.tracking import RunDirectory, Tracker, open_run
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class RunResult:

@@ -62,7 +62,7 @@ class Rollout:
 
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
         """One JSON object per row, for `rollouts/step_<N>.jsonl`."""
-        rewards, groups = self.batch["reward"], self.batch["group"]
+        rewards, groups, lengths = self.batch["reward"], self.batch["group"], self.completions.token_ids.lengths
         return [
             {
                 "group": int(groups[i]),
@@ -72,7 +72,7 @@ class Rollout:
                 "reward": float(rewards[i]),
                 **{f"reward_{name}": float(values[i]) for name, values in self.components.items()},
                 **({} if advantages is None else {"advantage": float(advantages[i])}),
-                "completion_tokens": int(self.completions.token_ids.lengths[i]),
+                "completion_tokens": int(lengths[i]),
                 "finish_reason": self.completions.finish_reasons[i],
                 "weight_version": self.completions.weight_version,
             }

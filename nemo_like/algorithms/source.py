@@ -120,7 +120,7 @@ class SftSource:
         data = config.data
         open_model_config(config)
         train = load_rows(data.train_path, purpose="sft", max_rows=data.max_train_rows)
-        validation = _load_validation(config, "sft")
+        validation = load_validation(config, "sft")
         return cls(config, open_encoder(config), train, validation)
 
     @property
@@ -168,7 +168,7 @@ class PromptSource:
         """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
         open_model_config(config)
         train = load_rows(config.data.train_path, purpose="rl", max_rows=config.data.max_train_rows)
-        return cls(config, open_encoder(config), train, _load_validation(config, "rl"))
+        return cls(config, open_encoder(config), train, load_validation(config, "rl"))
 
     def loader(self) -> RowLoader[Row, Prompt]:
         """Endless shuffled batches of the prompts of one step."""
@@ -185,7 +185,8 @@ class PromptSource:
         return _prompts(self.encoder, self.config, self.validation)
 
 
-def _load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
+def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
+    """The held-out rows, None where no file is named. Raises ConfigError for a missing or empty file, or a bad line."""
     data = config.data
     if data.validation_path is None:
         return None

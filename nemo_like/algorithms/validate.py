@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nemo_like.algorithms.findings import Findings, Report
 from nemo_like.algorithms.rollout import Prompt
-from nemo_like.algorithms.source import PromptSource, SftSource, open_encoder, open_model_config
+from nemo_like.algorithms.source import PromptSource, SftSource, load_validation, open_encoder, open_model_config
 from nemo_like.config.check import batching_section, derivation, num_policy_workers
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
@@ -48,7 +48,7 @@ def validate(config: RunConfig) -> Report:
         _describe_model(config, model, findings)
     purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
     train = findings.attempt(lambda: load_rows(config.data.train_path, purpose=purpose, max_rows=config.data.max_train_rows))
-    validation = findings.attempt(lambda: _validation_rows(config, purpose))
+    validation = findings.attempt(lambda: load_validation(config, purpose))
     for path, rows in ((config.data.train_path, train), (config.data.validation_path, validation)):
         if rows is not None:
             findings.say("data", f"{path}: {len(rows):,} rows of {' + '.join(rows.format)}")
@@ -70,13 +70,6 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findin
     limit = config.policy.max_total_sequence_length
     if positions and limit > positions:
         findings.warnings.append(f"policy.max_total_sequence_length {limit} is above the {positions} positions of the model")
-
-
-def _validation_rows(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
-    data = config.data
-    if data.validation_path is None:
-        return None
-    return load_rows(data.validation_path, purpose=purpose, max_rows=data.max_validation_rows, key="data.validation_path")
 
 
 def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> None:

@@ -42,10 +42,7 @@ def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: f
     wanted = ("reward/mean", "generation/completion_length_mean", "generation/truncated_share")
     values = rollout.metrics()
     metrics: Metrics = {f"validation/{name.replace('/', '_')}": values[name] for name in wanted}
-    metrics |= {
-        f"validation/{name.removeprefix('reward/')}": values[name]
-        for name in (f"reward/{component}_mean" for component in rollout.components)
-    }
+    metrics |= {f"validation/{name}_mean": values[f"reward/{name}_mean"] for name in rollout.components}
     return metrics
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -24,7 +25,7 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
 from nemo_like.distributed.worker_actor import Location, Raised, WorkerActor, WorkerContext
 
-__all__ = ["Handle", "RayWorkerGroup", "WorkerContext", "WorkerGroup"]
+__all__ = ["Handle", "RayWorkerGroup", "WorkerContext", "WorkerGroup", "awake"]
 
 GRACE_S = 20.0
 """How long a broken collective waits for what broke it. Ray takes up to about 15 s to notice that a node is gone."""
@@ -85,6 +86,15 @@ class WorkerGroup(Protocol):
     def shutdown(self) -> None:
         """Stop the workers; may be called again."""
         ...
+
+
+@contextmanager
+def awake(group: WorkerGroup) -> Iterator[None]:
+    """The group's model is on its devices inside, and in host memory outside."""
+    group.run_all_workers("wake")
+    yield
+    # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
+    group.run_all_workers("sleep")
 
 
 class RayWorkerGroup:

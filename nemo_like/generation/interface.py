@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from nemo_like.config.schema import GenerationConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup, awake
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end token or a stop string. `length`: no room for another token."""
@@ -90,13 +90,9 @@ class Generator:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self) -> AbstractContextManager[None]:
         """Weights are on the device inside, and in host memory outside."""
-        self.group.run_all_workers("wake")
-        yield
-        # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
-        self.group.run_all_workers("sleep")
+        return awake(self.group)
 
     def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, *, max_total_length: int) -> Completions:
         """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream of `seeds[i]`.

@@ -5,8 +5,8 @@ Everything here is small and on the CPU; nothing imports a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, awake
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.engine import Sync
@@ -102,13 +102,9 @@ class Policy:
         """The loss's metrics over the placed rows, without training on them."""
         return self.group.run_all_workers_sharded_data("evaluate", placed.shards, loss=loss)[0]
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self) -> AbstractContextManager[None]:
         """The model is on its device inside, and in host memory outside."""
-        self.group.run_all_workers("wake")
-        yield
-        # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
-        self.group.run_all_workers("sleep")
+        return awake(self.group)
 
     def probe_isolation(self) -> IsolationReport:
         """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""
