@@ -1,14 +1,18 @@
-"""Packed attention equals each row alone, and no row sees another."""
+"""Packed attention equals each row alone, whole or cut over context-parallel ranks, and no row sees another."""
 
 import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nemo_like.data.packing.layout import cp_gather_positions, cp_shard_positions
 from nemo_like.policy.attention import attention_forward, padded_attention, varlen_attention
+from nemo_like.policy.context_parallel import plan_exchange
+from tests.policy.thread_ranks import run_thread_ranks
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True) -> Tensor:
@@ -89,6 +93,91 @@ def test_padded_rows_equal_each_row_alone_and_ignore_their_padding(window):
         alone = (tensor[row, :, :length].transpose(0, 1) for tensor in (q, k, v))
         expected = naive_attention(*alone, scale=0.3, window=window)
         torch.testing.assert_close(out[row, :, :length].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def attend_in_shares(
+    tensors: tuple[Tensor, Tensor, Tensor], upstream: Tensor, lengths: list[int], cp_size: int, window: int | None
+) -> list[Tensor]:
+    """Output and gradients of q, k, v, each put together from what `cp_size` ranks compute with their shares."""
+
+    def attend(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        held = torch.from_numpy(cp_shard_positions(lengths, cp_size, group.rank()))
+        q, k, v = (tensor.detach()[held].requires_grad_() for tensor in tensors)
+        out = varlen_attention(q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, cp_group=group)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), upstream[held])
+
+    in_order = torch.from_numpy(cp_gather_positions(lengths, cp_size))
+    return [torch.cat(shares)[in_order] for shares in zip(*run_thread_ranks(cp_size, attend), strict=True)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    units=st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(sum),
+    long=st.sampled_from([0, 90]),
+    cp_size=st.sampled_from([2, 4]),
+    window=st.sampled_from([None, 1, 7, 100]),
+)
+def test_shares_of_context_parallel_ranks_equal_the_whole(units, long, cp_size, window):
+    lengths = [2 * cp_size * unit for unit in [*units, long]]
+    tensors = random_qkv(sum(lengths))
+    upstream = torch.randn_like(tensors[0])
+    whole = varlen_attention(*tensors, boundaries(lengths), max(lengths), scale=0.3, window=window)
+    expected = (whole.detach(), *torch.autograd.grad(whole, tensors, upstream))
+    for found, wanted in zip(attend_in_shares(tensors, upstream, lengths, cp_size, window), expected, strict=True):
+        assert float((found - wanted).norm()) <= 1e-5 * max(1.0, float(wanted.norm()))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_changing_one_row_leaves_the_others_bit_equal_across_ranks_too(window):
+    lengths = [8, 40, 8, 400, 12, 16]
+    tensors = random_qkv(sum(lengths))
+    upstream = torch.randn_like(tensors[0])
+    bounds = boundaries(lengths).tolist()
+    before = attend_in_shares(tensors, upstream, lengths, 2, window)
+    for start, end in itertools.pairwise(bounds):
+        q, k, v = (tensor.detach().clone() for tensor in tensors)
+        for tensor in (q, k, v):
+            tensor[start:end] += 1000.0
+        after = attend_in_shares((q, k, v), upstream, lengths, 2, window)
+        assert not torch.equal(after[0][start:end], before[0][start:end])
+        for found, wanted in zip(after, before, strict=True):
+            assert torch.equal(found[:start], wanted[:start])
+            assert torch.equal(found[end:], wanted[end:])
+
+
+def test_the_exchange_of_a_forward_is_planned_once_and_without_waiting_for_the_device():
+    def plan(group: dist.ProcessGroup) -> None:
+        cu_seqlens = boundaries([8])
+        exchange = plan_exchange(cu_seqlens, 8, group, 4)
+        assert plan_exchange(cu_seqlens, 8, group, 4) is exchange
+        if group.rank() == 0:
+            assert exchange.kv_index.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+            assert (exchange.cu_seqlens_q.tolist(), exchange.cu_seqlens_k.tolist()) == ([0, 2, 4], [0, 2, 10])
+            assert (exchange.max_seqlen_q, exchange.max_seqlen_k) == (2, 8)
+        # A tensor on the meta device has no values: asking for one would fail.
+        assert plan_exchange(cu_seqlens.to("meta"), 8, group, 4).kv_index.shape == (10,)
+
+    run_thread_ranks(2, plan)
+
+
+def test_shares_that_do_not_fit_the_boundaries_are_refused():
+    def attend(lengths: list[int], num_positions: int) -> None:
+        q, k, v = random_qkv(num_positions)
+        run_thread_ranks(2, lambda group: varlen_attention(q, k, v, boundaries(lengths), 8, scale=0.3, cp_group=group))
+
+    with pytest.raises(ValueError, match="cu_seqlens ends at 8 but there are 2 x 5 positions"):
+        attend([8], 5)
+    with pytest.raises(ValueError, match=r"\[0, 6, 8\] are not all multiples of 2 x 2"):
+        attend([6, 2], 4)
+
+
+def test_context_parallelism_needs_packed_rows():
+    def attend(group: dist.ProcessGroup) -> None:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in random_qkv(5))
+        attention_forward(torch.nn.Linear(1, 1), q, k, v, None, scaling=0.3, cp_group=group)
+
+    with pytest.raises(ValueError, match="needs packed rows"):
+        run_thread_ranks(2, attend)
 
 
 def test_boundaries_must_cover_every_position():

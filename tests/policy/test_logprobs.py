@@ -1,16 +1,19 @@
-"""Chunked log-probs equal the naive ones in value and gradient, in a fraction of the memory."""
+"""Chunked log-probs equal the naive ones in value and gradient, in a fraction of the memory, on one rank or several."""
 
-import subprocess
-import sys
-from pathlib import Path
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from tests.policy.thread_ranks import run_thread_ranks
 
 
 def naive_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, bias: Tensor | None = None):
@@ -100,36 +103,156 @@ def test_temperature_zero_is_an_error():
         token_logprobs(hidden, weight, labels, temperature=0.0)
 
 
-_PEAK_PROGRAM = """
-import re, sys
-import torch
-from nemo_like.policy.logprobs import token_logprobs
-from tests.policy.test_logprobs import naive_logprobs, random_inputs
+class Recorder(TorchDispatchMode):
+    """The bytes of floating-point tensors alive at once, the largest such tensor, and the collectives."""
 
-def peak_bytes():
-    # Not getrusage: its maximum outlives exec, so it would be the test runner's.
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = 0
+        self.collectives: list[str] = []
+        self._known = WeakIdKeyDictionary()
 
-functions = {
-    "chunked": lambda *tensors: token_logprobs(*tensors, chunk_size=128, with_entropy=True),
-    "naive": lambda *tensors: naive_logprobs(*tensors, 1.0),
-}
-function = functions[sys.argv[1]]
-warm_hidden, warm_weight, _, warm_labels = random_inputs(8, 32, 64)
-sum(function(warm_hidden, warm_weight, warm_labels)).sum().backward()
-hidden, weight, _, labels = random_inputs(2048, 32, 16384)
-before = peak_bytes()
-sum(function(hidden, weight, labels)).sum().backward()
-print(peak_bytes() - before)
-"""
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.collectives.append(func._opname)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self._record(tensor.untyped_storage())
+        return result
+
+    def _record(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known[storage] = True
+            self.alive += storage.nbytes()
+            self.peak, self.largest = max(self.peak, self.alive), max(self.largest, storage.nbytes())
+            weakref.finalize(storage, self._forget, storage.nbytes())
+
+    def _forget(self, num_bytes: int) -> None:
+        self.alive -= num_bytes
 
 
 def test_peak_memory_is_a_fraction_of_the_naive_one():
-    """2048 tokens x 16384 vocabulary: one float32 matrix of logits would be 128 MiB, one chunk of them is 8 MiB."""
-    peaks = {}
-    for name in ("chunked", "naive"):
-        command = [sys.executable, "-c", _PEAK_PROGRAM, name]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-        peaks[name] = int(result.stdout)
-    assert peaks["naive"] > 3 * 2048 * 16384 * 4
-    assert peaks["chunked"] < 2048 * 16384 * 4 / 2
+    """2048 tokens x 8192 vocabulary: one float32 matrix of logits would be 64 MiB, one chunk of them is 4 MiB."""
+    hidden, weight, _, labels = random_inputs(2048, 16, 8192)
+    one_chunk, all_logits = 128 * 8192 * 4, 2048 * 8192 * 4
+    with Recorder() as naive:
+        torch.stack(naive_logprobs(hidden, weight, labels, 1.0)).sum().backward()
+    assert naive.peak > 3 * all_logits
+    with Recorder() as chunked:
+        logprobs, entropy = token_logprobs(hidden, weight, labels, chunk_size=128, with_entropy=True)
+        assert entropy is not None
+        (logprobs + entropy).sum().backward()
+    assert chunked.largest == one_chunk
+    assert chunked.peak < 4 * one_chunk
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    num_tokens=st.integers(0, 20),
+    chunk_size=st.sampled_from([5, 24]),
+    cuts=st.lists(st.integers(0, 33), min_size=1, max_size=3).map(sorted),
+    temperature=st.sampled_from([0.5, 1.0]),
+    entropy_weight=st.sampled_from([None, 0.3]),
+)
+def test_a_vocabulary_spread_over_ranks_gives_the_same(num_tokens, chunk_size, cuts, temperature, entropy_weight):
+    """Ranks hold rows between the cuts: uneven, some of them none."""
+    hidden, weight, bias, labels = random_inputs(num_tokens, 8, 33)
+    token_weights = torch.linspace(-1, 1, num_tokens)
+
+    def score(rows: slice, vocab: VocabShard | None) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
+        logprobs, entropy = token_logprobs(
+            leaves[0],
+            leaves[1],
+            labels,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropy=entropy_weight is not None,
+            bias=leaves[2],
+            vocab=vocab,
+        )
+        loss = (token_weights * logprobs).sum()
+        if entropy is None or entropy_weight is None:
+            return logprobs.detach(), logprobs.new_zeros(0), *torch.autograd.grad(loss, leaves)
+        loss = loss + entropy_weight * (token_weights.square() * entropy).sum()
+        return logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)
+
+    def score_shard(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        start, stop = [0, *cuts, 33][group.rank() : group.rank() + 2]
+        return score(slice(start, stop), VocabShard(group, start))
+
+    shards = run_thread_ranks(len(cuts) + 1, score_shard)
+    for found in shards:
+        assert all(torch.equal(mine, first) for mine, first in zip(found[:3], shards[0][:3], strict=True))
+    joined = [*shards[0][:3], torch.cat([shard[3] for shard in shards]), torch.cat([shard[4] for shard in shards])]
+    # Products of other shapes round the logits otherwise, and a probability's relative error is its logit's absolute one.
+    tolerances = (1e-6, 1e-6, 5e-6, 5e-6, 5e-6)
+    for found, wanted, tolerance in zip(joined, score(slice(0, 33), None), tolerances, strict=True):
+        assert float((found - wanted).norm()) <= tolerance * float(wanted.norm())
+
+
+def test_no_rank_holds_logits_of_the_whole_vocabulary_and_collectives_are_two():
+    num_tokens, vocabulary, chunk_size, num_ranks = 64, 4096, 16, 2
+    hidden, weight, _, labels = random_inputs(num_tokens, 8, vocabulary)
+
+    def score(group: dist.ProcessGroup) -> Recorder:
+        rows = weight.detach().chunk(num_ranks)[group.rank()].clone().requires_grad_()
+        with Recorder() as recorder:
+            shard = VocabShard(group, start=group.rank() * len(rows))
+            leaf = hidden.detach().requires_grad_()
+            logprobs, entropy = token_logprobs(leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard)
+            assert entropy is not None
+            torch.autograd.grad(logprobs.sum() + entropy.sum(), (leaf, rows))
+        return recorder
+
+    for recorder in run_thread_ranks(num_ranks, score):
+        assert recorder.largest == chunk_size * (vocabulary // num_ranks) * 4
+        assert recorder.collectives == ["_allgather_base_", "allreduce_"]
+
+
+def test_the_parts_of_the_hidden_gradient_add_up_where_the_caller_sums_them():
+    hidden, weight, _, labels = random_inputs(9, 8, 34)
+
+    def grad(group: dist.ProcessGroup, partial: bool) -> Tensor:
+        rows, leaf = weight.detach().chunk(2)[group.rank()], hidden.detach().requires_grad_()
+        logprobs, _ = token_logprobs(leaf, rows, labels, vocab=VocabShard(group, 17 * group.rank(), partial_hidden_grad=partial))
+        return torch.autograd.grad(logprobs.sum(), leaf)[0]
+
+    whole, same = run_thread_ranks(2, lambda group: grad(group, partial=False))
+    parts = run_thread_ranks(2, lambda group: grad(group, partial=True))
+    assert torch.equal(whole, same)
+    assert not torch.allclose(parts[0], whole)
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_a_rank_whose_tokens_are_all_impossible_adds_nothing():
+    hidden, weight, _, labels = random_inputs(6, 8, 32)
+    labels %= 16
+    bias = torch.cat([torch.zeros(16), torch.full((16,), float("-inf"))])
+
+    def score(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        rows = weight.detach().chunk(2)[group.rank()].clone().requires_grad_()
+        shard = VocabShard(group, 16 * group.rank())
+        logprobs, entropy = token_logprobs(
+            hidden.detach(), rows, labels, with_entropy=True, bias=bias.chunk(2)[group.rank()], vocab=shard
+        )
+        assert entropy is not None
+        return logprobs.detach(), entropy.detach(), torch.autograd.grad(logprobs.sum() + entropy.sum(), rows)[0]
+
+    expected = naive_logprobs(hidden, weight[:16], labels, 1.0)
+    for logprobs, entropy, grad in run_thread_ranks(2, score):
+        torch.testing.assert_close((logprobs, entropy), expected)
+        assert bool(torch.isfinite(grad).all())
+
+
+def test_a_label_that_no_rank_has_is_impossible():
+    hidden, weight, _, labels = random_inputs(3, 8, 32)
+    labels[1] = 32
+
+    def score(group: dist.ProcessGroup) -> Tensor:
+        shard = VocabShard(group, 16 * group.rank())
+        return token_logprobs(hidden.detach(), weight.detach().chunk(2)[group.rank()], labels, vocab=shard)[0]
+
+    for logprobs in run_thread_ranks(2, score):
+        assert torch.isinf(logprobs).tolist() == [False, True, False]
