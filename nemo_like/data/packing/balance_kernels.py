@@ -47,17 +47,21 @@ class State(NamedTuple):
 
 @cache
 def compiled() -> Any | None:
-    """`fill`, `complete` and `level` as machine code kept on disk between processes, or None where numba is not installed."""
+    """`fill`, `complete` and `level` as machine code kept on disk between processes; None where numba, or a place to keep
+    it, is missing."""
     if find_spec("numba") is None:
         return None
     import numba
 
     # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
     scope = dict(globals())
-    for function in (fill, first_free, complete, nearest, gift, best_exchange, move, find_roomiest, level):
-        copy = FunctionType(function.__code__, scope, function.__name__)
-        copy.__qualname__ = function.__qualname__
-        scope[function.__name__] = numba.njit(cache=True, nogil=True)(copy)
+    try:
+        for function in (fill, first_free, complete, nearest, gift, best_exchange, move, find_roomiest, level):
+            copy = FunctionType(function.__code__, scope, function.__name__)
+            copy.__qualname__ = function.__qualname__
+            scope[function.__name__] = numba.njit(cache=True, nogil=True)(copy)
+    except RuntimeError:  # no directory may be written to; compiling anew in each process costs more than it saves
+        return None
     return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
 
 
