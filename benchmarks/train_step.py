@@ -3,10 +3,14 @@
     python benchmarks/train_step.py                                      # built-in lengths
     python benchmarks/train_step.py --lengths traces/conv.csv --columns ContextTokens,GeneratedTokens --scale-to 1024
     python benchmarks/train_step.py --jsonl gsm8k/train.jsonl --fields question,answer --tokenizer models/SmolLM2-135M-Instruct
+    python benchmarks/train_step.py --device cuda --model llama-1b --precision bfloat16 --budget 8192 --rows 512 \\
+        --lengths traces/conv.csv --scale-to 8192                        # tokens/s, MFU and peak memory of one GPU
 
-Every mode trains the same rows with the same model and the same token budget per microbatch, in this process, and the
-modes take turns, so that a noisy machine disturbs all of them alike. `padded` pads every row to the longest of the batch, as
-a batch kept as one tensor does; `padded mb` takes the same number of rows at a time, padded to the longest among those.
+Every mode trains the same rows with the same model and the same token budget per microbatch, in this process; on a CPU the
+modes take turns, so that a noisy machine disturbs all of them alike, on a GPU they follow each other, so that each has the
+memory to itself. `transformers` is the loop people write: rows in the given order, so many at a time, padded to the longest
+among them, logits and all; `padded` pads every row to the longest of the batch, as a batch kept as one tensor does; `padded
+mb` takes the same number of rows at a time, padded to the longest among those. MFU counts the FLOPs of real tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +20,24 @@ import csv
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.packing.cost import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.peak import peak_flops
 from nemo_like.policy.policy import Policy
 
 _VOCABULARY = 8192
@@ -37,14 +45,28 @@ _VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Result:
-    """One mode: median seconds of a step, and what its plan looked like."""
+    """One mode: median seconds of a step, and what its batches looked like."""
 
     name: str
     seconds: float
-    tokens: int
     padding_share: float
     num_microbatches: float
     loss: float
+    peak_gb: float
+    """Most memory the device held; 0 on a CPU."""
+
+
+class Mode(Protocol):
+    """A way to train a batch."""
+
+    padding_share: float
+    num_microbatches: float
+
+    def step(self) -> float:
+        """One optimizer step; the loss before it."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,13 +81,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), arguments)
         results = measure(Path(folder), rows, arguments)
-    print(f"{'mode':<10}{'real tokens/s':>15}{'step s':>9}{'padding':>9}{'microbatches':>14}{'loss':>10}{'ratio':>8}")
+        flops = train_flops(AutoConfig.from_pretrained(folder), rows)
+    peak, source = peak_flops(torch.device(arguments.device))
+    print(f"MFU is of {peak / 1e12:.3g} TFLOP/s ({source})")
+    print(
+        f"{'mode':<13}{'real tokens/s':>15}{'step s':>9}{'padding':>9}{'microbatches':>14}{'loss':>10}{'MFU':>8}{'peak GB':>9}"
+        f"{'ratio':>8}"
+    )
     for result in results:
-        rate = result.tokens / result.seconds
-        ratio = results[0].seconds / result.seconds
         print(
-            f"{result.name:<10}{rate:>15,.0f}{result.seconds:>9.2f}{result.padding_share:>9.1%}"
-            f"{result.num_microbatches:>14.0f}{result.loss:>10.5f}{ratio:>7.2f}x"
+            f"{result.name:<13}{rows.sum() / result.seconds:>15,.0f}{result.seconds:>9.2f}{result.padding_share:>9.1%}"
+            f"{result.num_microbatches:>14.0f}{result.loss:>10.5f}{flops / result.seconds / peak:>8.1%}{result.peak_gb:>9.1f}"
+            f"{results[0].seconds / result.seconds:>7.2f}x"
         )
 
 
@@ -90,49 +117,115 @@ def load_lengths(arguments: argparse.Namespace) -> np.ndarray:
 def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     """A random Llama of the asked size."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.hidden * 3,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 64,
-        tie_word_embeddings=True,
-    )
+    if arguments.model == "llama-1b":  # the shape of Llama 3.2 1B
+        sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+        sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    else:
+        sizes = {"hidden_size": arguments.hidden, "intermediate_size": arguments.hidden * 3, "vocab_size": _VOCABULARY}
+        sizes |= {"num_hidden_layers": arguments.layers, "num_attention_heads": arguments.hidden // 64}
+        sizes |= {"num_key_value_heads": arguments.hidden // 64}
+    config = LlamaConfig(**sizes, max_position_embeddings=131072, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def measure(model: Path, rows: np.ndarray, arguments: argparse.Namespace) -> list[Result]:
-    """Median seconds per step of each mode; the modes alternate."""
+    """Median seconds per step of each mode."""
     rng = np.random.default_rng(arguments.seed)
     input_ids = Jagged.from_lengths(rng.integers(0, _VOCABULARY, rows.sum()).astype(np.int32), rows)
     mask = Jagged(np.ones(len(input_ids.values), dtype=np.uint8), input_ids.offsets)
     batch = BatchedDataDict(input_ids=input_ids, token_mask=mask, length=rows)
-    names = ("padded", "padded mb", "dynamic", "packed")
-    policies = {name: open_policy(model, name, rows, arguments) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
-    plans = {name: policy.plan(batch["length"]) for name, policy in policies.items()}
-    for turn in range(arguments.steps + 1):
-        for name, policy in policies.items():
-            start = time.perf_counter()
-            placed = policy.place(batch, plans[name])
-            metrics = policy.train(placed, None, NllLoss())
-            if turn == 0:
-                losses[name] = metrics[0]["policy/loss"].value  # before any update: must agree between modes
-            else:
-                seconds[name].append(time.perf_counter() - start)
-    return [
-        Result(
-            name,
-            float(np.median(seconds[name])),
-            int(rows.sum()),
-            plans[name].metrics()["packing/padding_share"],
-            plans[name].metrics()["packing/num_microbatches"],
-            losses[name],
-        )
-        for name in names
-    ]
+    openers: dict[str, Callable[[], Mode]] = {
+        "transformers": lambda: TransformersLoop(model, batch, arguments),
+        **{name: partial(PolicyMode, model, name, batch, arguments) for name in ("padded", "padded mb", "dynamic", "packed")},
+    }
+    openers = {name: opener for name, opener in openers.items() if name in arguments.modes.split(",")}
+    if arguments.device == "cpu":
+        modes = {name: opener() for name, opener in openers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in modes}
+        losses: dict[str, list[float]] = {name: [] for name in modes}
+        for _ in range(arguments.steps + 1):
+            for name, mode in modes.items():
+                _timed_step(mode, seconds[name], losses[name])
+        return [_result(name, mode, seconds[name], losses[name], 0.0) for name, mode in modes.items()]
+    results = []
+    for name, opener in openers.items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        mode, times, values = opener(), [], []
+        for _ in range(arguments.steps + 1):
+            _timed_step(mode, times, values)
+        results.append(_result(name, mode, times, values, torch.cuda.max_memory_allocated() / 1e9))
+        mode.close()
+    return results
+
+
+def _timed_step(mode: Mode, seconds: list[float], losses: list[float]) -> None:
+    start = time.perf_counter()
+    losses.append(mode.step())
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - start)
+
+
+def _result(name: str, mode: Mode, seconds: list[float], losses: list[float], peak_gb: float) -> Result:
+    # The first step warms up; its loss, before any update, must agree between modes.
+    return Result(name, float(np.median(seconds[1:])), mode.padding_share, mode.num_microbatches, losses[0], peak_gb)
+
+
+class PolicyMode:
+    """A policy of one worker in this process, batching one way."""
+
+    def __init__(self, model: Path, mode: str, batch: BatchedDataDict, arguments: argparse.Namespace) -> None:
+        self._policy, self._batch = open_policy(model, mode, batch["length"], arguments), batch
+        metrics = self._policy.plan(batch["length"]).metrics()
+        self.padding_share, self.num_microbatches = metrics["packing/padding_share"], metrics["packing/num_microbatches"]
+
+    def step(self) -> float:
+        placed = self._policy.place(self._batch, self._policy.plan(self._batch["length"]))
+        return self._policy.train(placed, None, NllLoss())[0]["policy/loss"].value
+
+    def close(self) -> None:
+        self._policy.shutdown()
+
+
+class TransformersLoop:
+    """Plain transformers and AdamW: `budget // longest row` rows at a time, padded to the longest of them."""
+
+    def __init__(self, model: Path, batch: BatchedDataDict, arguments: argparse.Namespace) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model.to(arguments.device)
+        if arguments.activation_checkpointing:
+            self._model.gradient_checkpointing_enable()
+            self._model.train()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
+        self._device, self._half = arguments.device, arguments.precision == "bfloat16"
+        lengths = batch["length"]
+        size = max(1, arguments.budget // int(lengths.max()))
+        self._parts = [range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
+        self._rows, self._num_tokens = list(batch["input_ids"]), int((lengths - 1).sum())
+        positions = sum(len(part) * int(lengths[list(part)].max()) for part in self._parts)
+        self.padding_share, self.num_microbatches = 1 - lengths.sum() / positions, float(len(self._parts))
+
+    def step(self) -> float:
+        total = 0.0
+        for part in self._parts:
+            ids = [torch.from_numpy(self._rows[row].astype(np.int64)) for row in part]
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._device)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(self._device)
+            labels = padded.masked_fill(mask == 0, -100)
+            with torch.autocast(torch.device(self._device).type, torch.bfloat16, enabled=self._half):
+                output = self._model(
+                    padded, attention_mask=mask, labels=labels, use_cache=False, num_items_in_batch=self._num_tokens
+                )
+            output.loss.backward()
+            total += float(output.loss.detach())
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def close(self) -> None:
+        del self._model, self._optimizer
 
 
 def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Namespace) -> Policy:
@@ -143,6 +236,7 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
         train_global_batch_size=len(rows),
         train_micro_batch_size=max(1, arguments.budget // int(rows.max())),
         max_total_sequence_length=int(rows.max()),
+        activation_checkpointing=arguments.activation_checkpointing,
     )
     if mode == "packed":
         packing = SequencePackingConfig(
@@ -172,6 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", type=int, default=2048, help="most tokens of a microbatch")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--modes", default="transformers,padded,padded mb,dynamic,packed", help="which ones, by comma")
+    parser.add_argument("--model", choices=("tiny", "llama-1b"), default="tiny", help="tiny: of --hidden and --layers")
+    parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")

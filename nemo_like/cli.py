@@ -1,4 +1,7 @@
-"""The command line: `nemo-like sft | grpo | validate | convert`. Exit codes: 0 done, 1 the run failed, 2 the input is wrong."""
+"""The command line: `nemo-like sft | grpo | validate | check | plan | export | convert`.
+
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like import __version__
+from nemo_like import __version__, plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 
@@ -33,14 +36,33 @@ def build_parser() -> argparse.ArgumentParser:
         ("sft", "supervised fine-tuning"),
         ("grpo", "reinforcement learning with group-relative advantages"),
         ("validate", "check a config, its data and its batches without starting Ray; takes seconds"),
+        ("check parity", "compare a config's engine and parallel layout with transformers, on a tiny copy of its model"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        parent = commands
+        if name == "check parity":
+            text_of_check = "checks of the system on a config's own model and layout"
+            check = commands.add_parser("check", help=text_of_check, description=text_of_check)
+            parent = check.add_subparsers(dest="what", required=True, metavar="WHAT")
+        command = parent.add_parser(name.split()[-1], help=text, description=text)
         command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
         command.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
         )
-        if name == "validate":
+        if name in ("validate", "check parity"):
             command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
+    text = "what packing is worth, from row lengths alone, before a GPU is rented; takes seconds"
+    plan = commands.add_parser(
+        "plan",
+        help=text,
+        description=text,
+        epilog=plan_command.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan_command.add_arguments(plan)
+    export = commands.add_parser("export", help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model")
+    export.add_argument("source", type=Path, metavar="RUN", help="a run directory (its latest checkpoint) or a step folder")
+    export.add_argument("--out", required=True, type=Path, metavar="DIR")
+    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run's config to change")
     convert = commands.add_parser("convert", help="turn a GGUF file into a Hugging Face model directory")
     convert.add_argument("source", type=Path, metavar="FILE.gguf")
     convert.add_argument("--out", required=True, type=Path, metavar="DIR")
@@ -72,8 +94,22 @@ def _run(arguments: argparse.Namespace) -> int:
 
         print(f"wrote {convert_gguf(arguments.source, arguments.out)}")
         return 0
+    if arguments.command == "export":
+        from nemo_like.algorithms.export import export_checkpoint
+
+        print(f"wrote {export_checkpoint(arguments.source, arguments.out, arguments.overrides)}")
+        return 0
+    if arguments.command == "plan":
+        return plan_command.run(arguments)
     from nemo_like.config.load import detect_kind, load_config
 
+    if arguments.command == "check":
+        from nemo_like.algorithms.parity import check_parity
+
+        kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
+        parity = check_parity(load_config(kind, arguments.config, arguments.overrides))
+        print(parity)
+        return 0 if parity.is_equal else 1
     if arguments.command == "validate":
         from nemo_like.algorithms.validate import validate
         from nemo_like.progress import Progress

@@ -59,6 +59,11 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def lengths(self) -> Path:
+        """Row lengths of every step, for `nemo-like plan --metrics`."""
+        return self.path / "plan" / "lengths.jsonl"
+
     def plan(self, step: int) -> Path:
         return self.path / "plan" / f"step_{step}.json"
 

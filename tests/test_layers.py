@@ -13,10 +13,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 7, "demo": 7, "demo_task": 7, "__main__": 7,
+    "cli": 7, "demo": 7, "demo_task": 7, "plan_command": 7, "__main__": 7,
     "algorithms": 6,
     "policy": 5, "generation": 5, "environments": 5,
-    "weight_sync": 4,
+    "weight_sync": 4, "reports": 4,
     "distributed": 3, "tracking": 3, "progress": 3, "checkpoint": 3,
     "data": 2, "losses": 2,
     "config": 1, "metrics": 1,
@@ -51,6 +51,7 @@ LIGHT_MODULES = (
     "nemo_like.metrics",
     "nemo_like.checkpoint",
     "nemo_like.progress",
+    "nemo_like.reports.plan_page",
 )
 
 MAX_FILE_LINES = 400

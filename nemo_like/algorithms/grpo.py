@@ -8,7 +8,8 @@ import numpy as np
 
 from nemo_like.algorithms.advantages import group_advantages
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
-from nemo_like.algorithms.rollout import Prompt, Rollout, collect, row_seeds
+from nemo_like.algorithms.prompt import Prompt
+from nemo_like.algorithms.rollout import Rollout, collect, row_seeds
 from nemo_like.algorithms.source import PromptSource
 from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
 from nemo_like.config.schema import GrpoRunConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -86,6 +87,8 @@ class Job:
         if step == 0:
             self.run.plan(step).write_text(plan.to_json() + "\n", encoding="utf-8")
             self.progress.say(str(plan))
+        with self.run.lengths.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step + 1, "lengths": batch["length"].tolist()}) + "\n")
         with self.timers("place"):
             placed = self.policy.place(batch, plan)
         return plan, placed

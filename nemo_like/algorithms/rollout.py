@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from nemo_like.algorithms.advantages import reward_metrics
+from nemo_like.algorithms.prompt import Prompt
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.interface import RewardEnvironment, RewardSample
 from nemo_like.generation.interface import Completions, Generator, SamplingParams
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum, Timers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One question, encoded."""
-
-    token_ids: np.ndarray
-    """int32 [L], with the chat template's opening of the assistant turn."""
-    text: str
-    answer: str | None
-    row: dict[str, Any] = field(default_factory=dict)
-    """The data file's row, for reward functions that want more than the answer."""
 
 
 @dataclass(frozen=True)

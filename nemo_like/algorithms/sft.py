@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
-from nemo_like.algorithms.rollout import Prompt
+from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.source import SftSource
 from nemo_like.algorithms.validation import is_due, score_answers
 from nemo_like.config.schema import SftRunConfig

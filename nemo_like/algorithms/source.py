@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Literal
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from nemo_like.algorithms.rollout import Prompt
-from nemo_like.config.errors import ConfigError
+from nemo_like.algorithms.prompt import Prompt
+from nemo_like.config.errors import ConfigError, raise_problems
+from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
@@ -75,7 +77,7 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
 
 
 def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The model's configuration; raises ConfigError if a file of the model is missing.
+    """The model's configuration; raises ConfigError if a file of the model is missing or `parallel` does not divide it.
 
     With `local_files_only` a hub name must be in this machine's cache.
     """
@@ -89,7 +91,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
         raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
     try:
-        return AutoConfig.from_pretrained(
+        model_config = AutoConfig.from_pretrained(
             name, local_files_only=local_files_only or not _is_hub_name(name), trust_remote_code=False
         )
     except (OSError, ValueError) as error:
@@ -98,6 +100,10 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         raise ConfigError(
             f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
         ) from error
+    if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
+        raise ConfigError("policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'")
+    raise_problems(model_problems(config, model_config))
+    return model_config
 
 
 def _is_hub_name(name: str) -> bool:

@@ -16,9 +16,9 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from nemo_like.algorithms.findings import Findings, Report
-from nemo_like.algorithms.rollout import Prompt
+from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.source import PromptSource, SftSource, load_validation, open_encoder, open_model_config
-from nemo_like.config.check import batching_section, derivation, num_policy_workers
+from nemo_like.config.check import batching_section, derivation
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -27,7 +27,7 @@ from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
 from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
-from nemo_like.policy.policy import plan_spec
+from nemo_like.policy.batching import plan_spec, policy_topology
 from nemo_like.progress import Sample
 from nemo_like.tracking import check_logger
 
@@ -256,7 +256,7 @@ def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel
     """One line about the plan of a step, and what it would be without packing or dynamic batching."""
     if len(lengths) == 0:
         return
-    policy, num_workers = config.policy, num_policy_workers(config.cluster)
+    policy, topology = config.policy, policy_topology(config)
     plain = replace(
         policy,
         sequence_packing=replace(policy.sequence_packing, enabled=False),
@@ -264,7 +264,17 @@ def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel
     )
     try:
         metrics, plain_metrics = (
-            plan_batch(lengths, plan_spec(each, purpose="train", num_ranks=num_workers, cost=cost, seed=config.seed)).metrics()
+            plan_batch(
+                lengths,
+                plan_spec(
+                    each,
+                    purpose="train",
+                    topology=topology,
+                    sequence_parallel=config.parallel.sequence,
+                    cost=cost,
+                    seed=config.seed,
+                ),
+            ).metrics()
             for each in (policy, plain)
         )
     except ValueError as error:

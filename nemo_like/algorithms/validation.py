@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nemo_like.algorithms.job import Job
-from nemo_like.algorithms.rollout import Prompt, Rollout, collect, row_seeds
+from nemo_like.algorithms.prompt import Prompt
+from nemo_like.algorithms.rollout import Rollout, collect, row_seeds
 from nemo_like.generation.interface import SamplingParams
 from nemo_like.metrics import Metrics, Timers
 from nemo_like.progress import Sample

@@ -19,8 +19,9 @@ from nemo_like.environments.interface import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.interface import Generator
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.batching import policy_topology
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.worker import PolicyWorker
 from nemo_like.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,14 @@ def open_workplace(
         with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
             start = _starter(config, closing, progress, generates=generates)
             policy_group = start(
-                "policy", DTensorPolicyWorker, config=config.policy, seed=config.seed, needs_reference=needs_reference
+                "policy",
+                policy_worker_class(config),
+                config=config.policy,
+                parallel=config.parallel,
+                seed=config.seed,
+                needs_reference=needs_reference,
             )
-            policy = Policy(policy_group, config.policy, seed=config.seed)
+            policy = Policy(policy_group, config.policy, sequence_parallel=config.parallel.sequence, seed=config.seed)
             if shares_devices:
                 policy_group.run_all_workers("sleep")  # the generator is loaded onto the same device next
             phase.advance()
@@ -79,6 +85,17 @@ def open_workplace(
                 rewards = RewardEnvironment(start("reward", RewardWorker, functions=functions), functions)
                 phase.advance()
         yield Workplace(policy, generator, rewards, shares_devices)
+
+
+def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
+    """The worker of `policy.engine`, imported only if it is the one."""
+    if config.policy.engine == "dtensor":
+        from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+
+        return DTensorPolicyWorker
+    from nemo_like.policy.megatron_worker import MegatronPolicyWorker
+
+    return MegatronPolicyWorker
 
 
 def _generation_arguments(config: RunConfig) -> dict[str, Any]:
@@ -110,17 +127,15 @@ def _starter(
         return start_here
 
     cluster = closing.enter_context(RayVirtualCluster(config.cluster, generates=generates, report=progress.say))
-    placements: dict[str, tuple[Literal["policy", "generation", "anywhere"], int]] = {
-        "policy": ("policy", cluster.num_policy_workers),
-        "generation": ("generation", cluster.num_generation_workers),
-        "reward": ("anywhere", config.reward.num_workers),
+    placements: dict[str, tuple[Literal["policy", "generation", "anywhere"], Topology]] = {
+        "policy": ("policy", policy_topology(config)),
+        "generation": ("generation", Topology(dp=cluster.num_generation_workers)),
+        "reward": ("anywhere", Topology(dp=config.reward.num_workers)),
     }
 
     def start_on_ray(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
-        placement, size = placements[name]
-        group = RayWorkerGroup(
-            cluster, worker_class, kwargs, name=name, topology=Topology(dp=size), placement=placement
-        )
+        placement, topology = placements[name]
+        group = RayWorkerGroup(cluster, worker_class, kwargs, name=name, topology=topology, placement=placement)
         closing.callback(group.shutdown)
         for rank, location in enumerate(group.locations):
             logger.info("worker %d of the %s group: pid %d on node %s", rank, name, location.pid, location.ip)

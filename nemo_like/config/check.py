@@ -10,9 +10,16 @@ import math
 from collections.abc import Iterator
 
 from nemo_like.config.errors import Problem
+from nemo_like.config.parallel import (
+    length_multiple,
+    num_policy_workers,
+    num_replicas,
+    parallel_problems,
+    replica_size,
+    workers_shown,
+)
 from nemo_like.config.ranges import select, value_problems
 from nemo_like.config.schema import (
-    ClusterConfig,
     DynamicBatchingConfig,
     GrpoRunConfig,
     RunConfig,
@@ -34,15 +41,13 @@ def find_problems(config: RunConfig) -> list[Problem]:
     ]
     if problems:
         return problems  # the arithmetic below would divide by the numbers just refused
+    problems += parallel_problems(config)
+    if problems:
+        return problems
     problems += [*_worker_shares(config), *_budgets(config), *_sampling(config)]
     if isinstance(config, GrpoRunConfig):
         problems += [*_groups(config), *_rewards(config)]
     return problems
-
-
-def num_policy_workers(cluster: ClusterConfig) -> int:
-    """Data-parallel policy workers: one per GPU, or `workers_per_node` on CPU."""
-    return 1 if cluster.backend == "local" else cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
 
 
 def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
@@ -58,7 +63,7 @@ def derivation(config: RunConfig) -> str:
 
     Example line: `8 prompts x 4 generations = 32 rows per step`.
     """
-    batch, workers = config.policy.train_global_batch_size, num_policy_workers(config.cluster)
+    batch, workers, replicas = config.policy.train_global_batch_size, num_policy_workers(config.cluster), num_replicas(config)
     lines = []
     if isinstance(config, GrpoRunConfig):
         prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
@@ -69,8 +74,13 @@ def derivation(config: RunConfig) -> str:
         lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
     else:
         lines.append(f"{batch} rows per step = 1 optimizer step")
-    lines.append(f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each")
-    lines += _microbatch_lines(config, math.ceil(batch / workers))
+    if replicas == workers:
+        lines.append(f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each")
+    else:
+        size = replica_size(config.parallel)
+        lines.append(f"{workers} workers / {size} that share a copy = {replicas} {_plural(replicas, 'copy', 'copies')}")
+        lines.append(f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} = {_number(batch / replicas)} rows each")
+    lines += _microbatch_lines(config, math.ceil(batch / replicas))
     return "\n".join(lines)
 
 
@@ -153,20 +163,22 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:
-    """Every worker must get rows, and in plain mode equally many."""
+    """Every copy of the model must get rows, and in plain mode equally many."""
     key, batch = "policy.train_global_batch_size", config.policy.train_global_batch_size
-    workers = num_policy_workers(config.cluster)
+    replicas, size = num_replicas(config), replica_size(config.parallel)
     is_plain = batching_section(config) is None
-    if batch >= workers and (not is_plain or batch % workers == 0):
+    if batch >= replicas and (not is_plain or batch % replicas == 0):
         return
-    shown = _workers_shown(config.cluster)
-    counted = f"{key} {batch} / {workers} workers ({shown}) = {_number(batch / workers)} rows each"
+    shown = workers_shown(config.cluster)
+    one, many = ("worker", "workers") if size == 1 else ("copy of the model", "copies of the model")
+    how = f"({shown})" if size == 1 else f"({shown}, {size} workers each)"
+    counted = f"{key} {batch} / {replicas} {many} {how} = {_number(batch / replicas)} rows each"
     if is_plain:
-        legal = _nearest_multiples(batch, workers)
-        why = "without packing or dynamic batching every worker takes equally many"
+        legal = _nearest_multiples(batch, replicas)
+        why = f"without packing or dynamic batching every {one} takes equally many"
         text = f"{counted}; {why}: set it to {_either(legal)}"
     else:
-        text = f"{counted}; every worker needs at least one: set it to {workers} or more, or use fewer workers"
+        text = f"{counted}; every {one} needs at least one: set it to {replicas} or more, or use fewer workers"
     yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
 
 
@@ -183,7 +195,7 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
     batch, rows = config.policy.train_global_batch_size, prompts * group
     if rows % batch == 0:
         return
-    unit = num_policy_workers(config.cluster) if batching_section(config) is None else 1
+    unit = num_replicas(config) if batching_section(config) is None else 1
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     legal = [size for size in divisors if size % unit == 0] or divisors
     sizes = [*[size for size in legal if size < batch][-1:], *[size for size in legal if size > batch][:1]]
@@ -202,19 +214,26 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
     if mode is None:
         return
     name, section = mode
-    unit = section.sequence_length_round
+    unit = math.lcm(section.sequence_length_round, length_multiple(config.parallel))
+    shown = _unit_shown(name, section.sequence_length_round, config)
     for key, budget in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
         needed = _round_up(longest, unit)
         if budget < unit:
-            yield Problem((f"{name}.{key}",), f"{name}.{key} is {budget}, below sequence_length_round {unit}: no row would fit")
+            yield Problem((f"{name}.{key}",), f"{name}.{key} is {budget}, below {shown}: no row would fit")
         elif budget < needed and config.policy.oversize_rows == "error":
-            rounded = f", {needed} when rounded up to {name}.sequence_length_round {unit}" if needed != longest else ""
+            rounded = f", {needed} when rounded up to {shown}" if needed != longest else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
                 f"{name}.{key} is {budget}, but a row may have {longest} tokens"
                 f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to at least {needed},"
                 " or policy.oversize_rows to truncate or singleton",
             )
+
+
+def _unit_shown(name: str, rounding: int, config: RunConfig) -> str:
+    """Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`."""
+    needed = length_multiple(config.parallel)
+    return f"{name}.sequence_length_round {rounding}" + (f" and the {needed} that parallel needs" if needed > 1 else "")
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
@@ -252,13 +271,6 @@ def _rewards(config: GrpoRunConfig) -> Iterator[Problem]:
         yield Problem(
             ("reward.functions",), "every weight in reward.functions is 0, so the reward is always 0; give one a weight"
         )
-
-
-def _workers_shown(cluster: ClusterConfig) -> str:
-    if cluster.backend == "local":
-        return "cluster.backend local"
-    key = "gpus_per_node" if cluster.gpus_per_node else "workers_per_node"
-    return f"cluster.num_nodes {cluster.num_nodes} x cluster.{key} {getattr(cluster, key)}"
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:

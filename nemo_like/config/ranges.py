@@ -30,6 +30,9 @@ _AT_LEAST_ONE = (
     "reward.num_workers",
     "cluster.num_nodes",
     "cluster.workers_per_node",
+    "parallel.tensor",
+    "parallel.context",
+    "parallel.pipeline",
     "checkpointing.keep_latest",
 )
 _AT_LEAST_ZERO = (

@@ -99,6 +99,8 @@ class PolicyConfig:
     """Directory or name of the tokenizer; null means the model's."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    engine: Literal["dtensor", "megatron"] = "dtensor"
+    """What trains the model: FSDP2 and DTensor over the Hugging Face model, or Megatron-Core."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights and optimizer state are always float32."""
     train_global_batch_size: int = 32
@@ -235,6 +237,21 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """`parallel`: how the policy's workers share one copy of the model. What they leave is data parallel:
+    workers / (tensor x context x pipeline) copies, each with rows of its own."""
+
+    tensor: int = 1
+    """Workers that share every matrix product; keep them on one node."""
+    context: int = 1
+    """Workers that share every row: each holds 2 of its 2 x context chunks."""
+    pipeline: int = 1
+    """Workers that have the layers in turn; needs `policy.engine=megatron`."""
+    sequence: bool = False
+    """Also share what tensor parallelism leaves whole (norms, residuals); needs `tensor` above 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig:
     """`checkpointing`: step folders under `<output_dir>/<run_name>/checkpoints`."""
 
@@ -272,6 +289,7 @@ class RunConfig:
     policy: PolicyConfig
     data: DataConfig
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -1,4 +1,7 @@
-"""FSDP2 over the dp axis: the engine of `DTensorPolicyWorker`. It runs microbatches; it knows no loss and no plan."""
+"""FSDP2 over dp x cp, with tensor, sequence and context parallelism: the engine of `DTensorPolicyWorker`.
+
+It runs microbatches; it knows no loss and no plan.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +12,57 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
-from nemo_like.policy import dtensor_checkpoint, dtensor_export
+from nemo_like.distributed.topology import Topology
+from nemo_like.policy import dtensor_checkpoint
+from nemo_like.policy.dtensor_groups import Groups
 from nemo_like.policy.dtensor_model import build_scorer, fsdp_modules, keeps_whole
+from nemo_like.policy.dtensor_weights import Weight, local
 from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
-from nemo_like.policy.optim import build_optimizer, local_tensors
+from nemo_like.policy.hf_directory import write_hf
+from nemo_like.policy.optim import build_optimizer
 
 
 class DTensorEngine:
-    """See `Engine`. One process without mixed precision runs the plain module; everything else goes through FSDP2.
+    """See `Engine`. One process without mixed precision runs the plain module.
 
     With `trainable=False` there are no gradients and no optimizer: the frozen reference.
     """
 
-    def __init__(self, config: PolicyConfig, device: torch.device, world_size: int, *, trainable: bool) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        topology: Topology,
+        rank: int,
+        *,
+        sequence_parallel: bool,
+        trainable: bool,
+        groups: Groups | None = None,
+    ) -> None:
+        """Every rank of the process group calls. `groups` are another engine's of the same layout, to share its channels."""
         self.config = config
         self.device = device
-        self.world_size = world_size
+        self.topology = topology
+        self.rank = rank
         self.num_optimizer_steps = 0
-        self._mesh = _dp_mesh(device, world_size) if world_size > 1 or config.precision != "float32" else None
-        self._scorer = build_scorer(config, self._mesh, device, trainable=trainable)
+        self.groups = groups or Groups.join(
+            topology, rank, device, sequence_parallel=sequence_parallel, mixed_precision=config.precision != "float32"
+        )
+        self._scorer, cuts = build_scorer(config, self.groups, rank, device, trainable=trainable)
+        self._weights = [
+            Weight(name, parameter, cuts[name], self.groups) for name, parameter in self._scorer.causal_lm.named_parameters()
+        ]
         self._fsdp_modules = fsdp_modules(self._scorer)
         self._keeps_whole = keeps_whole(self._scorer, device)
         self._optimizer = build_optimizer(self._scorer.parameters(), config.optimizer) if trainable else None
 
     @property
-    def dp_rank(self) -> int:
-        return self._mesh.get_local_rank() if self._mesh is not None else 0
-
-    @property
     def sync(self) -> Sync:
         return "step" if self._keeps_whole else "microbatch"
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Hugging Face name -> each distinct parameter, sharded as it is."""
-        return dict(self._scorer.causal_lm.named_parameters())
 
     @property
     def model_config(self) -> Any:
@@ -84,6 +97,7 @@ class DTensorEngine:
     def optimizer_step(self, lr: float) -> float:
         """Raises FloatingPointError, before any weight is touched, when the gradients are not finite."""
         optimizer = self._trained
+        self._sum_partial_gradients()
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -92,8 +106,7 @@ class DTensorEngine:
             )
         limit = self.config.max_grad_norm
         if 0 < limit < norm:
-            gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-            for gradient in local_tensors(gradients):
+            for _, gradient in self._local_gradients():
                 gradient.mul_(limit / (norm + 1e-6))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -103,52 +116,66 @@ class DTensorEngine:
         return norm
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
-        if self.world_size == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self._group)
-        return total.tolist()
+        return self._sum(values, self.groups.dp)
 
-    def gather_over_dp(self, value: Any) -> list[Any]:
-        if self.world_size == 1:
+    def gather_over_dp_cp(self, value: Any) -> list[Any]:
+        group = self.groups.dp_cp
+        if group is None:
             return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._group)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    def gather_over_cp(self, values: Tensor) -> Tensor:
+        group = self.groups.cp
+        if group is None:
+            return values
+        gathered = values.new_empty(len(values) * group.size())
+        dist.all_gather_single(gathered, values.contiguous(), group=group)
         return gathered
 
     def barrier(self) -> None:
         """Every rank has come this far. Through the ranks' own collectives, which carry the collective timeout."""
-        self.sum_over_dp([0.0])
+        self._sum([0.0], self.groups.world)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        return {weight.name: weight.cut.full_shape for weight in self._weights}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        parameters = self.parameters
-        for name in names:
-            parameter = parameters[name].detach()
+        for weight in self._named(names):
+            value = local(weight.parameter)
             if self.config.precision == "bfloat16":
-                parameter = parameter.to(torch.bfloat16)  # before the gather: half the bytes
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                value = value.to(torch.bfloat16)  # before the gather: half the bytes
+            yield weight.name, weight.whole(value)
+
+    def full_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The named weights' gradients since the last optimizer step, float32, one at a time: whole on rank 0, elsewhere
+        perhaps an empty tensor. Every rank calls.
+        """
+        for weight in self._named(names):
+            gradient = weight.parameter.grad
+            part = torch.zeros_like(local(weight.parameter)) if gradient is None else local(gradient)
+            whole = weight.whole(part).float()
+            if weight.cut.has_partial_grad and self.groups.tensor is not None:
+                whole = whole.clone()
+                dist.all_reduce(whole, group=self.groups.tensor.group)
+            yield weight.name, whole
 
     def save(self, directory: Path) -> None:
         dtensor_checkpoint.save(
             directory,
-            self.parameters,
+            self._weights,
             self._trained,
+            rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
-            rank=self.dp_rank,
-            world_size=self.world_size,
             barrier=self.barrier,
         )
 
     def load(self, directory: Path) -> None:
-        self.num_optimizer_steps = dtensor_checkpoint.load(
-            directory, self.parameters, self._trained, rank=self.dp_rank, world_size=self.world_size
-        )
+        self.num_optimizer_steps = dtensor_checkpoint.load(directory, self._weights, self._trained)
 
     def export_hf(self, directory: Path) -> None:
-        dtensor_export.export_hf(self, self._scorer.causal_lm, self.config, directory, is_writer=self.dp_rank == 0)
+        write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
 
     def sleep(self) -> None:
         if self.device.type != "cpu":
@@ -164,22 +191,45 @@ class DTensorEngine:
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         return self._optimizer
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        assert self._mesh is not None
-        return self._mesh.get_group()
-
     def _set_synchronises(self, is_last: bool) -> None:
         """Small models reduce gradients once, after the last microbatch; large ones after each, to hold only shards."""
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(is_last or not self._keeps_whole, recurse=False)
             module.set_reshard_after_backward(is_last or not self._keeps_whole, recurse=False)
 
+    def _local_gradients(self) -> Iterator[tuple[Weight, Tensor]]:
+        for weight in self._weights:
+            if weight.parameter.grad is not None:
+                yield weight, local(weight.parameter.grad)
+
+    def _sum_partial_gradients(self) -> None:
+        """Add up over the tp ranks what each has of its own heads or tokens only, in one message."""
+        tensor = self.groups.tensor
+        partial = [gradient for weight, gradient in self._local_gradients() if weight.cut.has_partial_grad]
+        if tensor is None or not partial:
+            return
+        total = torch.cat([gradient.flatten() for gradient in partial])
+        dist.all_reduce(total, group=tensor.group)
+        for gradient, part in zip(partial, total.split([gradient.numel() for gradient in partial]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
     def _gradient_norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(list(local_tensors(gradients)), foreach=True)
-        (square,) = self.sum_over_dp([float(norm) ** 2])
+        """Of the whole gradient, each element counted once."""
+        gradients = [gradient for weight, gradient in self._local_gradients() if weight.is_counted_here]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        (square,) = self._sum([float(norm) ** 2], self.groups.world)
         return math.sqrt(square)
+
+    def _sum(self, values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+        if group is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=group)
+        return total.tolist()
+
+    def _named(self, names: Sequence[str]) -> Iterator[Weight]:
+        weights = {weight.name: weight for weight in self._weights}
+        return (weights[name] for name in names)
 
     def _move(self, device: torch.device) -> None:
         self._scorer.to(device)
@@ -188,10 +238,6 @@ class DTensorEngine:
                 for name, value in state.items():
                     if name != "step":
                         state[name] = value.to(device)
-
-
-def _dp_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
 
 
 def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as the module FSDP2 shards: microbatch in, log-prob and entropy of each token out."""
+"""A Hugging Face causal LM as the module that is sharded: microbatch in, log-prob and entropy of each token out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -17,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy import attention
-from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.dtensor_groups import Groups
+from nemo_like.policy.dtensor_parallel import Cut
+from nemo_like.policy.logprobs import VocabShard, token_logprobs
 
 WHOLE_BYTES_ON_CPU = 4 << 30
 WHOLE_SHARE_OF_GPU = 1 / 8
@@ -28,20 +29,29 @@ reduce-scatter per optimizer step instead of one per microbatch, for the memory 
 class TokenScorer(nn.Module):
     """Backbone and output embedding under one root, so that FSDP has both at hand where log-probs are computed."""
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, groups: Groups) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_size = chunk_size
+        self.groups = groups
 
     def forward(self, inputs: ModelInputs, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """float32 [T] each, 0 where `inputs.label_mask` is False; only the other positions meet the vocabulary."""
+        tensor = self.groups.tensor
+        if tensor is not None and tensor.sequence:
+            inputs = inputs.flattened()  # tokens are shared out along one dim
         segments: dict[str, Any] = {}
         if inputs.cu_seqlens is not None:
             segments = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": inputs.max_seqlen}
+        if self.groups.cp is not None:
+            segments["cp_group"] = self.groups.cp
         output = backbone(self.causal_lm)(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **segments
         )
-        hidden = output.last_hidden_state.flatten(0, 1)
+        hidden = output.last_hidden_state
+        if tensor is not None and tensor.sequence:
+            hidden = tensor.enter(hidden)
+        hidden = hidden.flatten(0, 1)
         positions = inputs.label_mask.nonzero().squeeze(1)
         head = output_head(self.causal_lm)
         logprobs, entropy = token_logprobs(
@@ -52,9 +62,18 @@ class TokenScorer(nn.Module):
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
             bias=head.bias,
+            vocab=self._vocabulary(),
         )
         spread = partial(_spread, positions=positions, size=len(hidden))
         return spread(logprobs), None if entropy is None else spread(entropy)
+
+    def _vocabulary(self) -> VocabShard | None:
+        tensor = self.groups.tensor
+        if tensor is None:
+            return None
+        start, _ = tensor.span(output_head(self.causal_lm).out_features)
+        # The gather of hidden states adds their gradients up where it scatters them; otherwise the log-probs do it.
+        return VocabShard(tensor.group, start, partial_hidden_grad=tensor.sequence)
 
 
 def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
@@ -79,30 +98,37 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def build_scorer(config: PolicyConfig, mesh: DeviceMesh | None, device: torch.device, *, trainable: bool) -> TokenScorer:
-    """The model of `policy.model_name` with float32 weights on `device`, sharded over `mesh` unless that is None.
+def build_scorer(
+    config: PolicyConfig, groups: Groups, rank: int, device: torch.device, *, trainable: bool
+) -> tuple[TokenScorer, dict[str, Cut]]:
+    """The model of `policy.model_name` with float32 weights on `device`, as the groups share it, and how each is cut.
 
-    Only rank 0 of the mesh reads the weights; the others build the model without memory and receive it layer by layer.
-    Dropout is off and stays off: log-probs of one policy must agree between two forwards. Raises ValueError for a model
-    whose log-probs are not the softmax of its output embedding.
+    Only rank 0 reads the weights; the others build the model without memory and receive it weight by weight, layer by
+    layer. Dropout is off and stays off: log-probs of one policy must agree between two forwards. Raises ValueError for
+    a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
     source = None
-    if mesh is None or mesh.get_rank() == 0:
+    if rank == 0:
         source = _read(config.model_name)
         _check_head(source, config.model_name)
-    if mesh is None:
-        assert source is not None
-        scorer = TokenScorer(source.to(device), config.logprob_chunk_size)  # type: ignore[arg-type]
+    is_shared = groups.world is not None or groups.fsdp_mesh is not None
+    causal_lm = _empty(config.model_name) if is_shared else source
+    assert causal_lm is not None, "a process that shares nothing is rank 0"
+    if groups.tensor is not None:
+        cuts = groups.tensor.apply(causal_lm, config.model_name)
     else:
-        scorer = TokenScorer(_empty(config.model_name), config.logprob_chunk_size)
+        cuts = {name: Cut(tuple(weight.shape)) for name, weight in causal_lm.named_parameters(remove_duplicate=False)}
+    scorer = TokenScorer(causal_lm, config.logprob_chunk_size, groups)
+    if not is_shared:
+        scorer.to(device)
     scorer.requires_grad_(trainable).eval()
     if config.activation_checkpointing and trainable:
         for layer in decoder_layers(scorer.causal_lm):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    if mesh is not None:
-        _shard(scorer, mesh, device, source, config.precision)
-    return scorer
+    if is_shared:
+        _fill_and_shard(scorer, _Source(source, cuts, groups, device), device, config.precision)
+    return scorer, cuts
 
 
 def keeps_whole(scorer: nn.Module, device: torch.device) -> bool:
@@ -163,8 +189,12 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         )
 
 
-def _shard(scorer: TokenScorer, mesh: DeviceMesh, device: torch.device, source: PreTrainedModel | None, precision: str) -> None:
-    """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest."""
+def _fill_and_shard(scorer: TokenScorer, source: _Source, device: torch.device, precision: str) -> None:
+    """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest. Without a mesh, only fill."""
+    mesh = scorer.groups.fsdp_mesh
+    if mesh is None:
+        source.fill(scorer, scorer)
+        return
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     reshard = not keeps_whole(scorer, device)
@@ -172,11 +202,10 @@ def _shard(scorer: TokenScorer, mesh: DeviceMesh, device: torch.device, source: 
     embedding, head = scorer.causal_lm.get_input_embeddings(), output_head(scorer.causal_lm)
     if embedding.weight is not head.weight:
         units.append(embedding)
-    values = _Source(source, mesh, device)
     for unit in units:
-        values.fill(scorer, unit)
+        source.fill(scorer, unit)
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    values.fill(scorer, scorer)
+    source.fill(scorer, scorer)
     # The root holds the output embedding, which the backward needs first: freeing it after the forward saves nothing.
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(scorer):
@@ -186,32 +215,36 @@ def _shard(scorer: TokenScorer, mesh: DeviceMesh, device: torch.device, source: 
 
 
 class _Source:
-    """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device."""
+    """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device; each rank keeps its part."""
 
-    def __init__(self, source: PreTrainedModel | None, mesh: DeviceMesh, device: torch.device) -> None:
-        self._mesh = mesh
+    def __init__(self, source: PreTrainedModel | None, cuts: dict[str, Cut], groups: Groups, device: torch.device) -> None:
+        self._cuts = cuts
+        self._group = groups.world
         self._device = device
         self._tensors: dict[str, Tensor] = {}
         if source is not None:
-            self._tensors = dict(source.named_parameters(prefix="causal_lm", remove_duplicate=False))
-            self._tensors |= dict(source.named_buffers(prefix="causal_lm", remove_duplicate=False))
+            self._tensors = dict(source.named_parameters(remove_duplicate=False))
+            self._tensors |= dict(source.named_buffers(remove_duplicate=False))
 
-    def fill(self, root: nn.Module, unit: nn.Module) -> None:
-        """Give `unit` (a module inside `root`) real tensors wherever it is still on the meta device."""
-        names = {module: name for name, module in root.named_modules()}
+    def fill(self, scorer: TokenScorer, unit: nn.Module) -> None:
+        """Give `unit` (a module inside `scorer`) real tensors wherever it is still on the meta device."""
+        names = {module: name for name, module in scorer.causal_lm.named_modules()}
         filled: dict[int, Tensor] = {}
         for module in unit.modules():
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in filled:  # a tied weight is one tensor in two places
-                    filled[id(tensor)] = self._receive(f"{names[module]}.{key}", tensor)
+                    name = f"{names[module]}.{key}" if names[module] else key
+                    filled[id(tensor)] = self._receive(name, tensor)
                 setattr(module, key, filled[id(tensor)])
 
     def _receive(self, name: str, like: Tensor) -> Tensor:
-        value = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        cut = self._cuts.get(name, Cut(tuple(like.shape)))
+        value = torch.empty(cut.full_shape, dtype=like.dtype, device=self._device)
         if self._tensors:
             value.copy_(self._tensors[name].detach())
-        if self._mesh.size() > 1:
-            dist.broadcast(value, group=self._mesh.get_group(), group_src=0)
+        if self._group is not None:
+            dist.broadcast(value, group=self._group, group_src=0)
+        value = cut.of(value)
         return nn.Parameter(value, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else value

@@ -5,23 +5,35 @@ from __future__ import annotations
 import torch
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.config.schema import PolicyConfig
+from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.mesh import init_process_group
+from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor_engine import DTensorEngine
 from nemo_like.policy.worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """Any Hugging Face causal LM of the Llama family's shape, its weights sharded over the dp ranks."""
+    """Any dense Hugging Face causal LM of the Llama family's shape, spread over the workers as `parallel` says."""
 
-    def __init__(self, context: WorkerContext, *, config: PolicyConfig, seed: int = 0, needs_reference: bool = False) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        config: PolicyConfig,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (immutable)
+        seed: int = 0,
+        needs_reference: bool = False,
+    ) -> None:
         """Join the process group and load the model, and a frozen copy as it is on disk if `needs_reference`."""
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
+        topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
         device = _join(context, config)
-        policy = DTensorEngine(config, device, context.world_size, trainable=True)
-        reference = DTensorEngine(config, device, context.world_size, trainable=False) if needs_reference else None
+
+        layout = {"topology": topology, "rank": context.rank, "sequence_parallel": parallel.sequence}
+        policy = DTensorEngine(config, device, **layout, trainable=True)
+        reference = DTensorEngine(config, device, **layout, trainable=False, groups=policy.groups) if needs_reference else None
         super().__init__(config, policy, reference)
 
 

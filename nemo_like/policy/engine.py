@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.data.packing.layout import ModelInputs
+from nemo_like.distributed.topology import Topology
 
 ResultT = TypeVar("ResultT")
 Sync = Literal["microbatch", "step"]
@@ -32,12 +33,11 @@ class Engine(Protocol):
     """One model, sharded over the ranks of the process group. Every method is called by every rank."""
 
     device: torch.device
-    world_size: int
+    topology: Topology
+    rank: int
+    """Global rank; its place on the axes is `topology.coordinates(rank)`."""
     num_optimizer_steps: int
     """Optimizer steps taken so far; part of the checkpoint."""
-
-    @property
-    def dp_rank(self) -> int: ...
 
     @property
     def sync(self) -> Sync:
@@ -60,8 +60,10 @@ class Engine(Protocol):
     ) -> list[ResultT]:
         """Forward (and backward) of each microbatch, in an order the engine chooses; results in the given order.
 
-        Every rank passes the same number. Gradients are *summed* over microbatches and dp ranks and kept until
-        `optimizer_step`; the loss carries its own division.
+        Every rank passes the same number of microbatches; the ranks of one dp rank pass the same ones, each with its
+        own context-parallel share. `step_fn` runs, and results come, only on the last pipeline stage: elsewhere the
+        list is empty. All tp ranks see the same scores. Gradients are *summed* over microbatches and over dp and cp
+        ranks and kept until `optimizer_step`; the loss carries its own division.
         """
         ...
 
@@ -73,8 +75,13 @@ class Engine(Protocol):
         """Each value added up over the dp ranks, in float64."""
         ...
 
-    def gather_over_dp(self, value: Any) -> list[Any]:
-        """The dp ranks' values (any small Python object), in rank order, on every rank."""
+    def gather_over_dp_cp(self, value: Any) -> list[Any]:
+        """The values (any small Python object) of the ranks that hold different tokens: those that differ from this one
+        along dp and cp only, in rank order."""
+        ...
+
+    def gather_over_cp(self, values: Tensor) -> Tensor:
+        """[cp x T] from this rank's `values` [T]: the shares of cp rank 0, 1, ... end to end. No gradient."""
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -82,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named weights, whole, in compute precision, one at a time."""
+        """The named weights in compute precision, one at a time: whole on rank 0, elsewhere perhaps an empty tensor."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -90,7 +97,7 @@ class Engine(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote, also by another number of ranks."""
+        """Read what `save` wrote, in whatever layout and by whichever engine."""
         ...
 
     def export_hf(self, directory: Path) -> None:

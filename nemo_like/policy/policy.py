@@ -10,24 +10,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.packing.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, awake
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
-from nemo_like.policy.engine import Sync
+from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.probe import IsolationReport
 from nemo_like.policy.worker import PolicyInfo
-
-Purpose = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,10 @@ class PlacedBatch:
 class Policy:
     """The model that learns, spread over the workers of `group`."""
 
-    def __init__(self, group: WorkerGroup, config: PolicyConfig, *, seed: int = 0) -> None:
+    def __init__(self, group: WorkerGroup, config: PolicyConfig, *, sequence_parallel: bool = False, seed: int = 0) -> None:
         self.group = group
         self.config = config
+        self._sequence_parallel = sequence_parallel
         self._seed = seed
 
     @cached_property
@@ -63,7 +60,8 @@ class Policy:
         spec = plan_spec(
             self.config,
             purpose=purpose,
-            num_ranks=self.group.topology.dp,
+            topology=self.group.topology,
+            sequence_parallel=self._sequence_parallel,
             cost=self.info.cost,
             sync=self.info.sync,
             seed=self._seed,
@@ -108,7 +106,7 @@ class Policy:
 
     def probe_isolation(self) -> IsolationReport:
         """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""
-        return self.group.run_all_workers("probe_isolation")[0]
+        return self.group.run_all_workers("probe_isolation")[self.group.topology.output_rank(0)]
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer and schedule into `directory`, every rank its part."""
@@ -127,46 +125,7 @@ class Policy:
 
     def _score_plan(self, plan: BatchPlan) -> BatchPlan | None:
         """The same rows on the same ranks under the scoring budget; None where one plan serves both."""
-        max_tokens, max_rows = _budget(self.config, "evaluate")
+        max_tokens, max_rows = microbatch_budget(self.config, "evaluate")
         if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):
             return None
         return plan.with_budget(max_tokens, max_rows=max_rows)
-
-
-def plan_spec(
-    config: PolicyConfig, *, purpose: Purpose, num_ranks: int, cost: CostModel, sync: Sync = "step", seed: int = 0
-) -> PlanSpec:
-    """What the planner is asked for: packed rows, padded rows under a token budget, or so many rows at a time."""
-    max_tokens, max_rows = _budget(config, purpose)
-    packing, dynamic = config.sequence_packing, config.dynamic_batching
-    common = {
-        "max_tokens": max_tokens,
-        "max_rows": max_rows,
-        "num_ranks": num_ranks,
-        "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
-        "sync": sync,
-        "oversize": config.oversize_rows,
-        "cost": cost,
-        "seed": seed,
-    }
-    if packing.enabled:
-        return PlanSpec(
-            layout="packed",
-            algorithm=packing.algorithm,
-            balance=packing.balance,
-            microbatch_order=packing.microbatch_order,
-            sequence_length_round=packing.sequence_length_round,
-            **common,
-        )
-    if dynamic.enabled:
-        return PlanSpec(layout="padded", sequence_length_round=dynamic.sequence_length_round, **common)
-    return PlanSpec(layout="padded", **common)
-
-
-def _budget(config: PolicyConfig, purpose: Purpose) -> tuple[int | None, int | None]:
-    """(most tokens, most rows) of a microbatch."""
-    scoring = purpose == "evaluate"
-    for mode in (config.sequence_packing, config.dynamic_batching):
-        if mode.enabled:
-            return mode.logprob_mb_tokens if scoring else mode.train_mb_tokens, None
-    return None, config.logprob_batch_size if scoring else config.train_micro_batch_size

@@ -6,21 +6,20 @@ together, again with one token of one row changed, and once more each row by its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.layout import ModelInputs, build_inputs, unpack_tokens
+from nemo_like.data.packing.layout import build_inputs
 from nemo_like.data.packing.plan import Microbatch, PlanSpec
-from nemo_like.policy.engine import Engine, TokenScores
+from nemo_like.policy.engine import Engine
+from nemo_like.policy.scores import score_rows
 
 _LENGTHS = (11, 24, 3, 17)
-_ALIGNMENT = 4
-"""Rows are padded to multiples of this, so that padding inside a pack is looked at as well."""
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
 """Between a row in a microbatch and alone: other shapes add up in another order, and bfloat16 has 8 bits."""
 
@@ -36,7 +35,8 @@ class IsolationReport:
     layout: Literal["packed", "padded"]
     num_rows: int
     mean_difference: float
-    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens."""
+    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on pipeline stages but the last,
+    which see no scores."""
 
 
 def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str) -> IsolationReport:
@@ -47,19 +47,20 @@ def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], voca
     3. A row has the same log-probs, but for rounding, in the microbatch and alone.
     """
     rows = _random_rows(vocab_size)
+    changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]
     together = _score(engine, rows, layout)
-    for changed in (0, 1):
-        other = [row.copy() for row in rows]
-        other[changed][2] = (other[changed][2] + 1) % vocab_size
-        scores = _score(engine, other, layout)
-        seeing = [row for row in range(len(rows)) if row != changed and not np.array_equal(scores[row], together[row])]
-        if seeing:
-            raise IsolationError(_leak(layout, f"a token of row {changed} changed the log-probs of row {seeing[0]}"))
+    changed = [_score(engine, other, layout) for other in changes]
     repadded = _score(engine, rows, layout, pad_token_id=1)
-    if not np.array_equal(repadded.values, together.values):
+    alone = [scores for row in rows for scores in _score(engine, [row], "padded")]
+    if not together:
+        return IsolationReport(layout, len(rows), math.nan)
+    for row, scores in enumerate(changed):
+        for other in range(len(rows)):
+            if other != row and not np.array_equal(scores[other], together[other]):
+                raise IsolationError(_leak(layout, f"a token of row {row} changed the log-probs of row {other}"))
+    if not np.array_equal(np.concatenate(repadded), np.concatenate(together)):
         raise IsolationError(_leak(layout, "the token id of the padding changed log-probs of real tokens"))
-    alone = Jagged.concat([_score(engine, [row], "padded") for row in rows])
-    difference = float(np.abs(alone.values - together.values).mean())
+    difference = float(np.abs(np.concatenate(alone) - np.concatenate(together)).mean())
     if not difference <= _MAX_MEAN_DIFFERENCE[precision]:  # NaN must not pass
         what = f"log-probs in a microbatch differ from those of each row alone by {difference:.2g} on average"
         raise IsolationError(_leak(layout, what))
@@ -71,22 +72,29 @@ def _random_rows(vocab_size: int) -> list[np.ndarray]:
     return [generator.integers(0, vocab_size, length).astype(np.int32) for length in _LENGTHS]
 
 
-def _score(engine: Engine, rows: Sequence[np.ndarray], layout: Literal["packed", "padded"], pad_token_id: int = 0) -> Jagged:
-    """Log-probs of all rows, scored as one microbatch."""
+def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
+    changed = [tokens.copy() for tokens in rows]
+    changed[row][2] = (changed[row][2] + 1) % vocab_size
+    return changed
+
+
+def _score(
+    engine: Engine, rows: Sequence[np.ndarray], layout: Literal["packed", "padded"], pad_token_id: int = 0
+) -> list[np.ndarray]:
+    """Log-probs of each row, all scored as one microbatch; empty on pipeline stages but the last."""
+    topology = engine.topology
+    # Larger than any length is a multiple of, so that padding inside a pack is looked at as well.
+    alignment = 4 * topology.cp * topology.tp
     lengths = tuple(len(row) for row in rows)
-    aligned = tuple(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths)
+    aligned = tuple(-(-length // alignment) * alignment for length in lengths)
     padded = aligned if layout == "packed" else (max(aligned),) * len(rows)
-    num_tokens = sum(padded) + (_ALIGNMENT if layout == "packed" else 0)  # with a segment of trailing padding
+    num_tokens = sum(padded) + (alignment if layout == "packed" else 0)  # with a segment of trailing padding
     microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
-    spec = PlanSpec(layout=layout, max_tokens=num_tokens)
+    spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=topology.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
-    inputs = build_inputs(shard, microbatch, spec, pad_token_id=pad_token_id, device=engine.device)
-    (scores,) = engine.run([inputs], _unpacked, backward=False)
-    return scores
-
-
-def _unpacked(inputs: ModelInputs, scores: TokenScores) -> tuple[torch.Tensor | None, Jagged]:
-    return None, unpack_tokens(scores.logprobs, inputs)
+    cp_rank = topology.coordinates(engine.rank).cp
+    inputs = build_inputs(shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device)
+    return [scores for part in score_rows(engine, [inputs]) for scores in part]
 
 
 def _leak(layout: str, what: str) -> str:

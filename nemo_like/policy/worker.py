@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens, unpack_tokens
+from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.data.packing.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
@@ -31,6 +31,7 @@ from nemo_like.policy.engine import Engine, Sync, TokenScores
 from nemo_like.policy.optim import learning_rate
 from nemo_like.policy.peak import peak_flops
 from nemo_like.policy.probe import IsolationReport, probe_isolation
+from nemo_like.policy.scores import score_rows
 from nemo_like.weight_sync.stream import Bucket, plan_buckets
 
 Columns = Mapping[str, np.ndarray | Jagged]
@@ -67,15 +68,16 @@ class PolicyWorker:
         Float32 per token at the sampling temperature; 0 for tokens that are not trained.
         """
         plan = _score_plan(shard)
-        rows = _Rows(shard, plan.spec, self._policy.device)
+        rows = self._rows(shard, plan.spec)
         engines = {"prev_logprobs": self._policy}
         if self._reference is not None:
             engines["reference_logprobs"] = self._reference
         scores = {}
         for name, engine in engines.items():
             inputs = map(rows.inputs, plan.microbatches)
-            parts = engine.run(inputs, _unpacked, backward=False, temperature=self._sampling_temperature)
-            scores[name] = rows.in_shard_order(plan.microbatches, parts)
+            parts = score_rows(engine, inputs, temperature=self._sampling_temperature)
+            if parts:  # only the last pipeline stage has them, and only its results are fetched
+                scores[name] = rows.in_shard_order(plan.microbatches, parts)
         return scores
 
     def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
@@ -84,18 +86,18 @@ class PolicyWorker:
         Returns the metrics of each step, over all dp ranks and so equal on all of them.
         """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
-        rows = _Rows({**shard, **(columns or {})}, shard.plan.spec, self._policy.device)
+        rows = self._rows({**shard, **(columns or {})}, shard.plan.spec)
         num_steps = len(shard.plan.step_offsets) - 1
         return [self._train_step(rows, shard.plan.step(step), loss) for step in range(num_steps)]
 
     def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
         """The loss's metrics over all rows of all dp ranks, without gradients."""
         plan = _score_plan(shard)
-        rows = _Rows(shard, plan.spec, self._policy.device)
+        rows = self._rows(shard, plan.spec)
         options = self._score_options(loss)
         inputs = map(rows.inputs, plan.microbatches)
         parts = self._policy.run(inputs, _LossStep(loss, denominator=1.0), backward=False, **options)
-        return merge_metrics(self._policy.gather_over_dp(merge_metrics(parts)))
+        return merge_metrics(self._policy.gather_over_dp_cp(merge_metrics(parts)))
 
     def probe_isolation(self) -> IsolationReport:
         """Check on the model itself that rows of a microbatch do not see each other; IsolationError if they do."""
@@ -111,7 +113,7 @@ class PolicyWorker:
         peak, source = peak_flops(self._policy.device)
         return PolicyInfo(
             num_params=sum(prod(shape) for shape in self._policy.weight_shapes().values()),
-            num_workers=self._policy.world_size,
+            num_workers=self._policy.topology.world_size,
             cost=CostModel.from_model_config(self._policy.model_config),
             sync=self._policy.sync,
             peak_flops=peak,
@@ -130,7 +132,7 @@ class PolicyWorker:
     def weight_bucket(self, index: int) -> Bucket | None:
         """Bucket `index` of the weights as they are now, on rank 0; the others help to gather it and return None."""
         weights = self._policy.full_weights(self._buckets[index])
-        if self._policy.dp_rank == 0:
+        if self._policy.rank == 0:
             return Bucket.encode(weights)
         for _ in weights:
             pass
@@ -158,6 +160,10 @@ class PolicyWorker:
         for engine in filter(None, (self._policy, self._reference)):
             engine.wake()
 
+    def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> _Rows:
+        cp_rank = self._policy.topology.coordinates(self._policy.rank).cp
+        return _Rows(columns, spec, cp_rank, self._policy.device)
+
     @property
     def _sampling_temperature(self) -> float:
         # Temperature 0 is greedy decoding; the distribution it was taken from is the model's own.
@@ -177,7 +183,7 @@ class PolicyWorker:
         parts = self._policy.run(inputs, step_fn, backward=True, **self._score_options(loss))
         seconds = _compute_seconds(self._policy.device) - start
         grad_norm = self._policy.optimizer_step(lr)
-        gathered = self._policy.gather_over_dp((merge_metrics(parts), seconds))
+        gathered = self._policy.gather_over_dp_cp((merge_metrics(parts), seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
         rank_seconds = [rank_seconds for _, rank_seconds in gathered]
         metrics["policy/grad_norm"] = Mean(grad_norm)
@@ -200,6 +206,7 @@ class _Rows:
 
     columns: Mapping[str, Any]
     spec: PlanSpec
+    cp_rank: int
     device: torch.device
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
@@ -216,7 +223,7 @@ class _Rows:
 
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet the vocabulary."""
-        inputs = build_inputs(self.columns, microbatch, self.spec, device=self.device)
+        inputs = build_inputs(self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device)
         counts = torch.from_numpy(self.num_trained_tokens(microbatch)).to(self.device, torch.float32)
         is_trained_row = counts > 0
         mask = inputs.label_mask & inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
@@ -270,10 +277,6 @@ def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
         if column.is_floating_point() and name != _NUM_TRAINED:
             columns[name] = column.float()[inputs.row_ids]
     return columns
-
-
-def _unpacked(inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor | None, Jagged]:
-    return None, unpack_tokens(scores.logprobs, inputs)
 
 
 def _compute_seconds(device: torch.device) -> float:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.config.check import batching_section, derivation, find_problems, num_policy_workers
+from nemo_like.config.check import batching_section, derivation, find_problems
+from nemo_like.config.parallel import model_problems, num_policy_workers
 from nemo_like.config.schema import (
     ClusterConfig,
     DataConfig,
@@ -171,7 +172,8 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     assert problems(SFT, **small, policy__oversize_rows="singleton") == []
     tiny = replace(packing, logprob_mb_tokens=32)
     assert problems(SFT, policy__sequence_packing=tiny, policy__oversize_rows="truncate") == [
-        "policy.sequence_packing.logprob_mb_tokens is 32, below sequence_length_round 64: no row would fit"
+        "policy.sequence_packing.logprob_mb_tokens is 32, below policy.sequence_packing.sequence_length_round 64:"
+        " no row would fit"
     ]
 
 
@@ -179,6 +181,36 @@ def test_policy_workers_are_counted() -> None:
     assert num_policy_workers(ClusterConfig(num_nodes=2, workers_per_node=3)) == 6
     assert num_policy_workers(ClusterConfig(num_nodes=2, gpus_per_node=8, workers_per_node=3)) == 16
     assert num_policy_workers(ClusterConfig(backend="local", gpus_per_node=1)) == 1
+
+
+def test_workers_must_be_whole_copies_of_the_model() -> None:
+    def parallel_problems(**keys: object) -> list[str]:
+        return problems(SFT, **{"cluster__workers_per_node": 6, "policy__train_global_batch_size": 12, **keys})
+
+    assert parallel_problems(parallel__tensor=2) == []
+    assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
+        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers share one copy of the model, and 6 workers"
+        " (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5 copies, not a whole number: use 4 or 8 workers"
+    ]
+    assert parallel_problems(parallel__pipeline=2) == [
+        "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or policy.engine to megatron"
+    ]
+    assert parallel_problems(parallel__pipeline=2, policy__engine="megatron") == []
+    (no_tensor,) = parallel_problems(parallel__sequence=True)
+    assert "parallel.tensor is 1" in no_tensor
+    (share,) = parallel_problems(parallel__tensor=2, policy__train_global_batch_size=4)
+    assert "4 / 3 copies of the model" in share and "2 workers each" in share
+
+
+def test_a_model_must_divide_among_the_workers_that_share_it() -> None:
+    class Model:
+        num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers = 12, 3, 64, 10
+
+    config = with_keys(SFT, {"parallel.tensor": 2, "parallel.pipeline": 4, "policy.engine": "megatron"})
+    assert [str(problem).partition(" has ")[2] for problem in model_problems(config, Model())] == [
+        "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set parallel.tensor to 1 or 3",
+        "10 layers, and 10 / parallel.pipeline 4 = 2.5, not a whole number: set parallel.pipeline to 2 or 5",
+    ]
 
 
 def test_the_derivation_is_spelled_out() -> None:

@@ -24,6 +24,7 @@ def test_the_examples_are_those_that_are_promised() -> None:
         "grpo_gsm8k_smollm2",
         "grpo_math_1B",
         "grpo_math_8B_dynamic",
+        "grpo_math_8B_megatron",
     }
 
 

@@ -25,8 +25,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[ProcessPoolExecutor]:
-    """Two processes that stay warm: importing torch costs more than most tests."""
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """Up to four processes that stay warm: importing torch costs more than most tests. They start as they are needed."""
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig, SequencePackingConfig
 from nemo_like.data.packing.plan import plan_batch
 from nemo_like.distributed import mesh
+from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.dtensor_checkpoint import row_range
+from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor_weights import row_range
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.policy import plan_spec
 from tests.policy.tiny import context, random_batch, run_ranks, saved_tensors
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -40,7 +41,7 @@ def train_steps(
     lines = []
     for step in steps:
         batch = random_batch([7, 12, 3, 9], seed=step)
-        spec = plan_spec(config, purpose="train", num_ranks=worker_context.world_size, cost=worker.info().cost)
+        spec = plan_spec(config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
         shard = batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
         (metrics,) = worker.train(shard, None, NllLoss())
         metrics.pop("policy/rank_time_worst_over_mean")

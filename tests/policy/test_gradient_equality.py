@@ -23,11 +23,12 @@ from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
 from nemo_like.distributed import mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.policy import dtensor_model
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.policy import plan_spec
 from tests.policy.tiny import ARCHITECTURES, context, random_batch, relative_error, row_loss, run_ranks, saved_tensors
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
@@ -78,7 +79,7 @@ def train_once(
 ) -> dict[str, float]:
     """One optimizer step on this rank's share; the gradient is in the checkpoint `out` as `exp_avg`."""
     worker = DTensorPolicyWorker(worker_context, config=config)
-    spec = plan_spec(config, purpose="train", num_ranks=worker_context.world_size, cost=worker.info().cost)
+    spec = plan_spec(config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
     plan = plan_batch(batch["length"], spec)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
     worker.save(out)
@@ -169,7 +170,7 @@ def test_a_rank_without_rows_runs_dummies_and_changes_nothing(layout, model_dir,
     ],
 )
 def test_the_layouts_have_as_many_microbatches_as_their_names_say(layout, num_microbatches):
-    spec = plan_spec(LAYOUTS[layout], purpose="train", num_ranks=1, cost=CostModel())
+    spec = plan_spec(LAYOUTS[layout], purpose="train", topology=Topology(dp=1), cost=CostModel())
     assert plan_batch(LENGTHS, spec).num_microbatches == num_microbatches
 
 
@@ -184,14 +185,15 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
     config = dataclasses.replace(packed(48), model_name=model_dir("llama"), train_global_batch_size=4)
     batch = random_batch(LENGTHS)
     worker = DTensorPolicyWorker(context(), config=config)
-    plan = plan_batch(batch["length"], plan_spec(config, purpose="train", num_ranks=1, cost=worker.info().cost))
+    plan = plan_batch(batch["length"], plan_spec(config, purpose="train", topology=Topology(dp=1), cost=worker.info().cost))
     whole = worker.train(batch.shard(plan)[0], None, NllLoss())
     worker.save(tmp_path / "whole")
     halves = DTensorPolicyWorker(context(), config=config)
     metrics = []
     for start in (0, 4):
         half = batch.select_indices(range(start, start + 4))
-        half_plan = plan_batch(half["length"], plan_spec(config, purpose="train", num_ranks=1, cost=worker.info().cost))
+        half_spec = plan_spec(config, purpose="train", topology=Topology(), cost=worker.info().cost)
+        half_plan = plan_batch(half["length"], half_spec)
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")
     assert len(whole) == 2

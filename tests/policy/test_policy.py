@@ -17,9 +17,11 @@ from nemo_like.config.schema import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.topology import Topology
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.policy import Policy, plan_spec
+from nemo_like.policy.policy import Policy
 from tests.policy.tiny import random_batch
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
@@ -97,16 +99,16 @@ def test_info_counts_parameters_and_work(policy):
 
 def test_specs_follow_the_configuration():
     cost = CostModel()
-    packed = plan_spec(PACKED, purpose="train", num_ranks=2, cost=cost, sync="microbatch")
+    packed = plan_spec(PACKED, purpose="train", topology=Topology(dp=2), cost=cost, sync="microbatch")
     assert (packed.layout, packed.max_tokens, packed.max_rows, packed.num_ranks) == ("packed", 32, None, 2)
     assert (packed.global_batch_size, packed.sync) == (4, "microbatch")
-    scoring = plan_spec(PACKED, purpose="evaluate", num_ranks=2, cost=cost)
+    scoring = plan_spec(PACKED, purpose="evaluate", topology=Topology(dp=2), cost=cost)
     assert (scoring.max_tokens, scoring.global_batch_size) == (64, None)
-    dynamic = plan_spec(DYNAMIC, purpose="train", num_ranks=1, cost=cost)
+    dynamic = plan_spec(DYNAMIC, purpose="train", topology=Topology(dp=1), cost=cost)
     assert (dynamic.layout, dynamic.max_tokens, dynamic.max_rows) == ("padded", 48, None)
-    plain = plan_spec(PLAIN, purpose="train", num_ranks=1, cost=cost)
+    plain = plan_spec(PLAIN, purpose="train", topology=Topology(dp=1), cost=cost)
     assert (plain.layout, plain.max_tokens, plain.max_rows) == ("padded", None, 2)
-    assert plan_spec(PLAIN, purpose="evaluate", num_ranks=1, cost=cost).max_rows == 3
+    assert plan_spec(PLAIN, purpose="evaluate", topology=Topology(dp=1), cost=cost).max_rows == 3
 
 
 def test_columns_that_are_placed_already_do_not_travel_again(policy):

@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_like.distributed.topology import Topology
 from nemo_like.policy import attention
 from nemo_like.policy.dtensor_engine import DTensorEngine
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
@@ -18,7 +19,8 @@ from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 
 
 def engine(model: str) -> DTensorEngine:
-    return DTensorEngine(PolicyConfig(model_name=model), torch.device("cpu"), 1, trainable=False)
+    config = PolicyConfig(model_name=model)
+    return DTensorEngine(config, torch.device("cpu"), Topology(), 0, sequence_parallel=False, trainable=False)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

@@ -24,12 +24,13 @@ from nemo_like.data.packing.plan import plan_batch
 from nemo_like.data.packing.rows import OversizeWarning
 from nemo_like.distributed import mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.dtensor_export import split_by_bytes
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.policy import plan_spec
+from nemo_like.policy.hf_directory import split_by_bytes
 from tests.policy.tiny import ARCHITECTURES, context, random_batch, run_ranks, saved_tensors
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
@@ -49,7 +50,7 @@ DYNAMIC = dataclasses.replace(
 
 
 def shard_of(worker: DTensorPolicyWorker, batch: BatchedDataDict, worker_context: WorkerContext) -> SlicedDataDict:
-    spec = plan_spec(worker.config, purpose="train", num_ranks=worker_context.world_size, cost=worker.info().cost)
+    spec = plan_spec(worker.config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
     return batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
 
 

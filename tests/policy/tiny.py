@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -28,6 +27,7 @@ from transformers import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.policy.sharded_checkpoint import open_checkpoint
 
 VOCABULARY = 67
 _SIZES: dict[str, Any] = {
@@ -125,14 +125,9 @@ def run_ranks(pool: ProcessPoolExecutor, function: Callable[..., Any], world_siz
 
 
 def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
-    """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any number of ranks."""
-    parts: dict[str, list[Tensor]] = {}
-    for path in sorted(directory.glob("rank_*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  (not a dict)
-                if key.startswith(f"{kind}/"):
-                    parts.setdefault(key.removeprefix(f"{kind}/"), []).append(file.get_tensor(key))
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+    """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any layout."""
+    with open_checkpoint(directory) as reader:
+        return {name: reader.read(f"{kind}/{name}", (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

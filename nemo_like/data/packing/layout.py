@@ -7,11 +7,13 @@ the microbatch's order, each with its own padding behind its real tokens (causal
 them one segment of trailing padding where the total is rounded up. Position ids start at 0 in every segment.
 
 Context parallelism (`cp_size` c > 1): each segment is cut in 2c chunks, rank r holds chunks r and 2c-1-r in this order,
-and the shares are packed after cutting. Labels and columns are aligned before the cut; `cu_seqlens` stays global.
+and the shares are packed after cutting, in the padded layout too, where a segment is a row with its padding. Labels and
+columns are aligned before the cut; `cu_seqlens` stays global.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,12 +36,12 @@ class ModelInputs:
     """
 
     input_ids: Tensor
-    """int64, packed [1, T], padded [R, T / R]."""
+    """int64, packed [1, T]; padded [R, T / R] on one context-parallel rank, else [1, T] as well."""
     position_ids: Tensor
     """int64, the shape of `input_ids`."""
     cu_seqlens: Tensor | None
-    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None in the padded layout, where
-    rows are right-padded and causal attention needs no mask."""
+    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None where `input_ids` is [R, T / R]:
+    rows are right-padded then and causal attention needs no mask."""
     max_seqlen: int
     """Longest segment over all cp ranks."""
     labels: Tensor
@@ -62,6 +64,16 @@ class ModelInputs:
     def num_rows(self) -> int:
         """R; 1 for a dummy."""
         return max(len(self.lengths), 1)
+
+    def flattened(self) -> ModelInputs:
+        """The same positions as one [1, T] sequence of segments, for a model that takes nothing else."""
+        if self.cu_seqlens is not None:
+            return self
+        num_segments, width = self.input_ids.shape
+        bounds = torch.arange(0, (num_segments + 1) * width, width, dtype=torch.int32, device=self.input_ids.device)
+        return dataclasses.replace(
+            self, input_ids=self.input_ids.reshape(1, -1), position_ids=self.position_ids.reshape(1, -1), cu_seqlens=bounds
+        )
 
 
 def build_inputs(
@@ -95,7 +107,7 @@ def build_inputs(
     return ModelInputs(
         input_ids=_tensor(input_ids.astype(np.int64, copy=False).reshape(shape), device),
         position_ids=_tensor(grid.position.reshape(shape), device),
-        cu_seqlens=None if spec.layout == "padded" else _tensor(grid.bounds.astype(np.int32), device),
+        cu_seqlens=_tensor(grid.bounds.astype(np.int32), device) if grid.is_packed else None,
         max_seqlen=int(np.diff(grid.bounds).max()),
         labels=_tensor(labels.astype(np.int64, copy=False), device),
         label_mask=_tensor(has_label, device),
@@ -202,6 +214,7 @@ class _Grid:
 
     rows: np.ndarray  # [R] rows of the shard
     num_rows: int
+    is_packed: bool  # one sequence of segments, not a rectangle of rows
     shape: tuple[int, int]  # of input_ids
     bounds: np.ndarray  # [segments + 1], over all cp ranks
     segment: np.ndarray  # [T]
@@ -217,10 +230,12 @@ class _Grid:
         num_rows = len(microbatch.rows)
         lengths = np.zeros(len(segments), dtype=np.int64)
         lengths[:num_rows] = microbatch.lengths
-        width = len(positions) if spec.layout == "packed" else len(positions) // max(num_rows, 1)
+        is_packed = spec.layout == "packed" or spec.cp_size > 1
+        width = len(positions) if is_packed else len(positions) // max(num_rows, 1)
         return cls(
             rows=np.array(microbatch.rows, dtype=np.int64),
             num_rows=num_rows,
+            is_packed=is_packed,
             shape=(len(positions) // width, width),
             bounds=bounds,
             segment=segment,

@@ -1,45 +1,57 @@
-"""A trained engine as a Hugging Face model directory, written by rank 0 with at most one file's tensors in memory."""
+"""Weights as a Hugging Face model directory, with at most one file's tensors in memory: of an engine, or of a checkpoint."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.policy.engine import Engine
 
 _MAX_FILE_BYTES = 4 << 30
 
 
-def export_hf(engine: Engine, causal_lm: PreTrainedModel, config: PolicyConfig, directory: Path, *, is_writer: bool) -> None:
-    """Weights in compute precision, configuration, generation configuration and tokenizer. Called by every rank.
+class Weights(Protocol):
+    """What is written: an `Engine`, or a checkpoint."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def write_hf(
+    weights: Weights, model_config: PretrainedConfig, config: PolicyConfig, directory: Path, *, is_writer: bool = True
+) -> None:
+    """Weights in compute precision, configuration, generation configuration and tokenizer. Every rank calls, one writes.
 
     Tied weights are written once, under the name of the input embedding, as transformers does.
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    files = split_by_bytes(engine.weight_shapes(), dtype.itemsize, _MAX_FILE_BYTES)
+    shapes = weights.weight_shapes()
+    files = split_by_bytes(shapes, dtype.itemsize, _MAX_FILE_BYTES)
     if is_writer:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_configuration(causal_lm, config, dtype, directory)
+        _write_configuration(model_config, config, dtype, directory)
     for index, names in enumerate(files):
         tensors = {}
-        for name, tensor in engine.full_weights(names):
+        for name, tensor in weights.full_weights(names):
             if is_writer:
-                tensors[name] = tensor.cpu().contiguous()
+                tensors[name] = tensor.to("cpu", dtype).contiguous()
         if is_writer:
             save_file(tensors, directory / _file_name(index, len(files)), metadata={"format": "pt"})
     if is_writer and len(files) > 1:
-        _write_index(files, engine.weight_shapes(), dtype.itemsize, directory)
+        _write_index(files, shapes, dtype.itemsize, directory)
 
 
 def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int) -> list[list[str]]:
@@ -59,10 +71,10 @@ def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes
     return groups
 
 
-def _write_configuration(causal_lm: PreTrainedModel, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
-    model_config = copy.deepcopy(causal_lm.config)
+def _write_configuration(model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
+    model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
-    model_config.architectures = [type(causal_lm).__name__]
+    model_config.architectures = [str(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], "__name__"))]  # noqa: B009  (a lazy class to the stub)
     model_config.save_pretrained(directory)
     # As it was: transformers refuses to write some generation configurations that it reads.
     generation_config = cached_file(config.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)

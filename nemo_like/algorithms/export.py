@@ -1,0 +1,73 @@
+"""`nemo-like export`: a checkpoint of a run as a Hugging Face model, whichever engine and layout wrote it. No GPU, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_like.algorithms.source import open_model_config
+from nemo_like.checkpoint import Checkpointer
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.load import detect_kind, load_config
+from nemo_like.config.schema import RunConfig
+from nemo_like.policy.hf_directory import write_hf
+from nemo_like.policy.sharded_checkpoint import WEIGHT, CheckpointReader, open_checkpoint
+
+_CONFIG = "config.yaml"
+
+
+class SavedWeights:
+    """The weights of an open checkpoint, read one at a time."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._reader.shapes
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            shape = self._reader.shapes[name]
+            yield name, self._reader.read(f"{WEIGHT}/{name}", [0] * len(shape), shape)
+
+
+def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
+    """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one, to the new `target`.
+
+    `overrides` change keys of the run's config, such as `policy.model_name` where the model has moved. Raises ConfigError
+    for a folder that is neither, for an incomplete checkpoint, and for a `target` that exists.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already; choose another --out or remove it first")
+    step_folder, config = _find(source, overrides)
+    model_config = open_model_config(config)
+    try:
+        with open_checkpoint(step_folder / "policy") as reader:
+            unfinished = target.with_name(target.name + ".tmp")
+            with torch.no_grad():
+                write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    unfinished.rename(target)
+    return target
+
+
+def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
+    """The step folder, and the configuration of its run."""
+    is_step = (source / "policy").is_dir()
+    run = source.resolve().parent.parent if is_step else source
+    if not (run / _CONFIG).is_file():
+        raise ConfigError(
+            f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
+            " (<run>/checkpoints/step_<N>) of one"
+        )
+    config = load_config(detect_kind(run / _CONFIG, overrides), run / _CONFIG, overrides)
+    if is_step:
+        return source, config
+    latest = Checkpointer(run, config.checkpointing).find_latest()
+    if latest is None:
+        raise ConfigError(f"{shown_path(run)} has no whole checkpoint; give a run that has saved one")
+    return latest.path, config

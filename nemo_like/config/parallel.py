@@ -1,0 +1,96 @@
+"""How a run's workers divide into copies of the model, and whether a model can be divided that way.
+
+Pure arithmetic on the configuration, spelled out in every message, so that nothing starts that could not have worked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_like.config.errors import Problem
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
+
+
+def num_policy_workers(cluster: ClusterConfig) -> int:
+    """One per GPU, or `workers_per_node` on CPU."""
+    return 1 if cluster.backend == "local" else cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
+
+
+def replica_size(parallel: ParallelConfig) -> int:
+    """Workers that share one copy of the model."""
+    return parallel.tensor * parallel.context * parallel.pipeline
+
+
+def num_replicas(config: RunConfig) -> int:
+    """The degree of data parallelism: copies of the model, each with rows of its own."""
+    return num_policy_workers(config.cluster) // replica_size(config.parallel)
+
+
+def workers_shown(cluster: ClusterConfig) -> str:
+    """Where the number of workers comes from. Example: `cluster.num_nodes 2 x cluster.gpus_per_node 8`."""
+    if cluster.backend == "local":
+        return "cluster.backend local"
+    key = "gpus_per_node" if cluster.gpus_per_node else "workers_per_node"
+    return f"cluster.num_nodes {cluster.num_nodes} x cluster.{key} {getattr(cluster, key)}"
+
+
+def parallel_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with `parallel` whatever the model is."""
+    parallel, workers, size = config.parallel, num_policy_workers(config.cluster), replica_size(config.parallel)
+    if workers % size:
+        legal = [count for count in (workers // size * size, (workers // size + 1) * size) if count]
+        yield Problem(
+            ("parallel.tensor", "parallel.context", "parallel.pipeline", "cluster.num_nodes", "cluster.workers_per_node"),
+            f"parallel.tensor {parallel.tensor} x parallel.context {parallel.context} x parallel.pipeline {parallel.pipeline}"
+            f" = {size} workers share one copy of the model, and {workers} workers ({workers_shown(config.cluster)}) / {size}"
+            f" = {workers / size:.4g} copies, not a whole number: use {' or '.join(map(str, legal))} workers",
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield Problem(
+            ("parallel.sequence", "parallel.tensor"),
+            "parallel.sequence is true, but it shares what tensor parallelism leaves whole and parallel.tensor is 1:"
+            " set it to false, or parallel.tensor to 2 or more",
+        )
+    if parallel.pipeline > 1 and config.policy.engine == "dtensor":
+        yield Problem(
+            ("parallel.pipeline", "policy.engine"),
+            f"parallel.pipeline is {parallel.pipeline}, but policy.engine dtensor has no pipeline: set it to 1, or"
+            " policy.engine to megatron",
+        )
+
+
+def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
+    """What of `parallel` does not divide this model; `model_config` has the attributes of Hugging Face."""
+    text_config = getattr(model_config, "text_config", None) or model_config
+    parallel = config.parallel
+    heads = getattr(text_config, "num_attention_heads", None)
+    counts = (
+        ("tensor", parallel.tensor, "attention heads", heads),
+        ("tensor", parallel.tensor, "key-value heads", getattr(text_config, "num_key_value_heads", None) or heads),
+        ("tensor", parallel.tensor, "feed-forward columns", getattr(text_config, "intermediate_size", None)),
+        ("pipeline", parallel.pipeline, "layers", getattr(text_config, "num_hidden_layers", None)),
+    )
+    return [
+        Problem(
+            (f"parallel.{key}",),
+            f"{config.policy.model_name} has {count} {what}, and {count} / parallel.{key} {degree} = {count / degree:.4g},"
+            f" not a whole number: set parallel.{key} to {_divisors(count, degree)}",
+        )
+        for key, degree, what, count in counts
+        if count is not None and count % degree
+    ]
+
+
+def _divisors(count: int, degree: int) -> str:
+    """The divisors of `count` around `degree`. Example: 6, 4 -> `3 or 6`."""
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    below, above = max(number for number in divisors if number < degree), [number for number in divisors if number > degree]
+    return " or ".join(map(str, [below, *above[:1]]))
+
+
+def length_multiple(parallel: ParallelConfig) -> int:
+    """Positions a row or a microbatch may be rounded up to, at most: what context and sequence parallelism need."""
+    chunks = 2 * parallel.context if parallel.context > 1 else 1
+    return math.lcm(chunks, parallel.context * parallel.tensor if parallel.sequence else 1)

@@ -1,0 +1,162 @@
+"""Tensors between Hugging Face names and Megatron parameters: from model files, from checkpoints, and whole to rank 0.
+
+Whatever its size, a model passes here one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.distributed.topology import Topology
+from nemo_like.policy.megatron_table import Entry, Geometry, Piece, Shape
+
+Read = Callable[[str, Shape, Shape], Tensor]
+"""(Hugging Face name, offset, shape) -> that block, on the CPU."""
+
+
+def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) -> Tensor:
+    """float32 rows [start, stop) of a rank's parameter, on the CPU; padding of the vocabulary is 0."""
+    stop = entry.shape[0] if stop is None else stop
+    rows = torch.zeros(stop - start, *entry.shape[1:])
+    for piece in entry.pieces:
+        part = piece.rows(start, stop)
+        if part.numel:
+            rows.narrow(0, part.local_offset[0] - start, part.shape[0]).copy_(read(part.name, part.offset, part.shape))
+    return rows
+
+
+class ModelFiles:
+    """The safetensors files of a Hugging Face model, of which any block can be read without the rest."""
+
+    def __init__(self, model_name: str, files: Mapping[str, Any]) -> None:
+        self.model_name = model_name
+        self._files = files
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise ConfigError unless every weight is there, in its shape."""
+        for name, shape in shapes.items():
+            found = tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
+            if found != shape:
+                state = f"have no {name}" if found is None else f"have {name} in shape {list(found)}"
+                raise ConfigError(
+                    f"the files of policy.model_name={self.model_name} {state}; its config.json asks for {list(shape)}"
+                )
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A block, in the files' precision."""
+        block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        return self._files[name].get_slice(name)[block]
+
+
+@contextmanager
+def open_model(model_name: str) -> Iterator[ModelFiles]:
+    """The files of `policy.model_name`, a directory or a cached hub name. Raises ConfigError where there are none."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in _weight_files(model_name):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            files |= dict.fromkeys(file.keys(), file)
+        yield ModelFiles(model_name, files)
+
+
+def _weight_files(model_name: str) -> list[Path]:
+    single = _cached(model_name, SAFE_WEIGHTS_NAME)
+    if single is not None:
+        return [single]
+    index = _cached(model_name, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise ConfigError(
+            f"policy.model_name={model_name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME};"
+            " policy.engine=megatron reads only safetensors files: save the model as such"
+        )
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    paths = {name: _cached(model_name, name) for name in names}
+    missing = [name for name, path in paths.items() if path is None]
+    if missing:
+        raise ConfigError(f"policy.model_name={model_name} lacks {missing[0]}, which its {SAFE_WEIGHTS_INDEX_NAME} names")
+    return [path for path in paths.values() if path is not None]
+
+
+def _cached(model_name: str, file_name: str) -> Path | None:
+    found = cached_file(model_name, file_name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+class _Holding(NamedTuple):
+    """A parameter that has pieces of some Hugging Face tensor, and who has it."""
+
+    stage: int
+    tp_rank: int
+    parameter: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+class Outbox:
+    """Whole tensors under Hugging Face names on rank 0, from the parts the ranks hold."""
+
+    def __init__(self, geometry: Geometry, topology: Topology, rank: int, device: torch.device) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._device = device
+        self._holdings: dict[str, list[_Holding]] = {}
+        for stage in range(geometry.pp):
+            for tp_rank in range(geometry.tp):
+                for parameter, entry in geometry.table(stage, tp_rank).items():
+                    self._hold(stage, tp_rank, parameter, entry)
+
+    def whole(
+        self, names: Sequence[str], shapes: Mapping[str, Shape], dtype: torch.dtype, local: Callable[[str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each name with its tensor on rank 0 and an empty one elsewhere. Every rank iterates to the end.
+
+        `local(parameter)` is this rank's Megatron parameter (or its gradient) in the shape of its table; it is called
+        at the same time on all dp and cp ranks that have the parameter, and so may use their collectives.
+        """
+        for name in names:
+            full = torch.empty(shapes[name] if self._rank == 0 else 0, dtype=dtype, device=self._device)
+            for holding in self._holdings[name]:
+                self._bring(holding, full, local)
+            yield name, full
+
+    def _bring(self, holding: _Holding, full: Tensor, local: Callable[[str], Tensor]) -> None:
+        place = self._topology.coordinates(self._rank)
+        holder = self._topology.rank(pp=holding.stage, tp=holding.tp_rank)
+        parts = None
+        if (place.pp, place.tp) == (holding.stage, holding.tp_rank):
+            parameter = local(holding.parameter)
+            if self._rank == holder:
+                parts = torch.cat([parameter[piece.local].reshape(-1) for piece in holding.pieces]).to(full.dtype)
+        if holder != 0 and self._rank == holder:
+            assert parts is not None
+            dist.send(parts, dst=0)
+        elif holder != 0 and self._rank == 0:
+            parts = torch.empty(holding.numel, dtype=full.dtype, device=full.device)
+            dist.recv(parts, src=holder)
+        if self._rank == 0:
+            assert parts is not None
+            sizes = [piece.numel for piece in holding.pieces]
+            for piece, part in zip(holding.pieces, parts.split(sizes), strict=True):
+                full[piece.whole] = part.view(piece.shape)
+
+    def _hold(self, stage: int, tp_rank: int, parameter: str, entry: Entry) -> None:
+        if not entry.is_owner:
+            return
+        for name in dict.fromkeys(piece.name for piece in entry.pieces):
+            pieces = tuple(piece for piece in entry.pieces if piece.name == name)
+            self._holdings.setdefault(name, []).append(_Holding(stage, tp_rank, parameter, pieces))

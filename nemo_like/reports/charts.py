@@ -1,0 +1,186 @@
+"""The pictures of a batch plan, each from plain arrays: row lengths, filled microbatches, ranks over time, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_like.reports.svg import Drawing, Scale, spread_labels
+
+WIDTH = 960
+_LEFT = 46
+_CHARACTER = 6.3
+"""Width of a character of small text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatches:
+    """One optimizer step of one way to form batches."""
+
+    title: str
+    note: str
+    """A number or two beside the title."""
+    real: np.ndarray
+    """float64 [R, M]: tokens, or work of them."""
+    padding: np.ndarray
+    """float64 [R, M]: the same of positions that hold none."""
+
+
+def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -> Drawing:
+    """How many rows are how long, with mean, median, p99 and, where it is near, the token budget."""
+    longest = int(lengths.max())
+    shows_budget = max_tokens <= 1.6 * longest
+    high = 1.02 * max(longest, max_tokens if shows_budget else 0)
+    counts, edges = np.histogram(lengths, bins=num_bins, range=(0, high))
+    drawing = Drawing(WIDTH, 236, f"Histogram of {len(lengths)} row lengths")
+    x, y = Scale(high, _LEFT, WIDTH - 8), Scale(float(counts.max()), 196, 34)
+    _value_axis(drawing, y, x, [f"{tick:,.0f}" for tick in y.ticks(4)], y.ticks(4))
+    for count, low, up in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
+        share = f"{count:,} rows of {low:,.0f} to {up:,.0f} tokens"
+        drawing.rect(x(low) + 0.5, y(count), x(up) - x(low) - 1, y(0) - y(count), "real", share)
+    drawing.line(_LEFT, 196, WIDTH - 8, 196, "axis")
+    for tick in x.ticks(8):
+        drawing.text(x(tick), 212, f"{tick:,.0f}", anchor="middle")
+    drawing.text(WIDTH - 8, 230, "tokens per row", anchor="end")
+    marks = [("median", float(np.median(lengths))), ("mean", float(lengths.mean())), ("p99", float(np.percentile(lengths, 99)))]
+    marks += [("longest", float(longest))] + ([("budget", float(max_tokens))] if shows_budget else [])
+    marks.sort(key=lambda mark: mark[1])
+    labels = [f"{name} {value:,.0f}" for name, value in marks]
+    places = spread_labels([x(value) for _, value in marks], [len(label) * _CHARACTER + 10 for label in labels], _LEFT, WIDTH)
+    for (name, value), label, place in zip(marks, labels, places, strict=True):
+        drawing.line(x(value), 30, x(value), 196, "budget" if name == "budget" else "mark")
+        drawing.line(place, 18, x(value), 30, "budget" if name == "budget" else "mark")
+        drawing.text(place, 13, label, "label", "middle")
+    return drawing
+
+
+def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
+    """Each microbatch as a bar of real tokens and padding against the budget, fullest first; two panels side by side."""
+    width, height, gap = (WIDTH - 32) / 2, 112, 56
+    drawing = Drawing(WIDTH, (height + gap) * -(-len(panels) // 2) - 8, "Tokens of each microbatch against the budget")
+    for index, panel in enumerate(panels):
+        left, top = (index % 2) * (width + 32), (index // 2) * (height + gap) + 26
+        drawing.text(left, top - 10, panel.title, "name")
+        drawing.text(left + width, top - 10, panel.note, "label", "end")
+        _fill_panel(drawing, panel, capacity, left, top, width, height)
+    return drawing
+
+
+def _fill_panel(
+    drawing: Drawing, panel: Microbatches, capacity: int, left: float, top: float, width: float, height: float
+) -> None:
+    real, padding = panel.real.ravel(), panel.padding.ravel()
+    order = np.lexsort((padding, -real - padding))
+    real, padding = real[order], padding[order]
+    # More bars than can be seen are thinned out evenly.
+    shown = np.linspace(0, len(real) - 1, min(len(real), int(width))).round().astype(int)
+    y = Scale(max(float((real + padding).max()), capacity), top + height, top)
+    pitch = width / len(shown)
+    bar = pitch - (1 if pitch > 3 else 0)
+    drawing.rect(left, y(capacity), width, y(0) - y(capacity), "room")
+    places = [(left + place * pitch, float(real[i]), float(padding[i])) for place, i in enumerate(shown)]
+    drawing.rects(((x, y(tokens), bar, y(0) - y(tokens)) for x, tokens, _ in places), "real")
+    drawing.rects(((x, y(tokens + empty), bar, y(tokens) - y(tokens + empty)) for x, tokens, empty in places), "padding")
+    drawing.line(left, y(capacity), left + width, y(capacity), "budget")
+    drawing.line(left, y(0), left + width, y(0), "axis")
+    thinned = "" if len(shown) == len(real) else f", {len(shown):,} of them drawn"
+    drawing.text(left, y(0) + 15, f"{len(real):,} microbatches of {panel.real.shape[0]} ranks, fullest first{thinned}")
+    drawing.text(left + width, y(0) + 15, f"budget {capacity:,}", anchor="end")
+
+
+def timeline(panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, most_ranks: int = 64) -> Drawing:
+    """One step over time, a bar per rank: real work, work on padding, and blank where the rank waits for another.
+
+    All panels share the time axis, whose unit `ideal` is the real work spread evenly. The dashed line is the mean rank's
+    work, the end line the step's end.
+    """
+    num_ranks = min(panels[0].real.shape[0], most_ranks)
+    pitch = max(2.4, min(11.0, 96 / num_ranks))
+    height, gap = num_ranks * pitch, 42.0
+    drawing = Drawing(WIDTH, len(panels) * (height + gap) + 26, "Work of each rank over time")
+    ends = [_ends(panel, waits_at_microbatch) for panel in panels]
+    x = Scale(max(float(end.max()) for end in ends) / ideal * 1.01, 2, WIDTH - 2)
+    for index, (panel, end) in enumerate(zip(panels, ends, strict=True)):
+        top = index * (height + gap) + 26
+        drawing.text(2, top - 10, panel.title, "name")
+        drawing.text(WIDTH - 2, top - 10, panel.note, "label", "end")
+        _rank_bars(drawing, panel, end, ideal, x, top, pitch, num_ranks)
+    base = len(panels) * (height + gap) + 4
+    drawing.line(2, base - 8, WIDTH - 2, base - 8, "axis")
+    for tick in x.ticks(8):
+        drawing.text(x(tick), base + 8, f"{tick:g}", anchor="start" if tick == 0 else "middle")
+    return drawing
+
+
+def _ends(panel: Microbatches, waits_at_microbatch: bool) -> np.ndarray:
+    """When each microbatch of each rank ends, float64 [R, M]."""
+    work = panel.real + panel.padding
+    if not waits_at_microbatch:
+        return np.cumsum(work, axis=1)
+    starts = np.concatenate([[0.0], np.cumsum(work.max(axis=0))[:-1]])
+    return starts + work
+
+
+def _rank_bars(
+    drawing: Drawing, panel: Microbatches, ends: np.ndarray, ideal: float, x: Scale, top: float, pitch: float, num_ranks: int
+) -> None:
+    work = panel.real + panel.padding
+    ranks = np.linspace(0, len(work) - 1, num_ranks).round().astype(int)
+    bar = pitch - (1.0 if pitch > 4 else 0.4)
+    finish = float(ends.max())
+    drawing.rect(x(0), top, x(finish / ideal) - x(0), num_ranks * pitch, "room")
+    real, padding = [], []
+    for place, rank in enumerate(ranks):
+        y = top + place * pitch
+        for end, whole, share in zip(ends[rank].tolist(), work[rank].tolist(), panel.real[rank].tolist(), strict=True):
+            start, middle, stop = (x(value / ideal) for value in (end - whole, end - whole + share, end))
+            inset = min(0.6, (stop - start) / 4)
+            real.append((start, y, max(middle - start - inset, 0.2), bar))
+            padding.append((middle, y, stop - middle - inset, bar))
+    drawing.rects(real, "real")
+    drawing.rects(padding, "padding")
+    mean = x(float(work.sum()) / len(work) / ideal)
+    drawing.line(mean, top - 3, mean, top + num_ranks * pitch + 1, "mean")
+    drawing.line(x(finish / ideal), top - 3, x(finish / ideal), top + num_ranks * pitch + 1, "budget")
+
+
+def memory_stack(bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str) -> Drawing:
+    """Memory of one device by part, a bar for each (label, parts), against limits (name, size); all sizes in `unit`."""
+    pitch = 58
+    most = max(sum(parts.values()) for _, parts in bars)
+    height = pitch * len(bars) + 54
+    drawing = Drawing(WIDTH, height, "Memory of one device by part")
+    x = Scale(1.02 * max(most, *(limit for _, limit in limits), 0.0), 2, WIDTH - 2)
+    for index, (label, parts) in enumerate(bars):
+        top = 44 + index * pitch
+        drawing.text(2, top - 7, f"{label}: {sum(parts.values()):.1f} {unit}", "name")
+        start = 0.0
+        for name, size in parts.items():
+            left, right = x(start), x(start + size)
+            drawing.rect(left, top, max(right - left - 1, 0.3), 26, f"part-{part_class(name)}", f"{name}: {size:.2f} {unit}")
+            text = f"{name} {size:.1f}"
+            if len(text) * _CHARACTER + 8 < right - left:
+                drawing.text((left + right) / 2, top + 17, text, "on-part", "middle")
+            start += size
+    for name, limit in limits:
+        drawing.line(x(limit), 18, x(limit), height - 22, "budget" if name == "usable" else "mark")
+        drawing.text(x(limit), 14, f"{name} {limit:,.1f} {unit}", "label", "end")
+    base = height - 20
+    drawing.line(2, base, WIDTH - 2, base, "axis")
+    for tick in x.ticks(8):
+        drawing.text(x(tick), base + 15, f"{tick:g}", anchor="start" if tick == 0 else "middle")
+    return drawing
+
+
+def part_class(name: str) -> str:
+    """The colour of a part of the memory. Example: `gathered weights` -> `gathered`."""
+    return name.split()[0]
+
+
+def _value_axis(drawing: Drawing, y: Scale, x: Scale, labels: Sequence[str], ticks: Sequence[float]) -> None:
+    for label, tick in zip(labels, ticks, strict=True):
+        if tick:
+            drawing.line(x.start, y(tick), x.stop, y(tick), "grid")
+            drawing.text(x.start - 8, y(tick) + 4, label, anchor="end")

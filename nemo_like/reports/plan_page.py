@@ -1,0 +1,184 @@
+"""A plan report as one page: what the rows are like, how microbatches fill, who waits for whom, what fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from nemo_like import __version__
+from nemo_like.reports.charts import Microbatches, bin_fill, length_histogram, memory_stack, part_class, timeline
+from nemo_like.reports.comparison import Outcome
+from nemo_like.reports.memory import GIB
+from nemo_like.reports.page import bullets, figures, legend, meter, page, section, table
+from nemo_like.reports.plan_report import PlanReport
+from nemo_like.reports.terminal import headline, memory_budgets, memory_unit, recommendation_lines, verdict
+
+_DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")
+"""What the chosen strategy is drawn beside: plain padding, padding by length, and the usual packer dealt to ranks in turn."""
+_COLUMNS = (
+    "Over least: microbatches over the fewest proven possible. Rank: the busiest over the mean. Over bound: time over the"
+    " least proven possible. Step time: 1 is the real tokens' work spread evenly. A packer's bins are dealt to ranks in turn."
+)
+_TIMELINE_LEGEND = (
+    ("real", "work on tokens"),
+    ("padding", "work on padding"),
+    ("room", "waiting"),
+    ("--mean", "mean rank"),
+    ("-budget", "end of the step"),
+)
+_STEP = 0
+"""The optimizer step that is drawn."""
+
+
+def plan_page(report: PlanReport) -> str:
+    """The whole page."""
+    return page("Batch plan", _body(report), f"nemo-like {__version__}. Predicted from row lengths; nothing was run.")
+
+
+def _body(report: PlanReport) -> Iterator[str]:
+    request = report.request
+    lines = headline(report)
+    yield "<h1>What batching is worth</h1>"
+    yield f'<p class="lead">{escape(lines[0])}. {escape(lines[2])}.</p>'
+    yield from (f'<p class="note">{escape(_sentence(note))}</p>' for note in report.notes)
+    yield figures(_figures(report))
+    yield section(
+        "Row lengths",
+        f"{lines[1].capitalize()}. Uneven rows are what padding and waiting come from.",
+        length_histogram(report.lengths, report.max_tokens),
+    )
+    yield section("Every way to form batches", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report))
+    drawn = _drawn(report)
+    of = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"
+    yield section(
+        "How full microbatches are",
+        f"{of}. Each bar is a microbatch; what it lacks to the line is budget nobody uses.",
+        legend((("real", "real tokens"), ("padding", "padding"), ("room", "unused"), ("-budget", "token budget"))),
+        bin_fill([_tokens(outcome) for outcome in drawn], report.max_tokens),
+    )
+    where = "at every microbatch" if report.spec.sync == "microbatch" else "once, at the step's end"
+    yield section(
+        "Who waits for whom",
+        f"{of}. A row is a data-parallel rank; ranks wait for each other {where}. Time 1 is the real tokens' work spread evenly.",
+        legend(_TIMELINE_LEGEND),
+        timeline(
+            [_work(outcome) for outcome in drawn],
+            _ideal(report.comparison.chosen),
+            waits_at_microbatch=report.spec.sync == "microbatch",
+        ),
+    )
+    if report.memory is not None:
+        yield _memory(report)
+    if request.logged:
+        yield section("What the run logged", "Means over the steps whose lengths were recorded.", _logged(report))
+    yield section("Assumptions", "How every number was made.", bullets(report.assumptions()))
+
+
+def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
+    comparison, recommendation = report.comparison, report.recommendation
+    chosen, baseline = comparison.chosen, comparison.baseline
+    yield f"{comparison.speedup(chosen):.2f}x", f"speed of {baseline.strategy.title}"
+    yield f"{comparison['padded/batch'].padding_share:.0%}", "padding if rows are padded to the batch's longest"
+    yield f"{chosen.utilization:.1%}", f"of the budget filled by {chosen.strategy.title}"
+    yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and waiting"
+    if report.memory is not None:
+        unit, size = memory_unit(report)
+        yield f"{report.memory.peak(chosen.largest_microbatch) / size:.1f} {unit}", "predicted peak memory of one device"
+    if recommendation is not None and recommendation.max_tokens:
+        yield f"{recommendation.max_tokens:,}", f"tokens per microbatch fit into {report.request.memory_gib:g} GiB"
+
+
+def _comparison(report: PlanReport) -> str:
+    comparison = report.comparison
+    heads = ["", "padding", "micro-batches", "fill", "over least", "rank tokens", "rank FLOPs", "over bound", "speed"]
+    heads.append("step time")
+    unit, size = memory_unit(report) if report.memory is not None else ("", 1)
+    if report.memory is not None:
+        heads.insert(-1, f"peak {unit}")
+    slowest = max(outcome.step_time for outcome in comparison.outcomes)
+    rows = []
+    for outcome in comparison.outcomes:
+        cells = [
+            escape(outcome.strategy.title),
+            f"{outcome.padding_share:.1%}",
+            f"{outcome.num_microbatches:.2f}",
+            f"{outcome.utilization:.1%}",
+            f"{outcome.num_microbatches / comparison.least_microbatches:.2f}",
+            f"{outcome.rank_tokens:.3f}",
+            f"{outcome.rank_flops:.3f}",
+            "&ndash;" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",
+            f"{comparison.speedup(outcome):.2f}&times;",
+            f"{outcome.step_time:.3f}{meter(outcome.step_time / slowest)}",
+        ]
+        if report.memory is not None:
+            cells.insert(-1, f"{report.memory.peak(outcome.largest_microbatch) / size:.1f}")
+        rows.append((cells, outcome is comparison.chosen))
+    return table(heads, rows)
+
+
+def _drawn(report: PlanReport) -> list[Outcome]:
+    chosen = report.comparison.chosen_key
+    keys = [*_DRAWN, "packed/best_fit_decreasing/flops" if chosen in _DRAWN else chosen]
+    return [report.comparison[key] for key in keys]
+
+
+def _tokens(outcome: Outcome) -> Microbatches:
+    start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
+    positions = outcome.plan.num_tokens[:, start:stop]
+    real = outcome.real_tokens[:, start:stop]
+    note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
+    return Microbatches(outcome.strategy.title, note, real.astype(float), (positions - real).astype(float))
+
+
+def _work(outcome: Outcome) -> Microbatches:
+    start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
+    work, real = outcome.work[:, start:stop], outcome.real_work[:, start:stop]
+    order = np.argsort(-work, axis=1, kind="stable") if outcome.plan.spec.sync == "step" else None
+    if order is not None:
+        work, real = (np.take_along_axis(values, order, axis=1) for values in (work, real))
+    note = f"busiest rank {outcome.rank_flops:.3f} of the mean, all steps {outcome.step_time:.3f}"
+    return Microbatches(outcome.strategy.title, note, real, np.maximum(work - real, 0.0))
+
+
+def _ideal(outcome: Outcome) -> float:
+    start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
+    return float(outcome.real_work[:, start:stop].sum()) / outcome.plan.spec.num_ranks
+
+
+def _memory(report: PlanReport) -> str:
+    assert report.memory is not None
+    recommendation, gib = report.recommendation, report.request.memory_gib
+    unit, size = memory_unit(report)
+    scaled = [
+        (f"{budget:,} tokens, {what}", {name: part / size for name, part in report.memory.parts(budget).items()})
+        for budget, what in memory_budgets(report).items()
+    ]
+    limits = [] if recommendation is None or gib is None else [("usable", recommendation.usable_gib), ("device", gib)]
+    names = dict.fromkeys(name for _, parts in scaled for name in parts)
+    lines = recommendation_lines(recommendation, report) or ["Give --memory-gb to have a token budget recommended."]
+    return section(
+        "Memory of one device",
+        " ".join(map(_sentence, lines)),
+        legend([(part_class(name), name) for name in names]),
+        memory_stack(scaled, [(name, limit * GIB / size) for name, limit in limits], unit),
+        table(
+            [f"{unit}, microbatches of", *(label.split(", ")[0] for label, _ in scaled)],
+            [
+                ([escape(name), *(f"{parts[name]:.2f}" if name in parts else "&ndash;" for _, parts in scaled)], False)
+                for name in names
+            ],
+        ),
+    )
+
+
+def _sentence(line: str) -> str:
+    """Example: `so it is` -> `So it is.`"""
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def _logged(report: PlanReport) -> str:
+    logged = report.request.logged.items()
+    rows = [([escape(name), f"{measured:.4f}", f"{planned:.4f}"], False) for name, (measured, planned) in logged]
+    return table(["metric", "logged", "from the lengths alone"], rows)

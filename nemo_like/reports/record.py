@@ -1,0 +1,90 @@
+"""A plan report as plain values for JSON. README.md says what the keys mean; a key is never renamed within a format number."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from nemo_like.reports.comparison import Outcome
+from nemo_like.reports.memory import usable_bytes
+from nemo_like.reports.plan_report import PlanReport
+
+FORMAT = 1
+
+
+def to_record(report: PlanReport) -> dict[str, Any]:
+    """Everything the table and the page show."""
+    request, comparison, lengths = report.request, report.comparison, report.lengths
+    return {
+        "format": FORMAT,
+        "rows": {
+            "source": request.rows.source,
+            "num_rows": len(lengths),
+            "num_tokens": int(lengths.sum()),
+            "mean": float(lengths.mean()),
+            **{f"p{share}": float(np.percentile(lengths, share)) for share in (50, 90, 99)},
+            "max": int(lengths.max()),
+        },
+        "setting": {
+            "max_tokens": report.max_tokens,
+            "batch_size": comparison.batch_size,
+            "num_steps": comparison.num_steps,
+            "sync": report.spec.sync,
+            "seed": report.spec.seed,
+            "parallel": request.placement.topology.shape._asdict(),
+            "sequence_parallel": request.placement.sequence_parallel,
+            "engine": request.placement.engine,
+            "precision": request.placement.precision,
+            "activation_checkpointing": request.placement.activation_checkpointing,
+            "cost": asdict(report.spec.cost),
+            "model": None if request.shape is None else {"name": request.shape.name, "num_params": request.shape.num_params},
+        },
+        "least_microbatches": comparison.least_microbatches,
+        "chosen": comparison.chosen_key,
+        "strategies": {outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes},
+        "memory": _memory(report),
+        "logged": {name: {"logged": pair[0], "planned": pair[1]} for name, pair in request.logged.items()},
+        "notes": list(report.notes),
+        "assumptions": report.assumptions(),
+    }
+
+
+def _outcome(outcome: Outcome, report: PlanReport) -> dict[str, Any]:
+    return {
+        "title": outcome.strategy.title,
+        "padding_share": outcome.padding_share,
+        "microbatches_per_step": outcome.num_microbatches,
+        "utilization": outcome.utilization,
+        "rank_tokens": outcome.rank_tokens,
+        "rank_flops": outcome.rank_flops,
+        "over_bound": outcome.over_bound,
+        "step_time": outcome.step_time,
+        "speedup": report.comparison.speedup(outcome),
+        "largest_microbatch": outcome.largest_microbatch,
+        "peak_gib": report.peak_gib(outcome),
+        "metrics": outcome.metrics,
+    }
+
+
+def _memory(report: PlanReport) -> dict[str, Any] | None:
+    memory, recommendation = report.memory, report.recommendation
+    if memory is None:
+        return None
+    largest = report.comparison.chosen.largest_microbatch
+    record: dict[str, Any] = {"tokens": largest, "bytes": memory.parts(largest), "peak_bytes": memory.peak(largest)}
+    if recommendation is None or report.request.memory_gib is None:
+        return record
+    outcome = recommendation.outcome
+    return {
+        **record,
+        "device_gib": report.request.memory_gib,
+        "usable_bytes": usable_bytes(report.request.memory_gib),
+        "recommended_max_tokens": recommendation.max_tokens,
+        "enough_max_tokens": recommendation.enough,
+        "recommended_bytes": memory.parts(recommendation.max_tokens) if recommendation.max_tokens else None,
+        "recommended_step_time": None if outcome is None else outcome.step_time,
+        "recommended_microbatches_per_step": None if outcome is None else outcome.num_microbatches,
+        "other_checkpointing_max_tokens": recommendation.other_max_tokens,
+    }

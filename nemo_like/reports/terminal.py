@@ -1,0 +1,180 @@
+"""A plan report as a table on a terminal, or as plain text in a pipe; 100 columns are enough."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_like.reports.memory import GIB
+from nemo_like.reports.plan_report import PlanReport, Recommendation
+
+_PIPE_WIDTH = 100
+_MOST_WIDTH = 120
+"""Of running text: longer lines are hard to read."""
+
+
+def show(report: PlanReport, console: Console | None = None) -> None:
+    """Print the report."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    for line in headline(report):
+        _say(console, line)
+    for note in report.notes:
+        _say(console, f"note: {note}")
+    console.print(_strategies(report))
+    _say(console, verdict(report))
+    if report.memory is not None:
+        console.print(_memory(report))
+    for line in recommendation_lines(report.recommendation, report):
+        _say(console, line)
+    if report.request.logged:
+        console.print(_logged(report))
+    console.print(Text("\nassumptions", style="bold"))
+    for line in report.assumptions():
+        _say(console, line, "  - ", "dim")
+
+
+def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
+    width = min(console.width, _MOST_WIDTH)
+    text = textwrap.fill(line, width, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def headline(report: PlanReport) -> list[str]:
+    """What was planned."""
+    lengths, comparison, request = report.lengths, report.comparison, report.request
+    median, p99 = np.percentile(lengths, (50, 99))
+    model = "" if request.shape is None else f"{request.shape.name} ({count_of(request.shape.num_params)} parameters), "
+    steps = f"{comparison.num_steps:,} step{'s' * (comparison.num_steps > 1)}"
+    return [
+        f"{len(lengths):,} rows from {request.rows.source}: {steps} of {comparison.batch_size:,} rows",
+        f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f}, longest {lengths.max():,}",
+        f"{model}{request.placement.topology}, {request.placement.precision}, microbatches of at most"
+        f" {report.max_tokens:,} tokens, ranks wait once per {report.spec.sync}",
+    ]
+
+
+def count_of(number: float) -> str:
+    """Example: 7615616512 is `7.62 B`, 134515008 is `134.5 M`."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def memory_unit(report: PlanReport) -> tuple[str, int]:
+    """(name, bytes) of the unit memory is told in."""
+    assert report.memory is not None
+    return ("GiB", GIB) if report.memory.peak(report.comparison.chosen.largest_microbatch) >= GIB else ("MiB", 1 << 20)
+
+
+def memory_budgets(report: PlanReport) -> dict[int, str]:
+    """Tokens of the microbatches whose memory is told -> what they are."""
+    budgets = {report.comparison.chosen.largest_microbatch: "the largest microbatch planned"}
+    if report.recommendation is not None and report.recommendation.max_tokens:
+        budgets.setdefault(report.recommendation.max_tokens, "the most that fits")
+    return budgets
+
+
+def verdict(report: PlanReport) -> str:
+    """What the chosen strategy is worth, in a sentence."""
+    comparison = report.comparison
+    chosen, baseline = comparison.chosen, comparison.baseline
+    bubble = ", the pipeline's bubble included" if report.request.placement.topology.pp > 1 else ""
+    return (
+        f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of {baseline.strategy.title}"
+        f" ({comparison['padded/batch'].step_time / chosen.step_time:.2f}x of padding to the batch),"
+        f" {chosen.step_time - 1:.1%} above a step without padding or waiting{bubble}"
+    )
+
+
+def recommendation_lines(recommendation: Recommendation | None, report: PlanReport) -> list[str]:
+    """Which budget fits, and what it buys."""
+    if recommendation is None:
+        return []
+    gib = report.request.memory_gib
+    usable = f"{recommendation.usable_gib:.1f} of {gib:g} GiB"
+    if recommendation.max_tokens == 0:
+        return [f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"]
+    lines = [f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose peak fits into {usable}"]
+    outcome, chosen = recommendation.outcome, report.comparison.chosen
+    if outcome is None:
+        lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
+    elif outcome.max_tokens != report.max_tokens:
+        gain = chosen.step_time / outcome.step_time - 1.0
+        lines.append(
+            f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of {chosen.num_microbatches:.2f}"
+            f" microbatches per step, step time {outcome.step_time:.3f} instead of {chosen.step_time:.3f} ({gain:+.1%} speed)"
+        )
+    if recommendation.max_tokens > recommendation.enough:
+        lines.append(f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys nothing")
+    return [*lines, _other_way(recommendation, report)]
+
+
+def _other_way(recommendation: Recommendation, report: PlanReport) -> str:
+    """What turning activation checkpointing on or off would do."""
+    fits = f"{recommendation.other_max_tokens:,} tokens would fit"
+    holds = recommendation.other_max_tokens >= report.lengths.max()
+    if report.request.placement.activation_checkpointing:
+        gain = ", and the layers are not computed twice: a quarter less arithmetic" if holds else ""
+        return f"without activation checkpointing {fits}{gain or ', less than the longest row'}"
+    return f"with activation checkpointing {fits}, for a third more arithmetic"
+
+
+def _strategies(report: PlanReport) -> Table:
+    comparison = report.comparison
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column("rows to microbatches", no_wrap=True)
+    heads = ["pad-\nding", "micro-\nbatches", "\nfill", "over\nleast", "rank\ntokens", "rank\nFLOPs", "over\nbound"]
+    heads += ["step\ntime", "\nspeed"]
+    unit, size = memory_unit(report) if report.memory is not None else ("", 1)
+    if report.memory is not None:
+        heads.append(f"peak\n{unit}")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for outcome in comparison.outcomes:
+        over_least = outcome.num_microbatches / comparison.least_microbatches
+        cells = [
+            f"{outcome.padding_share:.1%}",
+            f"{outcome.num_microbatches:.2f}",
+            f"{outcome.utilization:.1%}",
+            f"{over_least:.2f}",
+            f"{outcome.rank_tokens:.3f}",
+            f"{outcome.rank_flops:.3f}",
+            "-" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",
+            f"{outcome.step_time:.3f}",
+            f"{comparison.speedup(outcome):.2f}x",
+        ]
+        if report.memory is not None:
+            cells.append(f"{report.memory.peak(outcome.largest_microbatch) / size:.1f}")
+        style = "bold" if outcome is comparison.chosen else None
+        table.add_row(outcome.strategy.title, *cells, style=style)
+    return table
+
+
+def _memory(report: PlanReport) -> Table:
+    assert report.memory is not None
+    budgets = list(memory_budgets(report))
+    columns = [report.memory.parts(budget) for budget in budgets]
+    unit, size = memory_unit(report)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column(f"memory of one device, {unit}", no_wrap=True)
+    for budget in budgets:
+        table.add_column(f"{budget:,} tokens", justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for parts in columns for name in parts):
+        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "-" for parts in columns))
+    table.add_section()
+    table.add_row("peak", *(f"{sum(parts.values()) / size:.2f}" for parts in columns), style="bold")
+    return table
+
+
+def _logged(report: PlanReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for head in ("the run", "logged", "from its lengths"):
+        table.add_column(head, justify="left" if head == "the run" else "right", no_wrap=True)
+    for name, (measured, planned) in report.request.logged.items():
+        table.add_row(name, f"{measured:.4f}", f"{planned:.4f}")
+    return table

@@ -1,0 +1,30 @@
+"""`nemo-like export`: any checkpoint of a run becomes the model that the run itself would have exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.cli import main
+from tests.recipe import Recipe
+
+
+def test_a_run_and_a_step_of_it_export_to_the_bit(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = run_sft(recipe.sft("sft.max_num_steps=2", "checkpointing.save_period=1")).run
+    assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 0
+    expected = {path.name: path.read_bytes() for path in run.hf.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "latest").iterdir()} == expected
+    assert main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "first")]) == 0
+    assert (tmp_path / "first/model.safetensors").read_bytes() != expected["model.safetensors"]
+    capsys.readouterr()
+
+    assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 2
+    assert "exists already; choose another --out" in capsys.readouterr().err
+    assert main(["export", str(run.path / "hf"), "--out", str(tmp_path / "other")]) == 2
+    assert "neither a run directory with a config.yaml nor a step folder" in capsys.readouterr().err
+    next((run.path / "checkpoints/step_1/policy").glob("rank_*")).unlink()
+    assert main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "other")]) == 2
+    assert "is missing; the checkpoint in" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
