@@ -10,9 +10,11 @@ and backward, which does not pass while a rank waits), its mean over the steps a
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +83,8 @@ def _run(
     path.write_text(text)
     config = load_config("sft", path, [])
     assert isinstance(config, SftRunConfig)
-    run = run_sft(config).run
+    with redirect_stdout(io.StringIO()):
+        run = run_sft(config).run
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [record for record in records if "policy/rank_time_worst_over_mean" in record][1:]
 

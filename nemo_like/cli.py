@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_like import __version__, plan_command
 from nemo_like.config.errors import ConfigError
@@ -32,24 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nemo-like {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("sft", "supervised fine-tuning"),
-        ("grpo", "reinforcement learning with group-relative advantages"),
-        ("validate", "check a config, its data and its batches without starting Ray; takes seconds"),
-        ("check parity", "compare a config's engine and parallel layout with transformers, on a tiny copy of its model"),
-    ):
-        parent = commands
-        if name == "check parity":
-            text_of_check = "checks of the system on a config's own model and layout"
-            check = commands.add_parser("check", help=text_of_check, description=text_of_check)
-            parent = check.add_subparsers(dest="what", required=True, metavar="WHAT")
-        command = parent.add_parser(name.split()[-1], help=text, description=text)
-        command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
-        command.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
-        )
-        if name in ("validate", "check parity"):
-            command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
+    _add_config_command(commands, "sft", "supervised fine-tuning")
+    _add_config_command(commands, "grpo", "reinforcement learning with group-relative advantages")
+    text = "check a config, its data and its batches without starting Ray; takes seconds"
+    _add_config_command(commands, "validate", text, has_kind=True)
+    text = "checks of the system on a config's own model and layout"
+    checks = commands.add_parser("check", help=text, description=text).add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
+    text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
+    _add_config_command(checks, "parity", text, has_kind=True)
     text = "what packing is worth, from row lengths alone, before a GPU is rented; takes seconds"
     plan = commands.add_parser(
         "plan",
@@ -67,6 +60,17 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="FILE.gguf")
     convert.add_argument("--out", required=True, type=Path, metavar="DIR")
     return parser
+
+
+def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool = False) -> None:
+    """A command on a config; with `has_kind` of any job."""
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
+    command.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
+    )
+    if has_kind:
+        command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from nemo_like.policy.collectives import gather_rows
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Exchange:
 
 def gather_keys_values(k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """`k` and `v` [T_k, H_kv, D] of `exchange`'s segments from this rank's [T/c, H_kv, D]. One collective each way."""
-    gathered = _GatherRows.apply(torch.stack((k, v), dim=1), group)
+    gathered = gather_rows(group, torch.stack((k, v), dim=1))
     k, v = gathered.index_select(0, exchange.kv_index).unbind(1)
     return k, v
 
@@ -94,21 +95,3 @@ def _check(bounds: list[int], size: int, num_positions: int) -> None:
         raise ValueError(f"cu_seqlens ends at {bounds[-1]} but there are {size} x {num_positions} positions")
     if any(bound % (2 * size) for bound in bounds):
         raise ValueError(f"cu_seqlens {bounds} are not all multiples of 2 x {size}, as {size} context-parallel ranks need")
-
-
-class _GatherRows(torch.autograd.Function):
-    """[c x T, ...] from each rank's [T, ...]; the gradients of all ranks are summed, and each takes its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = rows.new_empty((group.size() * rows.shape[0], *rows.shape[1:]))
-        dist.all_gather_single(gathered, rows.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_single(rows, grad.contiguous(), group=ctx.group)
-        return rows, None

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.policy.dtensor_collectives import copy_to, gather_tokens, scatter_sum, sum_over
+from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 
 _COLUMN, _ROW, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -89,12 +89,12 @@ class TensorParallel:
         return {name: cuts[weight] for name, weight in causal_lm.named_parameters(remove_duplicate=False)}
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The input of a computation that the ranks divide among them."""
-        return gather_tokens(self.group, hidden) if self.sequence else copy_to(self.group, hidden)
+        """The input [1, T, D] of a computation that the ranks divide among them."""
+        return gather_rows(self.group, hidden[0])[None] if self.sequence else copy_to(self.group, hidden)
 
     def leave(self, parts: Tensor) -> Tensor:
         """What such a computation amounts to, from each rank's part of the sum."""
-        return scatter_sum(self.group, parts) if self.sequence else sum_over(self.group, parts)
+        return scatter_sum(self.group, parts[0])[None] if self.sequence else sum_over(self.group, parts)
 
     def span(self, size: int, rank: int | None = None) -> tuple[int, int]:
         """[start, stop) of `size` rows that this tp rank, or another, holds. Example: 67 over 2 are (0, 33), (33, 67)."""

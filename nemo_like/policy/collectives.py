@@ -1,7 +1,7 @@
-"""Collectives with a gradient, for activations that the ranks of a group share. Tokens are dim 1: [1, T, D].
+"""Collectives with a gradient, for activations that the ranks of a group share.
 
-Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on; gathering tokens
-scatters the sum of gradients, and the reverse.
+Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on; gathering rows scatters
+the sum of gradients, and the reverse.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def sum_over(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
     return _Paired.apply(parts, group, _sum, _same)  # type: ignore[return-value]
 
 
-def gather_tokens(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-    """[1, T, D] from each rank's [1, T / n, D], for a computation of which each rank does a part."""
-    return _Paired.apply(hidden, group, _gather, _scatter_sum)  # type: ignore[return-value]
+def gather_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
+    """[n x T, ...] from each rank's [T, ...], for a computation of which each rank does a part."""
+    return _Paired.apply(rows, group, _gather, _scatter_sum)  # type: ignore[return-value]
 
 
 def scatter_sum(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
-    """This rank's [1, T / n, D] of the sum of the ranks' `parts` [1, T, D]."""
+    """This rank's [T / n, ...] of the sum of the ranks' `parts` [T, ...]."""
     return _Paired.apply(parts, group, _scatter_sum, _gather)  # type: ignore[return-value]
 
 
@@ -61,12 +61,12 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = tensor.new_empty(1, tensor.shape[1] * group.size(), *tensor.shape[2:])
-    dist.all_gather_single(gathered[0], tensor[0].contiguous(), group=group)
+    gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    dist.all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
 def _scatter_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = tensor.new_empty(1, tensor.shape[1] // group.size(), *tensor.shape[2:])
-    dist.reduce_scatter_single(part[0], tensor[0].contiguous(), group=group)
+    part = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    dist.reduce_scatter_single(part, tensor.contiguous(), group=group)
     return part
