@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,13 +119,15 @@ def check_parity(config: RunConfig) -> ParityReport:
         with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             findings = [finding for mode in MODES for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)]
     shape = f"{policy_topology(tiny)}{', sequence parallel' if parallel.sequence else ''}"
+    shape += f", experts over {parallel.expert}" if parallel.expert > 1 else ""
     title = f"{config.policy.engine} on {shape}: a tiny {model_config.model_type} against transformers, {len(_LENGTHS)} rows"
     return ParityReport(title, tuple(findings))
 
 
 def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
     """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32, an eager learner."""
-    parallel, num_copies = config.parallel, min(2, num_replicas(config))
+    parallel = config.parallel
+    num_copies = max(min(2, num_replicas(config)), parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context))
     policy = replace(
         config.policy,
         model_name=str(model),
@@ -168,7 +171,7 @@ def _check_mode(
     weight_difference, worst_weight = _worst(_saved(folder / mode / "last", "weight"), expected.weights)
     elsewhere = _continue_alone(config, batch, folder / mode / "last", folder / f"{mode}.alone")
     return [
-        Finding(mode, "isolation of rows, to the bit", np.inf if isolation else 0.0, isolation),
+        Finding(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
         Finding(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
         Finding(mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
         Finding(mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)),

@@ -20,6 +20,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
+from nemo_like.policy.megatron_support import check_model_config
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow:
@@ -102,6 +103,8 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         ) from error
     if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
         raise ConfigError("policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'")
+    if config.policy.engine == "megatron":
+        check_model_config(model_config, name)
     raise_problems(model_problems(config, model_config))
     return model_config
 

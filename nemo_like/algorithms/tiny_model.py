@@ -59,10 +59,24 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
     if getattr(config, "layer_types", None) is not None:
         sizes["layer_types"] = _kinds(list(config.layer_types), layers)
         sizes["max_window_layers"] = min(getattr(config, "max_window_layers", layers), layers // 2)
+    if getattr(config, "num_experts", None):
+        sizes |= _mixture_sizes(config, parallel)
     for name, value in sizes.items():
         if hasattr(config, name):
             setattr(config, name, value)
     return config
+
+
+def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
+    """Few experts, two for each worker that shares them, and a dense layer where the model has some."""
+    num_experts = max(4, 2 * parallel.expert)
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": min(config.num_experts_per_tok, num_experts // 2),
+        "moe_intermediate_size": 2 * _HEAD_DIM,
+        "decoder_sparse_step": min(getattr(config, "decoder_sparse_step", 1), 2),
+        "mlp_only_layers": [0] if getattr(config, "mlp_only_layers", None) else [],
+    }
 
 
 def _kinds(layer_types: list[str], num_layers: int) -> list[str]:

@@ -33,6 +33,7 @@ _AT_LEAST_ONE = (
     "parallel.tensor",
     "parallel.context",
     "parallel.pipeline",
+    "parallel.expert",
     "checkpointing.keep_latest",
 )
 _AT_LEAST_ZERO = (

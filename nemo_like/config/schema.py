@@ -247,6 +247,8 @@ class ParallelConfig:
     """Workers that share every row: each holds 2 of its 2 x context chunks."""
     pipeline: int = 1
     """Workers that have the layers in turn; needs `policy.engine=megatron`."""
+    expert: int = 1
+    """Workers that share the experts of a mixture, out of tensor x context x data; needs `policy.engine=megatron`."""
     sequence: bool = False
     """Also share what tensor parallelism leaves whole (norms, residuals); needs `tensor` above 1."""
 

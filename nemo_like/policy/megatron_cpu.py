@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,7 @@ MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.optimizer.optimizer",
     "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.transformer.moe.token_dispatcher",
 )
 """Where a step asks for CUDA."""
 
@@ -48,6 +49,8 @@ def install() -> None:
     # Activation recompute keeps the states of the CUDA generators, of which there are none.
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     random["_get_cuda_rng_state"] = random["_set_cuda_rng_state"] = lambda *args, **kwargs: None
+    # Where tokens go is counted on the accelerator and then brought to the host; here it is on the host already.
+    vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))["maybe_move_tensor_to_cpu"] = _on_host
 
 
 @contextmanager
@@ -75,6 +78,28 @@ class _Cuda:
     def synchronize(self, *args: Any) -> None:
         pass
 
+    def Stream(self, *args: Any) -> _Stream:
+        return _Stream()
+
+    def current_stream(self, *args: Any) -> _Stream:
+        return _Stream()
+
+    def stream(self, *args: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Stream:
+    """What is asked of it has happened by then."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
 
 class _Torch:
     """`torch` as the listed modules see it."""
@@ -84,6 +109,10 @@ class _Torch:
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
         return _on_cpu(found) if name in _FACTORIES else found
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _on_cpu(factory: Any) -> Any:

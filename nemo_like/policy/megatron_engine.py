@@ -22,10 +22,11 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.policy import megatron_groups, sharded_checkpoint
 from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
 from nemo_like.policy.hf_directory import write_hf
-from nemo_like.policy.megatron_model import build_model, check_model_config
+from nemo_like.policy.megatron_model import build_model
 from nemo_like.policy.megatron_optim import ShardedAdamW
 from nemo_like.policy.megatron_scores import VocabularyHead
-from nemo_like.policy.megatron_table import geometry_of
+from nemo_like.policy.megatron_support import check_model_config
+from nemo_like.policy.megatron_table import geometry_of, place_of
 from nemo_like.policy.megatron_weights import Outbox, Read, assemble, open_model
 from nemo_like.policy.sharded_checkpoint import MOMENTS, WEIGHT, Block
 
@@ -53,33 +54,34 @@ class MegatronEngine:
         self.num_optimizer_steps = 0
         self._groups = megatron_groups.joined()
         self._causal_lm = _empty(config.model_name)
-        place = topology.coordinates(rank)
-        geometry = geometry_of(self.model_config, pp=topology.pp, tp=topology.tp)
+        geometry = geometry_of(self.model_config, pp=topology.pp, tp=topology.tp, ep=self._groups.ep.size())
+        stage, tp_rank, ep_rank = place_of(topology, geometry.ep, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
             self.model_config,
             geometry,
             _rotary_embedding(self._causal_lm),
+            padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
             dtype=self._dtype,
             device=device,
             sequence_parallel=sequence_parallel,
             recompute=config.activation_checkpointing and trainable,
         ).requires_grad_(trainable)
-        self._table = geometry.table(place.pp, place.tp)
+        self._table = geometry.table(stage, tp_rank, ep_rank)
         self._parameters = dict(self._model.named_parameters())
         assert {name: tuple(parameter.shape) for name, parameter in self._parameters.items()} == {
-            name: entry.shape for name, entry in self._table.items()
+            name: entry.shape[entry.is_expert :] for name, entry in self._table.items()
         }, "the table and the model have the same parameters"
         self._optimizer = ShardedAdamW(self._model, self._table, config.optimizer) if trainable else None
         self._outbox = Outbox(geometry, topology, rank, device)
-        self._head = VocabularyHead(self._model, geometry, place.tp, config.logprob_chunk_size)
+        self._head = VocabularyHead(self._model, geometry, tp_rank, config.logprob_chunk_size)
         with open_model(config.model_name) as files:
             files.check(self.weight_shapes())
             self._fill(files.read)
 
     @property
     def sync(self) -> Sync:
-        return "microbatch" if self.topology.pp > 1 else "step"
+        return "microbatch" if self.topology.pp > 1 or self._groups.ep.size() > 1 else "step"
 
     @property
     def model_config(self) -> Any:
@@ -164,7 +166,10 @@ class MegatronEngine:
         return {name: tuple(parameter.shape) for name, parameter in self._causal_lm.named_parameters()}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return self._outbox.whole(names, self.weight_shapes(), self._dtype, lambda name: self._parameters[name].detach())
+        def local(name: str) -> Tensor:
+            return self._parameters[name].detach().view(self._table[name].shape)
+
+        return self._outbox.whole(names, self.weight_shapes(), self._dtype, local)
 
     def full_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """The named weights' gradients, float32 and one at a time: whole on rank 0, elsewhere an empty tensor.
@@ -214,7 +219,7 @@ class MegatronEngine:
         """Weights, and the optimizer's float32 pieces of them, from the blocks of the full tensors."""
         for name, parameter in self._parameters.items():
             whole = assemble(self._table[name], read)
-            parameter.copy_(whole)
+            parameter.copy_(whole.view(parameter.shape))
             if self._optimizer is not None:
                 self._optimizer.set_weight(name, whole)
 

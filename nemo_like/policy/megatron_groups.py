@@ -21,6 +21,10 @@ class Groups(NamedTuple):
     cp: ProcessGroup
     dp: ProcessGroup
     dp_cp: ProcessGroup
+    ep: ProcessGroup
+    """Those of a pipeline stage that share its experts, neighbours whatever tokens they have."""
+    expert_dp: ProcessGroup
+    """Those of a pipeline stage that hold the same experts."""
 
 
 def joined() -> Groups:
@@ -31,11 +35,16 @@ def joined() -> Groups:
         cp=state.get_context_parallel_group(),
         dp=state.get_data_parallel_group(),
         dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+        ep=state.get_expert_model_parallel_group(),
+        expert_dp=state.get_expert_data_parallel_group(),
     )
 
 
-def join(topology: Topology, device: torch.device, *, seed: int, timeout_s: float) -> None:
+def join(topology: Topology, device: torch.device, *, seed: int, timeout_s: float, expert: int = 1) -> None:
     """Make the groups of `topology` out of the process group this process is in; every rank calls.
+
+    Each pipeline stage shares its experts among `expert` ranks, whatever its other axes: an expert is whole on its rank,
+    as few are wide enough to be worth cutting and tokens come to it anyway.
 
     Groups of an earlier topology are forgotten: they went with their process group.
     """
@@ -47,6 +56,8 @@ def join(topology: Topology, device: torch.device, *, seed: int, timeout_s: floa
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         context_parallel_size=topology.cp,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
         order="tp-cp-ep-dp-pp",  # tp varies fastest, as in Topology
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=False,

@@ -1,4 +1,4 @@
-"""A dense Llama, Qwen2 or Qwen3 as a Megatron-Core model: one pipeline stage of it, each matrix a tensor-parallel part.
+"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it, each matrix a tensor-parallel part.
 
 It takes packed rows and gives hidden states; the output embedding is a weight that log-probs are computed with, and the
 logits of a microbatch never exist. Norms, attention and rotary embedding are the project's or transformers' own, so
@@ -24,37 +24,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.megatron_support import layer_windows
 from nemo_like.policy.megatron_table import Geometry
-
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on how long the rows of a microbatch are."""
-
-
-def check_model_config(model_config: Any, model_name: str) -> None:
-    """Raise ConfigError for a model this engine would not compute as transformers does."""
-    rope_type = (getattr(model_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    wrong = []
-    if model_config.model_type not in MODEL_TYPES:
-        wrong.append(f"model_type {model_config.model_type} (it has {', '.join(MODEL_TYPES)})")
-    elif rope_type not in ROPE_TYPES:
-        wrong.append(f"rope_type {rope_type} (it has {', '.join(ROPE_TYPES)})")
-    for key in ("attention_bias", "mlp_bias", "attention_dropout"):
-        if getattr(model_config, key, None):
-            wrong.append(f"{key} {getattr(model_config, key)}")
-    if getattr(model_config, "hidden_act", "silu") != "silu":
-        wrong.append(f"hidden_act {model_config.hidden_act}")
-    if wrong:
-        raise ConfigError(
-            f"policy.model_name={model_name} has {' and '.join(wrong)}, which policy.engine=megatron does not compute; "
-            "use policy.engine=dtensor, or another model"
-        )
 
 
 def build_model(
@@ -62,21 +41,28 @@ def build_model(
     geometry: Geometry,
     rotary: nn.Module,
     *,
+    padding_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
     sequence_parallel: bool,
     recompute: bool,
 ) -> PackedModel:
-    """This rank's stage of the model with weights that are still to be filled."""
+    """This rank's stage of the model with weights that are still to be filled.
+
+    `padding_id` is the token whose input embedding transformers does not train.
+    """
     config = _transformer_config(
         model_config, geometry, dtype=dtype, device=device, sequence_parallel=sequence_parallel, recompute=recompute
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     windows = layer_windows(model_config)
-    layers = [_layer_spec(windows[layer], geometry.has_qk_norm) for layer in geometry.layers(stage)]
+    layers = [
+        _layer_spec(windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers) for layer in geometry.layers(stage)
+    ]
     model = PackedModel(
         rotary,
         dtype,
+        padding_id,
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_untyped(RMSNorm)),
         vocab_size=geometry.vocabulary_rows * geometry.tp,
@@ -89,20 +75,14 @@ def build_model(
     return model.to(device)
 
 
-def layer_windows(model_config: Any) -> list[int | None]:
-    """Of each layer, how many positions a token sees, itself included; None is all of its past."""
-    types = getattr(model_config, "layer_types", None) or ["full_attention"] * model_config.num_hidden_layers
-    window = getattr(model_config, "sliding_window", None)
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
 class PackedModel(GPTModel):
     """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence parallelism [T / cp / tp, 1, D]."""
 
-    def __init__(self, rotary: nn.Module, dtype: torch.dtype, **kwargs: Any) -> None:
+    def __init__(self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rotary = rotary
         self._dtype = dtype
+        self._padding_id = padding_id
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
         assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
@@ -123,6 +103,15 @@ class PackedModel(GPTModel):
             if weight is not None:
                 # A bucket of its own, so that both stages cut it into the same data-parallel shards.
                 weight.shared_embedding = True
+
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
+        if hidden is not None and self._padding_id is not None:
+            # Under sequence parallelism this rank has a part of the tokens, otherwise all of them.
+            start = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+            is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
+            hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
+        return hidden, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -146,6 +135,13 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class Router(TopKRouter):
+    """The scores of each token's experts, in float32 whatever the weights' precision is."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float())
 
 
 class SegmentAttention(MegatronModule):
@@ -188,7 +184,7 @@ def _untyped(value: Any) -> Any:
     return value
 
 
-def _layer_spec(window: int | None, has_qk_norm: bool) -> ModuleSpec:
+def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> ModuleSpec:
     qk_norm = RMSNorm if has_qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -197,17 +193,19 @@ def _layer_spec(window: int | None, has_qk_norm: bool) -> ModuleSpec:
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = ModuleSpec(module=MLP, submodules=dense)
+    if is_sparse:
+        experts = ModuleSpec(module=SequentialMLP, submodules=dense)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=_untyped(Router)))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=_untyped(get_bias_dropout_add),
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp=mlp,
             mlp_bda=_untyped(get_bias_dropout_add),
         ),
     )
@@ -253,6 +251,7 @@ def _transformer_config(
         # Microbatches of any length follow each other; the flag asks for this dispatcher even where nothing is dispatched.
         variable_seq_lengths=geometry.pp > 1,
         moe_token_dispatcher_type="alltoall",
+        **_mixture(model_config, geometry),
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
         # The loss is divided already: nothing may scale it, nor the gradients.
@@ -270,3 +269,22 @@ def _transformer_config(
         bias_dropout_fusion=is_cuda,
         cuda_graph_scope=[],
     )
+
+
+def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
+    """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that evens them out."""
+    if not geometry.sparse_layers:
+        return {}
+    return {
+        "num_moe_experts": geometry.num_experts,
+        "moe_ffn_hidden_size": geometry.expert_width,
+        "moe_layer_freq": [int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)],
+        "moe_router_topk": model_config.num_experts_per_tok,
+        # Softmax over the chosen experts is softmax over all, normalised.
+        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": geometry.ep,
+        "expert_tensor_parallel_size": 1,
+    }

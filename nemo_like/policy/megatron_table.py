@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from nemo_like.distributed.topology import Topology
+
 Shape = tuple[int, ...]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -59,6 +61,8 @@ class Entry:
     pieces: tuple[Piece, ...]
     is_owner: bool
     """False for a replica: of a norm on the other tp ranks, of a tied embedding on the last stage."""
+    is_expert: bool = False
+    """One expert of a mixture: Hugging Face stacks them, so its shape here has a leading 1 that the parameter has not."""
 
 
 Table = dict[str, Entry]
@@ -67,7 +71,7 @@ Table = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a dense Llama-like model and over how many ranks its layers and its matrices are spread.
+    """Sizes of a Llama-like model and over how many ranks its layers, its matrices and its experts are spread.
 
     Example: with 4 heads, 2 of keys and values, head_dim 16 and tp 2, rank 1 holds 64 rows of the fused projection:
     rows 32-63 of q, then 16-31 of k, then 16-31 of v.
@@ -83,8 +87,13 @@ class Geometry:
     is_tied: bool
     has_qkv_bias: bool
     has_qk_norm: bool
+    num_experts: int = 0
+    expert_width: int = 0
+    sparse_layers: frozenset[int] = frozenset()
+    """Those whose feed-forward part is a mixture of experts."""
     pp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def vocabulary_rows(self) -> int:
@@ -102,42 +111,61 @@ class Geometry:
         start = min(tp_rank * self.vocabulary_rows, self.vocabulary)
         return range(start, min(start + self.vocabulary_rows, self.vocabulary))
 
-    def table(self, stage: int, tp_rank: int) -> Table:
-        """The parameters of a rank at pipeline stage `stage`."""
-        return dict(self._entries(stage, tp_rank))
+    def experts(self, ep_rank: int) -> range:
+        """The experts an expert-parallel rank holds, whole ones."""
+        size = self.num_experts // self.ep
+        return range(ep_rank * size, (ep_rank + 1) * size)
 
-    def _entries(self, stage: int, tp_rank: int) -> Iterator[tuple[str, Entry]]:
+    def table(self, stage: int, tp_rank: int, ep_rank: int = 0) -> Table:
+        """The parameters of a rank at pipeline stage `stage`."""
+        return dict(self._entries(stage, tp_rank, ep_rank))
+
+    def _entries(self, stage: int, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
         is_last = stage == self.pp - 1
         if stage == 0:
             yield "embedding.word_embeddings.weight", self._vocabulary(EMBEDDING, tp_rank, is_owner=True)
         for index, layer in enumerate(self.layers(stage)):
-            for name, entry in self._layer(f"model.layers.{layer}", tp_rank):
+            feed_forward = self._mixture if layer in self.sparse_layers else self._dense
+            parts = (self._attention, feed_forward)
+            for name, entry in (item for part in parts for item in part(f"model.layers.{layer}", tp_rank, ep_rank)):
                 yield f"decoder.layers.{index}.{name}", entry
         if is_last:
-            yield "decoder.final_layernorm.weight", self._whole("model.norm.weight", self.hidden, tp_rank)
+            yield "decoder.final_layernorm.weight", self._whole("model.norm.weight", (self.hidden,), tp_rank)
         if is_last and not self.is_tied:
             yield "output_layer.weight", self._vocabulary(HEAD, tp_rank, is_owner=True)
         if is_last and self.is_tied and stage > 0:
             yield "output_layer.weight", self._vocabulary(EMBEDDING, tp_rank, is_owner=False)
 
-    def _layer(self, layer: str, tp_rank: int) -> Iterator[tuple[str, Entry]]:
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        yield "input_layernorm.weight", self._whole(f"{layer}.input_layernorm.weight", self.hidden, tp_rank)
+    def _attention(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
+        attention = f"{layer}.self_attn"
+        yield "input_layernorm.weight", self._whole(f"{layer}.input_layernorm.weight", (self.hidden,), tp_rank)
         width = self.num_heads * self.head_dim
         yield "self_attention.linear_proj.weight", self._columns(f"{attention}.o_proj.weight", width, tp_rank)
         yield "self_attention.linear_qkv.weight", self._qkv(attention, "weight", (self.hidden,), tp_rank)
         if self.has_qkv_bias:
             yield "self_attention.linear_qkv.bias", self._qkv(attention, "bias", (), tp_rank)
         if self.has_qk_norm:
-            yield "self_attention.q_layernorm.weight", self._whole(f"{attention}.q_norm.weight", self.head_dim, tp_rank)
-            yield "self_attention.k_layernorm.weight", self._whole(f"{attention}.k_norm.weight", self.head_dim, tp_rank)
+            yield "self_attention.q_layernorm.weight", self._whole(f"{attention}.q_norm.weight", (self.head_dim,), tp_rank)
+            yield "self_attention.k_layernorm.weight", self._whole(f"{attention}.k_norm.weight", (self.head_dim,), tp_rank)
         norm = f"{layer}.post_attention_layernorm.weight"
-        yield "pre_mlp_layernorm.weight", self._whole(norm, self.hidden, tp_rank)
-        yield "mlp.linear_fc1.weight", self._gate_and_up(mlp, tp_rank)
-        yield "mlp.linear_fc2.weight", self._columns(f"{mlp}.down_proj.weight", self.intermediate, tp_rank)
+        yield "pre_mlp_layernorm.weight", self._whole(norm, (self.hidden,), tp_rank)
 
-    def _whole(self, name: str, size: int, tp_rank: int) -> Entry:
-        return Entry((size,), (Piece(name, (0,), (size,), (0,)),), is_owner=tp_rank == 0)
+    def _dense(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
+        yield "mlp.linear_fc1.weight", self._gate_and_up(f"{layer}.mlp", tp_rank)
+        yield "mlp.linear_fc2.weight", self._columns(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank)
+
+    def _mixture(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
+        yield "mlp.router.weight", self._whole(f"{layer}.mlp.gate.weight", (self.num_experts, self.hidden), tp_rank)
+        shapes = {"gate_up_proj": (1, 2 * self.expert_width, self.hidden), "down_proj": (1, self.hidden, self.expert_width)}
+        for index, expert in enumerate(self.experts(ep_rank)):
+            for (name, shape), linear in zip(shapes.items(), ("linear_fc1", "linear_fc2"), strict=True):
+                piece = Piece(f"{layer}.mlp.experts.{name}", (expert, 0, 0), shape, (0, 0, 0))
+                entry = Entry(shape, (piece,), is_owner=True, is_expert=True)
+                yield f"mlp.experts.local_experts.{index}.{linear}.weight", entry
+
+    def _whole(self, name: str, shape: Shape, tp_rank: int) -> Entry:
+        zeros = (0,) * len(shape)
+        return Entry(shape, (Piece(name, zeros, shape, zeros),), is_owner=tp_rank == 0)
 
     def _columns(self, name: str, width: int, tp_rank: int) -> Entry:
         shape = (self.hidden, width // self.tp)
@@ -176,8 +204,9 @@ class Geometry:
         return Entry((size, *tail), tuple(pieces), is_owner=True)
 
 
-def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1) -> Geometry:
-    """Of a Hugging Face configuration of the types `llama`, `qwen2` and `qwen3`."""
+def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> Geometry:
+    """Of a Hugging Face configuration of the types `llama`, `qwen2`, `qwen3` and `qwen3_moe`."""
+    is_mixture = model_config.model_type == "qwen3_moe"
     head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
     return Geometry(
         num_layers=model_config.num_hidden_layers,
@@ -189,10 +218,31 @@ def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1) -> Geometry:
         vocabulary=model_config.vocab_size,
         is_tied=model_config.tie_word_embeddings,
         has_qkv_bias=model_config.model_type == "qwen2",
-        has_qk_norm=model_config.model_type == "qwen3",
+        has_qk_norm=model_config.model_type in ("qwen3", "qwen3_moe"),
+        num_experts=model_config.num_experts if is_mixture else 0,
+        expert_width=model_config.moe_intermediate_size if is_mixture else 0,
+        sparse_layers=_sparse_layers(model_config) if is_mixture else frozenset(),
         pp=pp,
         tp=tp,
+        ep=ep,
     )
+
+
+def _sparse_layers(model_config: Any) -> frozenset[int]:
+    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as dense."""
+    return frozenset(
+        layer
+        for layer in range(model_config.num_hidden_layers)
+        if model_config.num_experts
+        and layer not in model_config.mlp_only_layers
+        and (layer + 1) % model_config.decoder_sparse_step == 0
+    )
+
+
+def place_of(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:
+    """(pipeline stage, tp rank, ep rank). Each `ep` neighbours of a stage share its experts, as Megatron-Core has it."""
+    place = topology.coordinates(rank)
+    return place.pp, place.tp, (rank - topology.rank(pp=place.pp)) % ep
 
 
 def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:

@@ -6,6 +6,7 @@ Whatever its size, a model passes here one parameter at a time.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers.utils.hub import cached_file
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.topology import Topology
-from nemo_like.policy.megatron_table import Entry, Geometry, Piece, Shape
+from nemo_like.policy.megatron_table import Entry, Geometry, Piece, Shape, place_of
 
 Read = Callable[[str, Shape, Shape], Tensor]
 """(Hugging Face name, offset, shape) -> that block, on the CPU."""
@@ -38,7 +39,10 @@ def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) 
 
 
 class ModelFiles:
-    """The safetensors files of a Hugging Face model, of which any block can be read without the rest."""
+    """The safetensors files of a Hugging Face model, of which any block can be read without the rest.
+
+    The experts of a mixture are one tensor each in most files and stacked in the model; here they look stacked.
+    """
 
     def __init__(self, model_name: str, files: Mapping[str, Any]) -> None:
         self.model_name = model_name
@@ -47,17 +51,43 @@ class ModelFiles:
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raise ConfigError unless every weight is there, in its shape."""
         for name, shape in shapes.items():
-            found = tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
-            if found != shape:
-                state = f"have no {name}" if found is None else f"have {name} in shape {list(found)}"
-                raise ConfigError(
-                    f"the files of policy.model_name={self.model_name} {state}; its config.json asks for {list(shape)}"
-                )
+            for stored, expected in self._stored(name, shape):
+                found = tuple(self._files[stored].get_slice(stored).get_shape()) if stored in self._files else None
+                if found != expected:
+                    state = f"have no {stored}" if found is None else f"have {stored} in shape {list(found)}"
+                    raise ConfigError(
+                        f"the files of policy.model_name={self.model_name} {state}; its config.json asks for {list(expected)}"
+                    )
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A block, in the files' precision."""
         block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        return self._files[name].get_slice(name)[block]
+        if name in self._files:
+            return self._files[name].get_slice(name)[block]
+        experts = range(offset[0], offset[0] + shape[0])
+        whole = [torch.cat([self._files[part].get_tensor(part) for part in _expert_parts(name, expert)]) for expert in experts]
+        return torch.stack(whole)[:, *block[1:]]
+
+    def _stored(self, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
+        """The tensors that make up `name` in the files, with their shapes."""
+        if name in self._files or _STACKED.fullmatch(name) is None:
+            yield name, shape
+            return
+        for expert in range(shape[0]):
+            parts = _expert_parts(name, expert)
+            for part in parts:
+                yield part, (shape[1] // len(parts), *shape[2:])
+
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+
+
+def _expert_parts(name: str, expert: int) -> list[str]:
+    """The tensors of one expert of a stack, of which the rows follow each other."""
+    match = _STACKED.fullmatch(name)
+    assert match is not None, f"{name} is no stack of experts"
+    experts, kind = match.groups()
+    return [f"{experts}.{expert}.{part}_proj.weight" for part in kind.split("_")]
 
 
 @contextmanager
@@ -98,7 +128,9 @@ class _Holding(NamedTuple):
     """A parameter that has pieces of some Hugging Face tensor, and who has it."""
 
     stage: int
-    tp_rank: int
+    place: int
+    """The tp rank; of an expert the ep rank."""
+    is_expert: bool
     parameter: str
     pieces: tuple[Piece, ...]
 
@@ -112,13 +144,19 @@ class Outbox:
 
     def __init__(self, geometry: Geometry, topology: Topology, rank: int, device: torch.device) -> None:
         self._topology = topology
+        self._ep = geometry.ep
         self._rank = rank
         self._device = device
         self._holdings: dict[str, list[_Holding]] = {}
         for stage in range(geometry.pp):
             for tp_rank in range(geometry.tp):
                 for parameter, entry in geometry.table(stage, tp_rank).items():
-                    self._hold(stage, tp_rank, parameter, entry)
+                    if not entry.is_expert:
+                        self._hold(stage, tp_rank, parameter, entry)
+            for ep_rank in range(geometry.ep):
+                for parameter, entry in geometry.table(stage, 0, ep_rank).items():
+                    if entry.is_expert:
+                        self._hold(stage, ep_rank, parameter, entry)
 
     def whole(
         self, names: Sequence[str], shapes: Mapping[str, Shape], dtype: torch.dtype, local: Callable[[str], Tensor]
@@ -126,7 +164,7 @@ class Outbox:
         """Each name with its tensor on rank 0 and an empty one elsewhere. Every rank iterates to the end.
 
         `local(parameter)` is this rank's Megatron parameter (or its gradient) in the shape of its table; it is called
-        at the same time on all dp and cp ranks that have the parameter, and so may use their collectives.
+        at the same time on all ranks that hold the same parameter, and so may use their collectives.
         """
         for name in names:
             full = torch.empty(shapes[name] if self._rank == 0 else 0, dtype=dtype, device=self._device)
@@ -135,10 +173,10 @@ class Outbox:
             yield name, full
 
     def _bring(self, holding: _Holding, full: Tensor, local: Callable[[str], Tensor]) -> None:
-        place = self._topology.coordinates(self._rank)
-        holder = self._topology.rank(pp=holding.stage, tp=holding.tp_rank)
+        stage, tp_rank, ep_rank = place_of(self._topology, self._ep, self._rank)
+        holder = self._topology.rank(pp=holding.stage) + holding.place  # the first; tp, and ep, are neighbours
         parts = None
-        if (place.pp, place.tp) == (holding.stage, holding.tp_rank):
+        if (stage, ep_rank if holding.is_expert else tp_rank) == (holding.stage, holding.place):
             parameter = local(holding.parameter)
             if self._rank == holder:
                 parts = torch.cat([parameter[piece.local].reshape(-1) for piece in holding.pieces]).to(full.dtype)
@@ -154,9 +192,9 @@ class Outbox:
             for piece, part in zip(holding.pieces, parts.split(sizes), strict=True):
                 full[piece.whole] = part.view(piece.shape)
 
-    def _hold(self, stage: int, tp_rank: int, parameter: str, entry: Entry) -> None:
+    def _hold(self, stage: int, place: int, parameter: str, entry: Entry) -> None:
         if not entry.is_owner:
             return
         for name in dict.fromkeys(piece.name for piece in entry.pieces):
             pieces = tuple(piece for piece in entry.pieces if piece.name == name)
-            self._holdings.setdefault(name, []).append(_Holding(stage, tp_rank, parameter, pieces))
+            self._holdings.setdefault(name, []).append(_Holding(stage, place, entry.is_expert, parameter, pieces))

@@ -23,7 +23,7 @@ from nemo_like.policy.megatron_engine import MegatronEngine  # noqa: E402
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """A dense Llama, Qwen2 or Qwen3 over tensor, context, pipeline and data parallel ranks."""
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE over tensor, context, pipeline, expert and data parallel ranks."""
 
     def __init__(
         self,
@@ -37,11 +37,9 @@ class MegatronPolicyWorker(PolicyWorker):
         """Join the process groups and load the model, and a frozen copy as it is on disk if `needs_reference`."""
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        topology = Topology.from_world_size(
-            context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
-        )
+        topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
         device = init_process_group(context)
-        megatron_groups.join(topology, device, seed=seed, timeout_s=context.collective_timeout_s)
+        megatron_groups.join(topology, device, seed=seed, timeout_s=context.collective_timeout_s, expert=parallel.expert)
 
         def engine(*, trainable: bool) -> MegatronEngine:
             return MegatronEngine(

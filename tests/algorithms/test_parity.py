@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_like.algorithms import parity
 from nemo_like.algorithms.parity import MODES, Finding, ParityReport
@@ -54,6 +54,7 @@ def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
         (LlamaConfig(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True), ("tie_word_embeddings",)),
         (Qwen2Config(num_attention_heads=28, num_key_value_heads=4), ("rope_parameters",)),
         (Qwen3Config(num_attention_heads=16, num_key_value_heads=8, use_sliding_window=True), ("use_sliding_window",)),
+        (Qwen3MoeConfig(norm_topk_prob=True, mlp_only_layers=[3]), ("norm_topk_prob", "decoder_sparse_step")),
     ],
 )
 def test_a_tiny_copy_divides_by_the_layout_and_keeps_the_architecture(model: Any, kept: tuple[str, ...], tmp_path: Path):

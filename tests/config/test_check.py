@@ -206,11 +206,45 @@ def test_a_model_must_divide_among_the_workers_that_share_it() -> None:
     class Model:
         num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers = 12, 3, 64, 10
 
-    config = with_keys(SFT, {"parallel.tensor": 2, "parallel.pipeline": 4, "policy.engine": "megatron"})
+    config = with_keys(SFT, {"parallel.tensor": 2, "parallel.pipeline": 16, "policy.engine": "megatron"})
     assert [str(problem).partition(" has ")[2] for problem in model_problems(config, Model())] == [
         "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set parallel.tensor to 1 or 3",
-        "10 layers, and 10 / parallel.pipeline 4 = 2.5, not a whole number: set parallel.pipeline to 2 or 5",
+        "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]
+    shared = {"parallel.tensor": 6, "parallel.pipeline": 4}  # two workers hold each key-value head; 3 + 3 + 2 + 2 layers
+    found = model_problems(with_keys(SFT, {**shared, "policy.engine": "megatron"}), Model())
+    assert ["feed-forward" in str(problem) for problem in found] == [True]
+    assert len(model_problems(with_keys(SFT, shared), Model())) == 2, "the other engine needs whole key-value heads"
+
+
+def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
+    class Mixture:
+        num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, num_experts = 12, 4, 64, 10, 6
+
+    class Dense(Mixture):
+        num_experts = None
+
+    def both(model: object, **keys: object) -> list[str]:
+        config = with_keys(SFT, {"policy.engine": "megatron", **{key.replace("__", "."): value for key, value in keys.items()}})
+        return [str(problem).partition(" has ")[2] for problem in model_problems(config, model)]
+
+    megatron: dict[str, object] = {"policy__engine": "megatron", "policy__train_global_batch_size": 12}
+    assert problems(SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=3) == []
+    assert problems(SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4) == [
+        "parallel.expert 4 workers share the experts of a pipeline stage, which has 12 workers (cluster.num_nodes 1 x"
+        " cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole number: set parallel.expert"
+        " to 3 or 6"
+    ]
+    (on_dtensor,) = problems(SFT, parallel__expert=2)
+    assert "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to megatron" in on_dtensor
+    assert both(Mixture(), parallel__expert=3) == []
+    assert both(Mixture(), parallel__expert=4) == [
+        "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
+    ]
+    assert both(Dense(), parallel__expert=2) == ["no experts, and parallel.expert is 2: set it to 1"]
+    assert both(Mixture(), parallel__tensor=2, parallel__sequence=True) == []
+    (same_tokens,) = both(Mixture(), parallel__tensor=2)
+    assert "2 tensor workers would all send the same tokens to them; set parallel.sequence to true" in same_tokens
 
 
 def test_the_derivation_is_spelled_out() -> None:

@@ -88,12 +88,10 @@ class Rank:
 @contextmanager
 def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     """In a process group of Megatron's axes."""
-    topology = Topology.from_world_size(
-        context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
-    )
+    topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
     device = mesh.init_process_group(context)
     try:
-        megatron_groups.join(topology, device, seed=0, timeout_s=context.collective_timeout_s)
+        megatron_groups.join(topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert)
         yield Rank(context, parallel, topology, device)
     finally:
         mesh.destroy()

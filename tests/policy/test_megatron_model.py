@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
@@ -26,7 +26,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy import megatron_cpu
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.megatron_model import check_model_config, layer_windows
+from nemo_like.policy.megatron_support import check_model_config, layer_windows
 from nemo_like.policy.megatron_weights import open_model
 from nemo_like.policy.megatron_worker import MegatronPolicyWorker
 from tests.policy.megatron_ranks import meeting_in, of_model, open_pool
@@ -43,7 +43,7 @@ def test_the_installed_megatron_is_the_release_whose_modules_are_listed():
 @pytest.mark.parametrize("module", megatron_cpu.MODULES)
 def test_every_listed_module_still_asks_for_cuda(module):
     source = inspect.getsource(importlib.import_module(module))
-    asks = ("current_device()", "torch.cuda.synchronize", "device='cuda'", 'device="cuda"')
+    asks = ("current_device()", "torch.cuda.synchronize", "torch.cuda.Stream()", "device='cuda'", 'device="cuda"')
     assert any(words in source for words in asks), "this release needs no stand-in here: take the module off the list"
 
 
@@ -64,7 +64,8 @@ def test_type_names_are_changed_only_inside():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (Qwen3MoeConfig(), "model_type qwen3_moe"),
+        (Qwen2MoeConfig(), "model_type qwen2_moe"),
+        (Qwen3MoeConfig(norm_topk_prob=True, num_experts_per_tok=1), "norm_topk_prob with num_experts_per_tok 1"),
         (GemmaConfig(), "model_type gemma"),
         (LlamaConfig(attention_bias=True), "attention_bias True"),
         (LlamaConfig(mlp_bias=True), "mlp_bias True"),
@@ -84,6 +85,7 @@ def test_supported_models_pass():
         LlamaConfig(rope_parameters={"rope_type": "yarn", **ROPE}),
         Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
         Qwen3Config(tie_word_embeddings=True),
+        Qwen3MoeConfig(norm_topk_prob=True),
     ):
         check_model_config(config, "some/model")
 

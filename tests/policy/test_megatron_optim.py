@@ -115,7 +115,7 @@ def train(
             losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],
             norms=[each["policy/grad_norm"].value for each in metrics],
             weights={name: tensor.float().numpy() for name, tensor in engine.full_weights(list(engine.weight_shapes()))},
-            counts={float(state["step"]) for state in engine._trained._inner.state.values()},
+            counts={float(state["step"]) for part in engine._trained._parts for state in part.inner.state.values()},
         )
 
 

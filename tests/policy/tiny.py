@@ -22,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from nemo_like.data.jagged import Jagged
@@ -50,12 +52,22 @@ ARCHITECTURES: dict[str, tuple[type, Any]] = {
     "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen3_window": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_WINDOW, head_dim=16)),
 }
+_MIXTURE: dict[str, Any] = _SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES: dict[str, tuple[type, Any]] = {
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
+    # The first layer is dense, the scores of the chosen experts do not add up to 1, and all layers have a window.
+    "qwen3_moe_mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**_MIXTURE, mlp_only_layers=[0], tie_word_embeddings=True, use_sliding_window=True, sliding_window=5),
+    ),
+}
+"""Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on all rows together."""
 
 
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = ARCHITECTURES[architecture]
+    model_class, config = (ARCHITECTURES | MIXTURES)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
