@@ -101,7 +101,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
         from nemo_like.algorithms.export import export_checkpoint
 
-        print(f"wrote {export_checkpoint(arguments.source, arguments.out, arguments.overrides)}")
+        step_folder = export_checkpoint(arguments.source, arguments.out, arguments.overrides)
+        print(f"wrote {arguments.out} from {step_folder}")
         return 0
     if arguments.command == "plan":
         return plan_command.run(arguments)

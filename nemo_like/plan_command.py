@@ -133,6 +133,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} is for {' and '.join(f'--{name}' for name in needs)}; leave it out")
     if arguments.column and arguments.field:
         raise ConfigError("--column is for CSV and --field for JSONL; give one of them")
+    if arguments.memory_gb is not None and arguments.model is None and (arguments.lengths or arguments.data) is not None:
+        raise ConfigError("--memory-gb needs --model: what fits depends on the model, e.g. --model 7b")
     if arguments.data is not None and arguments.tokenizer is None:
         raise ConfigError("--data needs --tokenizer DIR: lengths are counted in its tokens")
 
@@ -198,7 +200,15 @@ def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespa
 
     shape, placement = _shape(arguments, config.policy.model_name), placement_of(config)
     assert shape is not None, "a config names a model"
-    request = PlanRequest(rows=rows, shape=shape, placement=placement, batch_size=config.policy.train_global_batch_size)
+    experts = config.parallel.expert
+    note = f"parallel.expert is {experts}, but the memory counts every expert on every worker: it is an upper bound"
+    request = PlanRequest(
+        rows=rows,
+        shape=shape,
+        placement=placement,
+        batch_size=config.policy.train_global_batch_size,
+        notes=(note,) if experts > 1 else (),
+    )
     spec = plan_spec(
         config.policy,
         purpose="train",

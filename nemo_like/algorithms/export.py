@@ -37,8 +37,9 @@ class SavedWeights:
 def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
     """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one, to the new `target`.
 
-    `overrides` change keys of the run's config, such as `policy.model_name` where the model has moved. Raises ConfigError
-    for a folder that is neither, for an incomplete checkpoint, and for a `target` that exists.
+    Returns the step folder it was. `overrides` change keys of the run's config, such as `policy.model_name` where the model
+    has moved. Raises ConfigError for a folder that is neither, for an incomplete checkpoint, and for a `target` that
+    exists or cannot be written.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
@@ -49,10 +50,12 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
             unfinished = target.with_name(target.name + ".tmp")
             with torch.no_grad():
                 write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
+        unfinished.rename(target)
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-    unfinished.rename(target)
-    return target
+    except OSError as error:
+        raise ConfigError(f"--out {target} cannot be written: {error.strerror or error}") from error
+    return step_folder
 
 
 def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
@@ -69,5 +72,5 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
         return source, config
     latest = Checkpointer(run, config.checkpointing).find_latest()
     if latest is None:
-        raise ConfigError(f"{shown_path(run)} has no whole checkpoint; give a run that has saved one")
+        raise ConfigError(f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one")
     return latest.path, config

@@ -23,7 +23,7 @@ from nemo_like.policy.dtensor_model import build_scorer, fsdp_modules, keeps_who
 from nemo_like.policy.dtensor_weights import Weight, local
 from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
 from nemo_like.policy.hf_directory import write_hf
-from nemo_like.policy.optim import build_optimizer
+from nemo_like.policy.optim import build_optimizer, clip_factor
 
 
 class DTensorEngine:
@@ -99,15 +99,10 @@ class DTensorEngine:
         optimizer = self._trained
         self._sum_partial_gradients()
         norm = self._gradient_norm()
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} at optimizer step {self.num_optimizer_steps}: no weight was changed; "
-                "lower policy.optimizer.lr, or look at the rows of this step"
-            )
-        limit = self.config.max_grad_norm
-        if 0 < limit < norm:
+        factor = clip_factor(norm, self.config.max_grad_norm, self.num_optimizer_steps)
+        if factor < 1:
             for _, gradient in self._local_gradients():
-                gradient.mul_(limit / (norm + 1e-6))
+                gradient.mul_(factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -4,7 +4,6 @@ through Megatron-Core's schedules; it knows no loss and no plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from nemo_like.policy.megatron_scores import VocabularyHead
 from nemo_like.policy.megatron_support import check_model_config
 from nemo_like.policy.megatron_table import geometry_of, place_of
 from nemo_like.policy.megatron_weights import Outbox, Read, assemble, open_model
+from nemo_like.policy.optim import clip_factor
 from nemo_like.policy.sharded_checkpoint import MOMENTS, WEIGHT, Block
 
 
@@ -129,14 +129,9 @@ class MegatronEngine:
         """Raises FloatingPointError, before any weight is touched, when the gradients are not finite."""
         optimizer = self._trained
         norm = optimizer.norm()
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} at optimizer step {self.num_optimizer_steps}: no weight was changed; "
-                "lower policy.optimizer.lr, or look at the rows of this step"
-            )
-        limit = self.config.max_grad_norm
-        if 0 < limit < norm:
-            optimizer.scale(limit / (norm + 1e-6))
+        factor = clip_factor(norm, self.config.max_grad_norm, self.num_optimizer_steps)
+        if factor < 1:
+            optimizer.scale(factor)
         optimizer.step(lr)
         self.num_optimizer_steps += 1
         return norm

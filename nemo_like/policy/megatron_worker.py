@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
@@ -35,6 +36,8 @@ class MegatronPolicyWorker(PolicyWorker):
         needs_reference: bool = False,
     ) -> None:
         """Join the process groups and load the model, and a frozen copy as it is on disk if `needs_reference`."""
+        # Megatron-Core orders communication before the compute that overlaps it by this, and warns without it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)

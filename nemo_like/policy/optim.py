@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 
@@ -60,7 +59,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     )
 
 
-def local_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This rank's part of each: the shard of a DTensor, a plain tensor itself."""
-    for tensor in tensors:
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def clip_factor(norm: float, max_norm: float, num_optimizer_steps: int) -> float:
+    """What gradients of global norm `norm` are multiplied with, at most 1; a `max_norm` of 0 never clips.
+
+    Raises FloatingPointError, before any weight is touched, when the gradients are not finite.
+    """
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the gradient norm is {norm} at optimizer step {num_optimizer_steps}: no weight was changed; "
+            "lower policy.optimizer.lr, or look at the rows of this step"
+        )
+    return max_norm / (norm + 1e-6) if 0 < max_norm < norm else 1.0

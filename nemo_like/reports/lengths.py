@@ -101,6 +101,8 @@ def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tupl
     header = next(reader, [])
     missing = [name for name in columns if name not in header]
     if missing:
+        if text.lstrip().startswith("{"):
+            raise ConfigError(f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}")
         raise ConfigError(f"{shown} has no column {missing[0]!r}; its first line names {', '.join(header) or 'nothing'}")
     indices = [header.index(name) for name in columns]
     for cells in reader:

@@ -64,7 +64,7 @@ class Placement:
 
 def usable_bytes(device_gib: float) -> float:
     """What a plan may use of a device's memory."""
-    return (device_gib * GIB - CONTEXT_BYTES) * (1.0 - SAFETY_SHARE)
+    return max(0.0, (device_gib * GIB - CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -98,7 +98,7 @@ class PlanReport:
         request, memory = self.request, self.memory
         if memory is None or request.memory_gib is None:
             return None
-        multiple = lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
+        multiple = math.lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
         budget = memory.largest_budget(usable, multiple)
         enough = enough_tokens(self.lengths, request, multiple)
@@ -122,7 +122,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
     """Plan the rows under every strategy. Raises ConfigError for what does not fit together."""
     _check(request)
     lengths, notes = _global_batches(request)
-    multiple = lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
+    multiple = math.lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
     memory = None if request.shape is None else MemoryModel(request.shape, request.placement)
     max_tokens = request.max_tokens
     if max_tokens is None:
@@ -210,17 +210,17 @@ def _check(request: PlanRequest) -> None:
         )
     if shape is None:
         return
-    for axis, degree, what, count in (
-        ("tp", topology.tp, "attention heads", shape.num_heads),
-        ("tp", topology.tp, "key-value heads", shape.num_kv_heads),
-        ("pp", topology.pp, "layers", shape.num_layers),
-    ):
-        if count % degree:
-            legal = [number for number in range(1, count + 1) if count % number == 0]
-            raise ConfigError(
-                f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}: {shape.name} has {count} {what},"
-                f" which {axis} {degree} does not divide; {axis} may be {', '.join(map(str, legal))}"
-            )
+    kv_heads = shape.num_kv_heads
+    if request.placement.engine == "megatron" and topology.tp % kv_heads == 0:
+        kv_heads = shape.num_heads  # it has each key-value head on several ranks
+    shown = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}: {shape.name} has"
+    for what, count in (("attention heads", shape.num_heads), ("key-value heads", kv_heads)):
+        if count % topology.tp:
+            divided = math.gcd(shape.num_heads, kv_heads)
+            legal = ", ".join(str(number) for number in range(1, divided + 1) if divided % number == 0)
+            raise ConfigError(f"{shown} {count} {what}, which tp {topology.tp} does not divide; tp may be {legal}")
+    if shape.num_layers < topology.pp:
+        raise ConfigError(f"{shown} {shape.num_layers} layers, fewer than pp {topology.pp} stages")
 
 
 def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
