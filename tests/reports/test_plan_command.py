@@ -178,7 +178,7 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
         ("12\n900\n", ("--max-tokens", "512"), ("1 of 2 rows", "--max-tokens 512", "900", "lengths.txt:2", "--oversize")),
         ("12\n", ("--model", "13b"), ("unknown model '13b'", "7b (Qwen2.5-7B)")),
         ("12\n", ("--model", "7b", "--tp", "8"), ("tp 8", "28 attention heads", "tp may be 1, 2, 4\n")),
-        ("12\n", ("--model", "1b", "--pp", "3"), ("16 layers", "pp 3")),
+        ("12\n", ("--model", "1b", "--pp", "32"), ("16 layers", "pp 32")),
         ("12\n", ("--pp", "2", "--engine", "dtensor"), ("dtensor engine has no pipeline",)),
         ("12\n", ("--sequence-parallel",), ("raise tp",)),
         ("12\n", ("--batch-size", "4", "--dp", "8"), ("a batch of 4 rows on 8 data-parallel ranks",)),
