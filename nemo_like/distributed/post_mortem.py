@@ -29,8 +29,8 @@ _COLOUR = re.compile(r"\x1b\[\d+m")
 _CRASH = re.compile(r"Fatal Python error: ([^\n]+)|(terminate called[^\n]*)|\*\*\* (SIG[A-Z]+)")
 
 _SAVE_MEMORY = (
-    "Give a microbatch fewer tokens (train_mb_tokens, and logprob_mb_tokens for scoring, of policy.sequence_packing or"
-    " policy.dynamic_batching; policy.train_micro_batch_size and logprob_batch_size without either), turn"
+    "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens, policy.dynamic_batching.train_mb_tokens,"
+    " or policy.train_micro_batch_size without either; for scoring their logprob_ twins), turn"
     " policy.activation_checkpointing on, or put fewer workers on a node (cluster.workers_per_node)."
 )
 _CRASHED = "A native library failed in it; with cluster.backend=local a debugger sees the same in one process."
