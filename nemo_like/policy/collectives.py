@@ -1,4 +1,4 @@
-"""Collectives with a gradient, for activations that the ranks of a group share.
+"""Collectives of the ranks of a group: with a gradient, for activations they share, and of Python objects.
 
 Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on; gathering rows scatters
 the sum of gradients, and the reverse.
@@ -34,6 +34,13 @@ def gather_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
 def scatter_sum(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
     """This rank's [T / n, ...] of the sum of the ranks' `parts` [T, ...]."""
     return _Paired.apply(parts, group, _scatter_sum, _gather)  # type: ignore[return-value]
+
+
+def gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """The ranks' values, any small Python objects, in rank order."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 class _Paired(torch.autograd.Function):

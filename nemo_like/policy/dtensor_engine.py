@@ -18,6 +18,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
 from nemo_like.policy import dtensor_checkpoint
+from nemo_like.policy.collectives import gather_objects, gather_rows
 from nemo_like.policy.dtensor_groups import Groups
 from nemo_like.policy.dtensor_model import build_scorer, fsdp_modules, keeps_whole
 from nemo_like.policy.dtensor_weights import Weight, local
@@ -115,19 +116,11 @@ class DTensorEngine:
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
         group = self.groups.dp_cp
-        if group is None:
-            return [value]
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
+        return [value] if group is None else gather_objects(group, value)
 
     def gather_over_cp(self, values: Tensor) -> Tensor:
         group = self.groups.cp
-        if group is None:
-            return values
-        gathered = values.new_empty(len(values) * group.size())
-        dist.all_gather_single(gathered, values.contiguous(), group=group)
-        return gathered
+        return values if group is None else gather_rows(group, values.detach())
 
     def barrier(self) -> None:
         """Every rank has come this far. Through the ranks' own collectives, which carry the collective timeout."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.dtensor_groups import Groups
 from nemo_like.policy.dtensor_parallel import Cut
 
@@ -74,9 +75,7 @@ class Weight:
         block = -(-num_rows // group.size())
         padded = part.new_empty(block, *part.shape[1:])
         padded[: len(part)] = part
-        gathered = part.new_empty(block * group.size(), *part.shape[1:])
-        dist.all_gather_single(gathered, padded, group=group)
-        return gathered[:num_rows]
+        return gather_rows(group, padded)[:num_rows]
 
 
 def local(tensor: Tensor) -> Tensor:

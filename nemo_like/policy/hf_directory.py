@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -74,7 +75,7 @@ def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes
 def _write_configuration(model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
     model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
-    model_config.architectures = [str(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], "__name__"))]  # noqa: B009  (a lazy class to the stub)
+    model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]]
     model_config.save_pretrained(directory)
     # As it was: transformers refuses to write some generation configurations that it reads.
     generation_config = cached_file(config.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_like.policy.collectives import gather_rows
+
 _LOWEST = torch.finfo(torch.float32).min / 4
 """Stands for -inf where a difference is taken: its exp is 0 all the same, and no NaN comes of it."""
 
@@ -186,11 +188,7 @@ def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool) -> 
 
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
     """[ranks, 4, T] from each rank's [4, T]."""
-    if vocab is None:
-        return sums[None]
-    gathered = sums.new_empty((vocab.group.size() * len(sums), *sums.shape[1:]))
-    dist.all_gather_single(gathered, sums, group=vocab.group)
-    return gathered.unflatten(0, (-1, len(sums)))
+    return sums[None] if vocab is None else gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

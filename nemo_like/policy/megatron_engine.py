@@ -19,6 +19,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
 from nemo_like.policy import megatron_groups, sharded_checkpoint
+from nemo_like.policy.collectives import gather_objects, gather_rows
 from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
 from nemo_like.policy.hf_directory import write_hf
 from nemo_like.policy.megatron_model import build_model
@@ -142,16 +143,10 @@ class MegatronEngine:
         return total.tolist()
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
-        group = self._groups.dp_cp
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
+        return gather_objects(self._groups.dp_cp, value)
 
     def gather_over_cp(self, values: Tensor) -> Tensor:
-        group = self._groups.cp
-        gathered = values.new_empty(group.size() * len(values))
-        dist.all_gather_single(gathered, values.contiguous(), group=group)
-        return gathered
+        return gather_rows(self._groups.cp, values.detach())
 
     def barrier(self) -> None:
         """Every rank has come this far. Through the ranks' own collectives, which carry the collective timeout."""
