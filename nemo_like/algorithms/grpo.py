@@ -18,7 +18,6 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.generation.interface import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import merge_metrics
-from nemo_like.weight_sync.transport import push
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
@@ -39,7 +38,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
         step = job.begin(loader)
         if step > 0:
             with job.workplace.training():
-                sync_weights(job, step)
+                job.sync_weights(step)
         elif config.grpo.val_at_start:
             job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
             job.log(step)
@@ -57,7 +56,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
                         with job.timers("train"):
                             trained = job.policy.train(placed, {"advantages": advantages, **scores}, loss)
                         with job.timers("weight_sync"):
-                            sync_weights(job, step + 1)
+                            job.sync_weights(step + 1)
                 step += 1
                 job.note(merge_metrics(trained) | rollout.metrics() | plan_metrics(plan))
                 save_rollout(job, rollout, advantages, step)
@@ -85,17 +84,12 @@ def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Row, Prompt], st
             sampling=SamplingParams.from_config(config.policy.generation),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, step, len(prompts) * group_size),
+            weight_version=step,
             timers=job.timers,
         )
     if step == 0:
         show_rollout(job, rollout, "rollout sample")
     return rollout
-
-
-def sync_weights(job: Job, version: int) -> None:
-    """Give the generator the policy's weights, which completions will carry as `version`."""
-    assert job.workplace.generator is not None, "a GRPO run generates"
-    push(job.policy.group, job.workplace.generator.group, version)
 
 
 def save_rollout(job: Job, rollout: Rollout, advantages: np.ndarray, step: int) -> None:

@@ -28,6 +28,7 @@ from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
 from nemo_like.progress import Progress, Sample
 from nemo_like.tracking import RunDirectory, Tracker, open_run
+from nemo_like.weight_sync.transport import push
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class Job:
         self.counters.update(state.counters)
         self.progress.say(f"resumed from {self.resumed.path}")
         return state.step
+
+    def sync_weights(self, version: int) -> None:
+        """Push the policy's weights to the generator; its completions carry `version` afterwards.
+
+        The version of a run's weights is the number of steps done. Call inside `workplace.training()`.
+        """
+        assert self.workplace.generator is not None, "only a run that generates has a generator"
+        push(self.policy.group, self.workplace.generator.group, version)
 
     def place(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, PlacedBatch]:
         """Plan the batch from its lengths and send each dp rank its rows, once."""

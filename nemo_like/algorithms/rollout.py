@@ -84,13 +84,22 @@ def collect(
     sampling: SamplingParams,
     max_total_length: int,
     seeds: np.ndarray,
+    weight_version: int,
     timers: Timers,
 ) -> Rollout:
-    """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build rows."""
+    """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build rows.
+
+    Raises RuntimeError if the generator's weights are not of `weight_version`.
+    """
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
     with timers("generation"):
         completions = generator.generate(prompt_ids, seeds, sampling, max_total_length=max_total_length)
+    if completions.weight_version != weight_version:
+        raise RuntimeError(
+            f"the completions were sampled with weights of version {completions.weight_version}, but step"
+            f" {weight_version} needs version {weight_version}; the weights were not pushed to the generator"
+        )
     texts = tokenizer.batch_decode([ids.tolist() for ids in completions.token_ids], skip_special_tokens=True)
     samples = [
         RewardSample(prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row)

@@ -73,5 +73,8 @@ def validate(job: Job, held_out: HeldOut, step: int) -> Metrics:
                 placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
                 part = job.policy.evaluate(placed, NllLoss())
                 metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
-        metrics |= score_answers(job, held_out.prompts, step)
+        if held_out.prompts:
+            with job.workplace.training():
+                job.sync_weights(step)
+            metrics |= score_answers(job, held_out.prompts, step)
     return metrics

@@ -21,7 +21,10 @@ def is_due(step: int, period: int, total: int) -> bool:
 
 
 def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: float = 0.0) -> Metrics:
-    """Metrics `validation/*` of one completion per prompt; none without prompts."""
+    """Metrics `validation/*` of one completion per prompt; none without prompts.
+
+    The generator must have the weights of `step`; RuntimeError if its completions carry another version.
+    """
     if not prompts:
         return {}
     assert job.workplace.generator is not None and job.workplace.rewards is not None, "a run that validates generates"
@@ -36,6 +39,7 @@ def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: f
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, _SEED_OFFSET + step, len(prompts)),
+            weight_version=step,
             timers=Timers(),
         )
         phase.advance(len(prompts))

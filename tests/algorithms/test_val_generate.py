@@ -1,0 +1,84 @@
+"""SFT with `sft.val_generate`: answers are sampled with the weights of the step that is validated, also after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.algorithms import validation
+from nemo_like.algorithms.rollout import Rollout, collect
+from nemo_like.algorithms.sft import run_sft
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.recipe import Recipe
+
+STEPS, PERIOD = 24, 8
+
+
+def config_of(recipe: Recipe, *overrides: str) -> Any:
+    """Eight rows of one answer, which a tiny model learns in 24 steps, and the same rows to validate."""
+    path = recipe.folder / "constant.jsonl"
+    rows = [{"prompt": f"{i}+{i}", "completion": "#### 7", "answer": "7"} for i in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return recipe.sft(
+        f"data.train_path={path}",
+        f"data.validation_path={path}",
+        "sft.val_generate=true",
+        f"sft.max_num_steps={STEPS}",
+        "sft.max_num_epochs=1000",
+        f"sft.val_period={PERIOD}",
+        "policy.train_global_batch_size=8",
+        "policy.optimizer.lr=3e-3",
+        "policy.scheduler.kind=constant",
+        "policy.generation.max_new_tokens=8",
+        f"checkpointing.save_period={PERIOD}",
+        "checkpointing.keep_latest=5",
+        "reward.functions.answer.path=nemo_like.environments.math.answer_reward",
+        *overrides,
+    )
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The weight version of each validation, in order; the generator's weights are compared with the policy's each time."""
+    found: list[int] = []
+
+    def checked_scores(job: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
+        policy, generator = (group._worker for group in (job.policy.group, job.workplace.generator.group))
+        sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
+        for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):
+            assert torch.equal(sampled_with[name], weight), f"{name} of the generator is not the policy's at step {step}"
+        return score_answers(job, prompts, step, temperature)
+
+    def recorded(*args: Any, **kwargs: Any) -> Rollout:
+        rollout = collect(*args, **kwargs)
+        found.append(rollout.completions.weight_version)
+        return rollout
+
+    score_answers = validation.score_answers
+    monkeypatch.setattr("nemo_like.algorithms.sft.score_answers", checked_scores)
+    monkeypatch.setattr("nemo_like.algorithms.validation.collect", recorded)
+    yield found
+
+
+def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: list[int]) -> None:
+    result = run_sft(config_of(recipe))
+    rewards = {line["step"]: line.get("validation/reward_mean") for line in read_metrics(result.run.path)}
+    assert versions == [0, 8, 16, 24]
+    assert rewards[0] == 0.0
+    assert rewards[STEPS] == 1.0, "the model has learned the answer, so validation must see that"
+    expected = read_metrics(result.run.path)
+    versions.clear()
+    interrupt_at(result.run.path, 8)
+    resumed = run_sft(config_of(recipe, "resume=true"))
+    assert versions == [16, 24]
+    assert read_metrics(resumed.run.path) == expected
+
+
+def test_completions_of_other_weights_are_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_like.algorithms.job.Job.sync_weights", lambda job, version: None)
+    with pytest.raises(RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"):
+        run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))
