@@ -193,6 +193,7 @@ class PolicyGradientLossConfig:
     reference_policy_kl_penalty: float = 0.0
     """Weight of the KL to the frozen starting policy; above 0 a reference copy of the model is kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the reported KL (k1, k2 or k3); the gradient is that of k2 for all of them."""
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus."""
 

@@ -7,9 +7,11 @@ Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (which of them has an un
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_like.config.schema import PolicyGradientLossConfig
 from nemo_like.losses.reduce import LossInputs, LossTerms, Normalization, mean_metrics, token_weights
@@ -18,6 +20,7 @@ from nemo_like.metrics import Max, Mean, Metrics
 _MAX_EXPONENT = 20.0
 """exp(20) is finite in float32; a larger difference is a broken sample, not a signal."""
 _MAX_KL = 10.0
+"""Bound of the magnitude of a token's KL estimate, and separately of its derivative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +85,51 @@ class ClippedPolicyGradientLoss:
         return losses, per_token
 
 
-def reference_kl(policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """[T] estimate of KL(policy || reference) whose *gradient* is an unbiased one as well.
+def reference_kl(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference), [T]; 0 where `mask` is False.
 
-    With d = l_ref - l: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Differentiating k1 or k3 directly is biased (k1's
-    expectation is even 0), so both carry the score-function factor exp(l - sg(l)), whose value is 1. 0 where masked.
+    With d = l_ref - l, the value is that of the estimator `kind`, clamped to [-10, 10]:
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, where |d| is at most 20.
+
+    The gradient with respect to `policy_logprobs` is -d clamped to [-10, 10], for every `kind`.
+    It is the derivative of k2, and of k3 times the score-function factor exp(l - sg(l)); over
+    samples from the policy it is an unbiased gradient of the KL, which the derivatives of k1 (the
+    constant 1) and of k3 alone are not. Gradient descent therefore moves l towards l_ref at any
+    d. The gradient is continuous and monotone in d, it is 0 only at d = 0, and the clamp of the
+    value does not affect it.
+
+    Sources: Schulman 2020 (values), arXiv 2506.09477 (gradients).
     """
     policy_logprobs = torch.where(mask, policy_logprobs, 0.0)
-    difference = torch.where(mask, reference_logprobs - policy_logprobs, 0.0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-    if kind == "k2":
-        return (difference.square() / 2).clamp(max=_MAX_KL)
-    value = -difference if kind == "k1" else torch.exp(difference) - 1 - difference
-    score = torch.exp(policy_logprobs - policy_logprobs.detach())
-    return score * value.clamp(-_MAX_KL, _MAX_KL)
+    with torch.no_grad():
+        difference = torch.where(mask, reference_logprobs - policy_logprobs, 0.0)
+        gradient = -difference.clamp(-_MAX_KL, _MAX_KL)
+        difference = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+        if kind == "k1":
+            value = -difference
+        elif kind == "k2":
+            value = difference.square() / 2
+        else:
+            value = torch.exp(difference) - 1 - difference
+        value = value.clamp(-_MAX_KL, _MAX_KL)
+    return _WithGradient.apply(policy_logprobs, value, gradient)  # type: ignore[return-value]
+
+
+class _WithGradient(torch.autograd.Function):
+    """A given value whose derivative with respect to the first argument is given as well."""
+
+    @staticmethod
+    def forward(ctx: Any, variable: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
+        ctx.save_for_backward(derivative)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None]:
+        (derivative,) = ctx.saved_tensors
+        return grad_value * derivative, None, None
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Metrics:

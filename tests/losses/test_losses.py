@@ -157,6 +157,44 @@ def test_kl_gradient_is_unbiased_and_k1_k3_values_too(kind: str):
         torch.testing.assert_close(expected, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_gradient_has_the_correct_sign_and_is_bounded(kind: str, dtype: torch.dtype) -> None:
+    """A table over differences from -30 to 30, against float64 numbers computed without torch."""
+    differences = [step / 16 for step in range(-480, 481)]
+    table = []
+    for difference in differences:
+        bounded = max(-20.0, min(20.0, difference))
+        exact = {"k1": -bounded, "k2": bounded**2 / 2, "k3": math.expm1(bounded) - bounded}[kind]
+        gradient = -difference
+        table.append((max(-10.0, min(10.0, exact)), max(-10.0, min(10.0, gradient))))
+    reference = torch.full((len(differences),), -31.0, dtype=dtype)
+    policy = (reference - torch.tensor(differences, dtype=dtype)).requires_grad_()
+    value = reference_kl(policy, reference, torch.ones(len(differences), dtype=torch.bool), kind)
+    value.sum().backward()
+    gradient = grad_of(policy)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    expected_values, expected_gradients = torch.tensor(table, dtype=torch.float64).unbind(1)
+    torch.testing.assert_close(value.detach().double(), expected_values, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient.double(), expected_gradients, rtol=tolerance, atol=tolerance)
+    assert torch.equal(gradient.sign(), (policy - reference).detach().sign())
+    assert float(gradient.abs().max()) <= 10.0
+    assert bool((gradient.diff() <= 0).all()), "the gradient is monotone in the difference"
+    assert float(gradient.diff().abs().max()) <= 1 / 16 + 1e-5, "the gradient has no jump"
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("start", [-30.0, -3.0, -0.5, 0.5, 3.0, 30.0])
+def test_descending_the_kl_moves_the_policy_to_the_reference(kind: str, start: float) -> None:
+    reference = torch.tensor([-31.0])
+    policy = (reference - start).requires_grad_()
+    for _ in range(200):
+        kl = reference_kl(policy, reference, torch.tensor([True]), kind)
+        (gradient,) = torch.autograd.grad(kl.sum(), policy)
+        policy = (policy - 0.1 * gradient).detach().requires_grad_()
+    assert abs(float((policy - reference).detach())) < abs(start) * 0.01
+
+
 def test_masked_positions_with_infinities_leave_values_and_gradients_finite():
     leaf = torch.tensor([-1.0, -float("inf")], requires_grad=True)
     bad = torch.tensor([-1.1, -float("inf")])
