@@ -146,12 +146,27 @@ def _train(config: RunConfig) -> int:
         return 1
     except ClusterError as error:
         raise ConfigError(str(error)) from error
-    except (WorkerFailure, CheckpointError, TrackingError) as error:
+    except WorkerFailure as error:
+        print(f"error: {error} {_how_to_continue(config)}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 1
+    except (CheckpointError, TrackingError) as error:
         print(f"error: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         return 1
     return 0
+
+
+def _how_to_continue(config: RunConfig) -> str:
+    """What a later start of the same run can continue from."""
+    latest = Path(config.output_dir) / config.run_name / "latest"
+    try:
+        named = latest.read_text(encoding="utf-8").strip()
+    except OSError:
+        return "The run has no checkpoint; start it again from step 0."
+    return f"resume=true continues from {latest.parent / named}."
 
 
 def _log_to_console() -> None:

@@ -46,7 +46,7 @@ class WorkerDied(WorkerFailure):
     ) -> None:
         super().__init__(
             f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`: {cause}. {advice} The"
-            " other workers of the group were stopped; run again with resume=true to go on from the last checkpoint.",
+            " other workers of the group were stopped.",
             group=group,
             rank=rank,
             method=method,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +23,22 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure
-from nemo_like.distributed.worker_actor import Location, Raised, count_oom_kills, is_collective_error
+from nemo_like.distributed.worker_actor import (
+    Location,
+    Raised,
+    count_oom_kills,
+    is_collective_error,
+    machine_id,
+    process_state,
+)
 
 _LOG_LINES = 20
 _LOG_CHARACTERS = 300
-_POST_MORTEM_TIMEOUT_S = 15.0
+_ANSWER_TIMEOUT_S = 60.0
+"""How long a node may take to start a process that reads the traces: half a minute when it is busy."""
+_NODES_TIMEOUT_S = 10.0
+_EXIT_S = 2.0
+_FULL_BYTES = 2**20
 _COLOUR = re.compile(r"\x1b\[\d+m")
 _CRASH = re.compile(r"Fatal Python error: ([^\n]+)|(terminate called[^\n]*)|\*\*\* (SIG[A-Z]+)")
 
@@ -34,6 +48,24 @@ _SAVE_MEMORY = (
     " policy.activation_checkpointing on, or put fewer workers on a node (cluster.workers_per_node)."
 )
 _CRASHED = "A native library failed in it; with cluster.backend=local a debugger sees the same in one process."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Traces of a worker's process on its node."""
+
+    log_tail: str = ""
+    """The last lines of its standard error."""
+    num_oom_kills: int = 0
+    """Kills for memory by the node's kernel up to now."""
+    full_folder: str = ""
+    """A folder without free space that the process writes to; empty if there is none."""
+    process_state: str = ""
+    """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.process_state not in ("", "Z", "X")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +111,13 @@ def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
     )
 
 
-def diagnose(report: str, log_tail: str, num_oom_kills: int) -> tuple[str, str]:
-    """(cause, advice) from Ray's report, the log's last lines and the kernel's kills for memory in the worker's time."""
-    crash = _CRASH.search(log_tail)
+def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tuple[str, str] | None:
+    """(cause, advice) of a process that ended, or None if nothing says how it ended.
+
+    `report` is Ray's text. `num_oom_kills` counts the kernel's kills for memory on the worker's
+    node since the worker started.
+    """
+    crash = _CRASH.search(evidence.log_tail) if evidence is not None else None
     exit_code = re.search(r"exit code (\d+)", report)
     if re.search(r"low on memory|memory pressure", report):
         return "Ray killed it because its node was running out of memory", _SAVE_MEMORY
@@ -90,14 +126,34 @@ def diagnose(report: str, log_tail: str, num_oom_kills: int) -> tuple[str, str]:
     if crash is not None:
         what = next(text for text in crash.groups() if text)
         if what in ("Bus error", "SIGBUS"):
-            return f"it crashed ({what}), as happens when /dev/shm is full", "Give the container a larger /dev/shm."
+            return (
+                f"it crashed ({what}), as happens when /dev/shm is full",
+                "Give the container a larger /dev/shm.",
+            )
         return f"it crashed ({what})", _CRASHED
+    if "SIGTERM" in report:
+        return (
+            "it received SIGTERM",
+            "Something outside the run stops processes on its node, for example a job scheduler.",
+        )
     if exit_code is not None:
-        return f"it ended itself with exit code {exit_code.group(1)}", "Something it imports calls sys.exit."
+        code = exit_code.group(1)
+        return f"it ended itself with exit code {code}", "Something it imports calls sys.exit."
     if "ray.kill" in report:
-        return "it was stopped through Ray (ray.kill)", "Nothing in this run does that to a worker in use."
+        advice = "Nothing in this run does that to a worker in use."
+        return "it was stopped through Ray (ray.kill)", advice
+    if evidence is None:
+        return None
+    if evidence.full_folder:
+        return f"it ended while the disk of {evidence.full_folder} was full", "Free some space."
+    if evidence.is_running:
+        return (
+            "Ray lost the connection to its process, which still ran",
+            "Look at the network between the nodes.",
+        )
     return (
-        "it ended without a word, as after SIGKILL; most often a container's or a scheduler's memory limit",
+        "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
+        " container or scheduler); the kernel of its node counted no kill for memory",
         _SAVE_MEMORY,
     )
 
@@ -112,16 +168,16 @@ def advise(error: Exception) -> str:
 
 
 def _died(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
-    evidence = _ask_node(location)
-    if evidence is None:
-        log_tail, cause, advice = (
-            "",
+    evidence = None
+    if _is_node_alive(location.node_id) is False:
+        cause, advice = (
             "its node left the cluster",
             "Look at that machine, or take it out of the cluster.",
         )
     else:
-        log_tail, num_oom_kills = evidence
-        cause, advice = diagnose(report, log_tail, num_oom_kills - location.num_oom_kills)
+        evidence = ask_node(location)
+        oom_kills = 0 if evidence is None else evidence.num_oom_kills - location.num_oom_kills
+        cause, advice = diagnose(report, evidence, oom_kills) or _unknown(location, report)
     return WorkerDied(
         group=group,
         rank=failure.rank,
@@ -130,25 +186,77 @@ def _died(failure: Failure, group: str, location: Location, report: str) -> Work
         node=location.ip,
         cause=cause,
         advice=advice,
-        log_tail=log_tail,
+        log_tail="" if evidence is None else evidence.log_tail,
     )
 
 
-def _ask_node(location: Location) -> tuple[str, int] | None:
-    """The worker's last log lines and the node's count of memory kills; None if the node does not answer."""
-    task = ray.remote(_read_evidence).options(
-        num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False)
+def _unknown(location: Location, report: str) -> tuple[str, str]:
+    """(cause, advice) where neither Ray nor the node says how the process ended."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    said = f"; Ray reports: {lines[-1][:_LOG_CHARACTERS]}" if lines else ""
+    return (
+        f"cause unknown, its node did not answer within {_ANSWER_TIMEOUT_S:g} s{said}",
+        f"The log of the process is {location.log_path} on {location.ip}.",
+    )
+
+
+def _is_node_alive(node_id: str) -> bool | None:
+    """Whether the cluster counts the node as alive; None if the cluster's head does not answer."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        answers.append(node_id in alive)
+
+    # In a thread, because the call blocks for a minute when the head is gone.
+    thread = threading.Thread(target=ask, daemon=True, name="node-state")
+    thread.start()
+    thread.join(_NODES_TIMEOUT_S)
+    return answers[0] if answers else None
+
+
+def ask_node(location: Location) -> Evidence | None:
+    """What the worker's node knows of its process; None if the node does not answer in time.
+
+    On this machine the files are read directly, because a busy node may need longer than the
+    time limit to start a process for a Ray task.
+    """
+    if location.machine == machine_id():
+        return read_evidence(location.log_path, location.pid)
+    task = ray.remote(read_evidence).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
     )
     try:
-        return ray.get(task.remote(location.log_path), timeout=_POST_MORTEM_TIMEOUT_S)
+        return ray.get(
+            task.remote(location.log_path, location.pid), timeout=_ANSWER_TIMEOUT_S
+        )
     except RayError:
         return None
 
 
-def _read_evidence(log_path: str) -> tuple[str, int]:
+def read_evidence(log_path: str, pid: int) -> Evidence:
+    """The traces of process `pid` on the machine this runs on."""
     path = Path(log_path)
     lines: deque[str] = deque(maxlen=_LOG_LINES)
     if path.is_file():
         with path.open(errors="replace") as file:
-            lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith((":job_id:", ":actor_name:")))
-    return "\n".join(line.rstrip("\n") for line in lines).strip(), count_oom_kills()
+            markers = (":job_id:", ":actor_name:")
+            lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith(markers))
+    folders = [folder for folder in (path.parent, Path("/dev/shm")) if folder.is_dir()]
+    full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _FULL_BYTES]
+    return Evidence(
+        log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
+        num_oom_kills=count_oom_kills(),
+        full_folder=full[0] if full else "",
+        process_state=_settled_state(pid),
+    )
+
+
+def _settled_state(pid: int) -> str:
+    """The state letter of a process, given a moment to end: its connections close before it is gone."""
+    deadline = time.monotonic() + _EXIT_S
+    while process_state(pid) not in ("", "Z", "X", "T") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process_state(pid)

@@ -48,6 +48,8 @@ class Location:
     """File on its node with the process's standard error."""
     num_oom_kills: int
     """Processes the kernel of its node had killed for memory when the worker started."""
+    machine: str
+    """`machine_id` of its process: where it is equal, process ids and paths have one meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class WorkerActor:
             ip=ray.util.get_node_ip_address(),
             log_path=os.path.realpath("/proc/self/fd/2"),
             num_oom_kills=count_oom_kills(),
+            machine=machine_id(),
         )
 
     def choose_port(self) -> int:
@@ -129,6 +132,21 @@ def count_oom_kills() -> int:
                 if name == "oom_kill":
                     return int(count)
     return 0
+
+
+def machine_id() -> str:
+    """Names the machine and the process and mount namespaces that this process runs in."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return " ".join((boot_id, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/mnt")))
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process (R, S, D, T, Z ...) as in proc(5); empty if it does not exist."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
 
 
 def _is_free(port: int) -> bool:

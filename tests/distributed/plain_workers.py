@@ -97,6 +97,9 @@ class PlainWorker:
             raise ValueError(f"row 7 is bad on rank {rank}")
         time.sleep(1000)
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def crash(self, rank: int) -> None:
         if self.context.rank == rank:
             print("last words before the end", file=sys.stderr, flush=True)

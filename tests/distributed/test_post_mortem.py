@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
-from nemo_like.distributed.post_mortem import Failure, advise, diagnose
+from nemo_like.distributed.post_mortem import Evidence, Failure, advise, diagnose, read_evidence
 from nemo_like.distributed.worker_actor import Raised, count_oom_kills, is_collective_error
 
 LOST = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker"
@@ -14,20 +19,45 @@ SEGFAULT = "hello\nFatal Python error: Segmentation fault\n\nStack (most recent 
 @pytest.mark.parametrize(
     ("report", "log", "num_oom_kills", "cause", "key"),
     [
-        (SIGKILL, "", 0, "ended without a word, as after SIGKILL", "train_mb_tokens"),
+        (SIGKILL, "", 0, "ended without a message, as after SIGKILL", "train_mb_tokens"),
         (SIGKILL, "", 1, "the kernel killed it because memory ran out", "train_mb_tokens"),
         (SIGKILL, SEGFAULT, 0, "it crashed (Segmentation fault)", "cluster.backend=local"),
         (SIGKILL, "Fatal Python error: Bus error\n", 0, "/dev/shm", "/dev/shm"),
         (SIGKILL, "terminate called after throwing an instance of 'c10::Error'\n", 0, "c10::Error", "native library"),
         (f"{LOST} exits unexpectedly. Worker exits with an exit code 5.", "", 0, "exit code 5", "sys.exit"),
         ("1 worker(s) were killed due to the node running low on memory.", "", 0, "Ray killed it", "workers_per_node"),
+        (f"{LOST} exits. The process receives a SIGTERM.", "", 0, "SIGTERM", "job scheduler"),
         ("The actor is dead because it was killed by `ray.kill`.", "", 0, "ray.kill", "Nothing in this run"),
     ],
 )
 def test_the_cause_is_told_from_the_traces(report: str, log: str, num_oom_kills: int, cause: str, key: str) -> None:
-    told, advice = diagnose(report, log, num_oom_kills)
+    diagnosis = diagnose(report, Evidence(log_tail=log), num_oom_kills)
+    assert diagnosis is not None
+    told, advice = diagnosis
     assert cause in told
     assert key in advice
+
+
+def test_without_evidence_no_cause_is_claimed() -> None:
+    assert diagnose(SIGKILL, None, 0) is None
+    told, _ = diagnose(SIGKILL, Evidence(full_folder="/dev/shm"), 0) or ("", "")
+    assert "the disk of /dev/shm was full" in told
+    told, _ = diagnose(SIGKILL, Evidence(process_state="S"), 0) or ("", "")
+    assert "still ran" in told
+
+
+def test_evidence_is_read_from_the_log_and_the_process_table(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    log.write_text(":job_id:01000000\n" + "".join(f"line {i}\n" for i in range(40)))
+    process = subprocess.Popen(["sleep", "100"])
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    evidence = read_evidence(str(log), process.pid)
+    assert evidence.log_tail.splitlines()[0] == "line 20"
+    assert (evidence.process_state, evidence.is_running) == ("T", True)
+    process.kill()
+    process.wait()
+    assert not read_evidence(str(log), process.pid).is_running
 
 
 def test_exceptions_with_a_known_way_out_have_advice() -> None:
