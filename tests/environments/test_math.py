@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -87,12 +86,6 @@ def test_an_integer_equals_itself_in_every_spelling(value: int) -> None:
         assert as_number(spelling) == value
         assert answer_reward(RewardSample(prompt="", completion=f"... #### {spelling}", answer=str(value))) == 1.0
     assert answer_reward(RewardSample(prompt="", completion=f"#### {value + 1}", answer=str(value))) == 0.0
-
-
-def test_a_comparison_without_end_is_given_up() -> None:
-    start = time.monotonic()
-    assert not answers_equal("3", "9^{9^{9^9}}")
-    assert time.monotonic() - start < 20
 
 
 def test_answers_are_compared_in_other_threads_too() -> None:
