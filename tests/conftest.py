@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from nemo_like.demo_task import build_demo
-from tests.recipe import Recipe
+if TYPE_CHECKING:
+    from tests.recipe import Recipe
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model and data of the demo."""
+    # Imported here because it needs torch and transformers, which tests of light modules do not.
+    from nemo_like.demo_task import build_demo
+
     folder = tmp_path_factory.mktemp("demo")
     build_demo(folder, 0)
     return folder
@@ -21,4 +25,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(demo: Path, tmp_path: Path) -> Recipe:
     """Writes configs for the tiny task into a fresh folder."""
+    from tests.recipe import Recipe
+
     return Recipe(demo, tmp_path)
