@@ -74,13 +74,17 @@ def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Every user error is one message, without a traceback."""
+    """Run one command; returns the exit code. Every user error is one message, without a traceback.
+
+    Without `argv` it is the command line of this process, which then ends with the command.
+    """
     _log_to_console()
     arguments, unknown = build_parser().parse_known_args(argv)
     # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
     if unknown:
         print(f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help", file=sys.stderr)
         return 2
+    arguments.owns_process = argv is None
     try:
         return _run(arguments)
     except ConfigError as error:
@@ -120,7 +124,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from nemo_like.progress import Progress
 
         kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
-        report = validate(load_config(kind, arguments.config, arguments.overrides))
+        config = load_config(kind, arguments.config, arguments.overrides)
+        report = validate(config, without_torch=arguments.owns_process)
         report.show(Progress())
         return 2 if report.problems else 0
     return _train(load_config(arguments.command, arguments.config, arguments.overrides))

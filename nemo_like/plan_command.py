@@ -149,11 +149,14 @@ def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def _from_text(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.algorithms.pretrained import import_transformers_without_torch
     from nemo_like.algorithms.row_lengths import file_config, first_lengths
     from nemo_like.config.errors import ConfigError
     from nemo_like.reports.lengths import RowLengths
     from nemo_like.reports.plan_report import PlanRequest
 
+    if arguments.owns_process:
+        import_transformers_without_torch()
     batch_size, seed = arguments.batch_size or PlanRequest.batch_size, arguments.seed or 0
     config = file_config(str(arguments.data), arguments.tokenizer, batch_size, seed, shuffle=not arguments.in_order)
     try:
@@ -165,11 +168,14 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def _from_config(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.algorithms.pretrained import import_transformers_without_torch
     from nemo_like.algorithms.row_lengths import first_lengths
     from nemo_like.config.errors import ConfigError
     from nemo_like.config.load import detect_kind, load_config
     from nemo_like.reports.lengths import RowLengths
 
+    if arguments.owns_process:
+        import_transformers_without_torch()
     config = load_config(detect_kind(arguments.config, arguments.overrides), arguments.config, arguments.overrides)
     if arguments.tokenizer is not None:
         config = replace(config, policy=replace(config.policy, tokenizer_name=arguments.tokenizer))

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig
@@ -223,6 +222,9 @@ class _JsonlSink:
 
 class _TensorBoardSink:
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        # Importing TensorBoard takes seconds of CPU time, and commands that only check a config use this module too.
+        from torch.utils.tensorboard import SummaryWriter
+
         purge_step = 0 if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 

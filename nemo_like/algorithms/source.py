@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-
+from nemo_like.algorithms.pretrained import load_model_config, load_tokenizer
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.config.errors import ConfigError, raise_problems
 from nemo_like.config.parallel import model_problems
@@ -21,6 +20,9 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
 from nemo_like.policy.megatron_support import check_model_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow:
@@ -58,9 +60,7 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     name = config.policy.tokenizer_name or config.policy.model_name
     key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local_files_only or not _is_hub_name(name)
-        )
+        tokenizer = load_tokenizer(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: no tokenizer can be loaded from {name!r} ({str(error).splitlines()[0]}); give the directory of a Hugging"
@@ -92,9 +92,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
         raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
     try:
-        model_config = AutoConfig.from_pretrained(
-            name, local_files_only=local_files_only or not _is_hub_name(name), trust_remote_code=False
-        )
+        model_config = load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:
         if path.is_dir():
             raise ConfigError(f"{key}whose config.json cannot be used: {str(error).splitlines()[0]}") from error

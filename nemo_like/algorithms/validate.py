@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from nemo_like.algorithms.findings import Findings, Report
+from nemo_like.algorithms.pretrained import import_transformers_without_torch
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.source import PromptSource, SftSource, load_validation, open_encoder, open_model_config
 from nemo_like.config.check import batching_section, derivation
@@ -23,6 +23,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
+from nemo_like.data.packing.balance import few_plans
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
 from nemo_like.environments.interface import RewardSample
@@ -30,6 +31,9 @@ from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.policy.batching import plan_spec, policy_topology
 from nemo_like.progress import Sample
 from nemo_like.tracking import check_logger
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NUM_SAMPLES = 3
 _NUM_LONGEST = 512
@@ -39,13 +43,13 @@ _NUM_RANDOM = 256
 Value = TypeVar("Value")
 
 
-def validate(config: RunConfig) -> Report:
-    """Look at everything `config` names. What is wrong with it is in the report; nothing is raised for it."""
+def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
+    """Check everything that `config` names. What is wrong is in the report; nothing is raised for it.
+
+    `without_torch` keeps transformers from importing torch; see `import_transformers_without_torch`.
+    """
     findings = Findings()
     findings.say("batches", *derivation(config).splitlines())
-    model = findings.attempt(lambda: open_model_config(config, local_files_only=True))
-    if model is not None:
-        _describe_model(config, model, findings)
     purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
     train = findings.attempt(lambda: load_rows(config.data.train_path, purpose=purpose, max_rows=config.data.max_train_rows))
     validation = findings.attempt(lambda: load_validation(config, purpose))
@@ -54,6 +58,11 @@ def validate(config: RunConfig) -> Report:
             findings.say("data", f"{path}: {len(rows):,} rows of {' + '.join(rows.format)}")
     findings.attempt(lambda: check_logger(config.logger))
     _try_rewards(config, train if purpose == "rl" else validation, findings)
+    if without_torch:
+        import_transformers_without_torch()  # after the reward functions, which may need models of transformers
+    model = findings.attempt(lambda: open_model_config(config, local_files_only=True))
+    if model is not None:
+        _describe_model(config, model, findings)
     encoder = None
     if model is not None or config.policy.tokenizer_name is not None:
         encoder = findings.attempt(lambda: open_encoder(config, local_files_only=True))
@@ -263,20 +272,21 @@ def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel
         dynamic_batching=replace(policy.dynamic_batching, enabled=False),
     )
     try:
-        metrics, plain_metrics = (
-            plan_batch(
-                lengths,
-                plan_spec(
-                    each,
-                    purpose="train",
-                    topology=topology,
-                    sequence_parallel=config.parallel.sequence,
-                    cost=cost,
-                    seed=config.seed,
-                ),
-            ).metrics()
-            for each in (policy, plain)
-        )
+        with few_plans():
+            metrics, plain_metrics = (
+                plan_batch(
+                    lengths,
+                    plan_spec(
+                        each,
+                        purpose="train",
+                        topology=topology,
+                        sequence_parallel=config.parallel.sequence,
+                        cost=cost,
+                        seed=config.seed,
+                    ),
+                ).metrics()
+                for each in (policy, plain)
+            )
     except ValueError as error:
         findings.problems.append(f"{title} cannot be planned: {error}")
         return

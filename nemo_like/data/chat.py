@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

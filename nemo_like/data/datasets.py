@@ -194,10 +194,11 @@ def _reader(path: Path, key: str) -> Callable[[Path], Iterator[tuple[str, Row]]]
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    shown = shown_path(path)  # takes longer than parsing a short line
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                place = f"{shown_path(path)}:{number}"
+                place = f"{shown}:{number}"
                 yield place, _object(_parse(line, place), place)
 
 
@@ -207,8 +208,9 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(
             f"{shown_path(path)}: holds {_shown(rows)}, not a list of objects; one object per line is a .jsonl file"
         )
+    shown = shown_path(path)
     for number, row in enumerate(rows):
-        place = f"{shown_path(path)} row {number}"
+        place = f"{shown} row {number}"
         yield place, _object(row, place)
 
 

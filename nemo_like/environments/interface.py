@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
-from nemo_like.distributed.worker_group import WorkerGroup
+
+if TYPE_CHECKING:  # imports Ray, which a reward function does not need
+    from nemo_like.distributed.worker_group import WorkerGroup
 
 _MAX_TEXT_SHOWN = 500
 

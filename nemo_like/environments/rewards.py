@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
-from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.interface import RewardError, RewardFunction, RewardSample
+
+if TYPE_CHECKING:  # imports Ray, which loading a function does not need
+    from nemo_like.distributed.worker_group import WorkerContext
 
 
 def load_reward_functions(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, RewardFunction]:

@@ -10,7 +10,9 @@ What every schedule keeps, whatever the lengths:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -34,6 +36,9 @@ _LEVEL_ENOUGH = 4e-3
 """Ranks of r rows each are level when the dearest is above the mean by this share over r: the fewer rows, the coarser."""
 _MIN_COMPILED_ROWS = 128
 """Rows from which compiled code is worth importing numba for."""
+_MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
+"""Rows up to which an interpreted search takes as many steps as a compiled one, and so finds the same schedule."""
+_few_plans: ContextVar[bool] = ContextVar("few_plans", default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,20 @@ class Schedule:
         num_bins = len(self.offsets) - 1
         sums = np.bincount(np.repeat(np.arange(num_bins), np.diff(self.offsets)), values[self.perm], minlength=num_bins)
         return sums.astype(values.dtype).reshape(self.num_ranks, self.num_microbatches)
+
+
+@contextmanager
+def few_plans() -> Iterator[None]:
+    """Within the block, batches of up to 200 rows are planned without numba; the plans are the same.
+
+    Importing numba takes more than a second of CPU time, which a process that plans a few steps does not get back:
+    without it such a plan takes at most some 0.03 s.
+    """
+    token = _few_plans.set(True)
+    try:
+        yield
+    finally:
+        _few_plans.reset(token)
 
 
 def schedule(
@@ -292,7 +311,8 @@ def _group_packing(
 
 
 def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
-    if use_numba is False or (use_numba is None and num_rows < _MIN_COMPILED_ROWS):
+    min_rows = _MAX_EQUAL_ROWS + 1 if _few_plans.get() else _MIN_COMPILED_ROWS
+    if use_numba is False or (use_numba is None and num_rows < min_rows):
         return None
     kernels = balance_kernels.compiled()
     if use_numba and kernels is None:
