@@ -16,6 +16,7 @@ from typing import Any
 from nemo_like import __version__, plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.files import WriteError
 
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
@@ -90,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except WriteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; `resume=true` continues from the latest checkpoint", file=sys.stderr)
         return 130
@@ -137,7 +141,6 @@ def _train(config: RunConfig) -> int:
     from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
     from nemo_like.environments.interface import RewardError
-    from nemo_like.tracking import TrackingError
 
     try:
         if isinstance(config, GrpoRunConfig):
@@ -147,6 +150,9 @@ def _train(config: RunConfig) -> int:
     except WorkerError as error:
         if isinstance(error.cause, (ConfigError, RewardError)):
             raise ConfigError(str(error.cause)) from error
+        if isinstance(error.cause, (WriteError, CheckpointError)):
+            print(f"error: {error.cause}", file=sys.stderr)
+            return 1
         print(f"error: {error}\n{error.traceback_text}", file=sys.stderr)
         return 1
     except ClusterError as error:
@@ -156,7 +162,7 @@ def _train(config: RunConfig) -> int:
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         return 1
-    except (CheckpointError, TrackingError) as error:
+    except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)

@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_like.checkpoint import Checkpointer, CheckpointError, TrainingState, incomplete_reason, write_json
+from nemo_like import checkpoint_manifest
+from nemo_like.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, TrainingState, incomplete_reason
 from nemo_like.config.schema import CheckpointingConfig
+from nemo_like.files import FileRecord, file_record, write_json
 
 FILES = {"policy/model.safetensors": b"\x00weights" * 40, "policy/optimizer.safetensors": b"\x01moments" * 80}
 
@@ -28,12 +32,20 @@ def checkpointer_at(run: Path, *, save_period: int = 10, keep_latest: int = 2) -
 
 def save(checkpointer: Checkpointer, step: int) -> None:
     """A checkpoint as the loop writes one: two files of a policy, whose content depends on the step, and the state."""
-    with checkpointer.writing(step) as folder:
-        for name, content in FILES.items():
-            path = folder / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content + str(step).encode())
-        TrainingState(step=step, loader={"epoch": 0, "cursor": step * 8}).save(folder)
+    with checkpointer.writing(step) as checkpoint:
+        checkpoint.add("policy", write_policy(checkpoint, step))
+        TrainingState(step=step, loader={"epoch": 0, "cursor": step * 8}).save(checkpoint.path)
+
+
+def write_policy(checkpoint: OpenCheckpoint, step: int) -> list[dict[str, FileRecord]]:
+    """The files of two ranks, and what each rank reports of its own."""
+    reports = []
+    for name, content in FILES.items():
+        path = checkpoint.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content + str(step).encode())
+        reports.append({path.name: file_record(path)})
+    return reports
 
 
 def assert_whole(checkpoint, step: int) -> None:
@@ -99,27 +111,61 @@ def test_keep_latest_below_1_is_refused(tmp_path: Path) -> None:
 def test_a_failing_writer_leaves_the_old_checkpoint_and_no_folder(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
-    with pytest.raises(ZeroDivisionError), checkpointer.writing(20) as folder:
-        (folder / "half").write_text("half")
+    with pytest.raises(ZeroDivisionError), checkpointer.writing(20) as checkpoint:
+        (checkpoint.path / "half").write_text("half")
         raise ZeroDivisionError
     assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"]
     assert_whole(checkpointer.find_latest(), 10)
 
 
-def test_an_empty_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
-    with pytest.raises(ValueError, match="nothing was written for the checkpoint of step 10"), checkpointer.writing(10):
-        pass
-    assert checkpointer.find_latest() is None
+    save(checkpointer, 10)
+    match = "no policy worker reported a file of the checkpoint of step 20, so it would hold no weights"
+    with pytest.raises(CheckpointError, match=match), checkpointer.writing(20) as checkpoint:
+        TrainingState(step=20).save(checkpoint.path)
+    assert_whole(checkpointer.find_latest(), 10)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shorter"])
+def test_a_file_that_the_driver_does_not_see_as_reported_is_not_published(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_manifest, "_VISIBLE_WITHIN_S", 0.2)
+    checkpointer = checkpointer_at(tmp_path, keep_latest=1)
+    save(checkpointer, 10)
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors, but the driver .* must share the file system"),
+        checkpointer.writing(20) as checkpoint,
+    ):
+        checkpoint.add("policy", write_policy(checkpoint, 20))
+        path = checkpoint.path / "policy" / "model.safetensors"
+        path.unlink()
+        if fault == "shorter":
+            path.write_bytes(b"x")
+    assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"], "the older checkpoint stays"
+    assert_whole(checkpointer.find_latest(), 10)
+
+
+def test_checksums_of_the_ranks_are_taken_over_and_not_computed_again(tmp_path: Path) -> None:
+    checkpointer = checkpointer_at(tmp_path)
+    save(checkpointer, 10)
+    with checkpointer.writing(20) as checkpoint:
+        reports = write_policy(checkpoint, 20)
+        checkpoint.add("policy", [{name: FileRecord(r.size, "0" * 64) for name, r in report.items()} for report in reports])
+        TrainingState(step=20).save(checkpoint.path)
+    problem = incomplete_reason(checkpointer.path / "step_20", 20)
+    assert problem is not None and "does not have the content that was written" in problem
+    assert_whole(checkpointer.find_latest(), 10)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
 def test_full_disk_is_one_paragraph_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
-    with pytest.raises(CheckpointError) as caught, checkpointer.writing(20) as folder:
-        (folder / "weights").symlink_to("/dev/full")
-        (folder / "weights").write_bytes(b"x")
+    with pytest.raises(CheckpointError) as caught, checkpointer.writing(20) as checkpoint:
+        (checkpoint.path / "weights").symlink_to("/dev/full")
+        (checkpoint.path / "weights").write_bytes(b"x")
     message = str(caught.value)
     assert "\n" not in message
     for part in ("checkpoint of step 20", "ran full", "step_10 is intact", "keep_latest", "output_dir"):
@@ -169,7 +215,124 @@ def test_a_renamed_folder_is_not_the_step_it_claims(tmp_path: Path) -> None:
     save(checkpointer, 10)
     (checkpointer.path / "step_10").rename(checkpointer.path / "step_90")
     assert incomplete_reason(checkpointer.path / "step_90", 90) == "its manifest.json is of step 10"
-    assert checkpointer.find_latest() is None
+    with pytest.raises(CheckpointError, match=r"step_90: its manifest\.json is of step 10"):
+        checkpointer.find_latest()
+
+
+def test_a_resume_without_a_usable_checkpoint_is_refused(tmp_path: Path) -> None:
+    checkpointer = checkpointer_at(tmp_path)
+    for step in (10, 20):
+        save(checkpointer, step)
+        (checkpointer.path / f"step_{step}" / "training_state.json").write_text("{")
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer_at(tmp_path).find_latest()
+    for part in ("no checkpoint in", "step_20: training_state.json has", "step_10: ", "another run_name"):
+        assert part in str(caught.value)
+
+
+def manifest_with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: {**manifest, **changes}
+
+
+def with_name(name: str) -> Callable[[dict[str, Any]], Any]:
+    """Another place for the file of weights, its size and checksum as they are."""
+    return lambda manifest: {**manifest, "files": {name: manifest["files"]["policy/model.safetensors"]}}
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (manifest_with(format=3), "format 3"),
+        (manifest_with(format="2"), None),
+        (manifest_with(format=None), "format None"),
+        (manifest_with(files={}), "lists no files"),
+        (manifest_with(files=[]), "lists no files"),
+        (manifest_with(files={"": {"size": 0, "sha256": ""}}), "not a path inside"),
+        (with_name("../../../outside"), "not a path inside"),
+        (with_name("/etc/hostname"), "not a path inside"),
+        (with_name("policy/../../../outside"), "not a path inside"),
+        (with_name("a\0b"), "not a path inside"),
+        (with_name("linked"), "a link to a place outside"),
+        (manifest_with(files={"training_state.json": {"size": True, "sha256": ""}}), "no size"),
+        (manifest_with(files={"training_state.json": {"size": 3}}), "no checksum"),
+        (manifest_with(files={"training_state.json": 7}), "no size"),
+        (manifest_with(step="20"), None),
+        (lambda manifest: [manifest], "a list instead of an object"),
+        (lambda manifest: None, "instead of an object"),
+        (lambda manifest: nested(100_000), "nested too deeply"),
+        (lambda manifest: "1" * 5000, "cannot read"),
+    ],
+)
+def test_an_odd_manifest_is_passed_over_with_a_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], Any], reason: str | None
+) -> None:
+    checkpointer = checkpointer_at(tmp_path)
+    save(checkpointer, 10)
+    save(checkpointer, 20)
+    folder = checkpointer.path / "step_20"
+    outside = tmp_path / "outside"
+    shutil.copy(folder / "policy/model.safetensors", outside)
+    (folder / "linked").symlink_to(outside)
+    path = folder / "manifest.json"
+    changed = change(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    assert_whole(checkpointer.find_latest(), 10)
+    assert reason is None or reason in caplog.text
+    assert "falling back to" in caplog.text
+
+
+def test_a_manifest_of_the_first_format_is_accepted_with_its_checksums(tmp_path: Path) -> None:
+    checkpointer = checkpointer_at(tmp_path)
+    save(checkpointer, 10)
+    path = checkpointer.path / "step_10" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["format"] = 1
+    manifest["files"]["policy/model.safetensors"]["sha256"] = None
+    path.write_text(json.dumps(manifest))
+    assert_whole(checkpointer.find_latest(), 10)
+
+
+@pytest.mark.parametrize("content", [None, "checkpoints/step_" + "1" * 5000, "checkpoints/step_-1", "x" * 100_000])
+def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
+    checkpointer = checkpointer_at(tmp_path)
+    save(checkpointer, 10)
+    (checkpointer.path / ("step_" + "9" * 200)).mkdir()
+    checkpointer.latest_path.unlink()
+    if content is None:
+        checkpointer.latest_path.mkdir()
+    else:
+        checkpointer.latest_path.write_text(content)
+    assert_whole(checkpointer.find_latest(), 10)
+    if content is None:
+        with pytest.raises(CheckpointError, match=r"latest cannot be written: a directory has this name"):
+            save(checkpointer, 20)
+    else:
+        save(checkpointer, 20)
+        assert_whole(checkpointer.find_latest(), 20)
+
+
+def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".latest.new").symlink_to(victim)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / ".writing_step_10").symlink_to(tmp_path, target_is_directory=True)
+    save(checkpointer_at(run), 10)
+    assert_whole(checkpointer_at(run).find_latest(), 10)
+    assert victim.read_text() == "precious" and not victim.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "victim"]
+
+
+def test_a_checkpoints_directory_that_cannot_be_made_is_one_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 10 was not written: .*There is no earlier one"):
+        save(checkpointer_at(tmp_path), 10)
 
 
 @settings(max_examples=60, deadline=None)
@@ -232,7 +395,7 @@ for kill_at in range(1, 1000):
 
 def test_a_kill_at_any_file_operation_never_yields_half_a_checkpoint(tmp_path: Path) -> None:
     script = KILL_AT_EACH_FILE_OPERATION.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     num_kills = int(done.stdout) - 1
     assert num_kills >= 20  # opens, mkdirs, the two renames, the removals of the old folder

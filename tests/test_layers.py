@@ -17,9 +17,10 @@ LEVELS = {
     "algorithms": 6,
     "policy": 5, "generation": 5, "environments": 5,
     "weight_sync": 4, "reports": 4,
-    "distributed": 3, "tracking": 3, "progress": 3, "checkpoint": 3,
+    "distributed": 3, "tracking": 4, "run_directory": 3, "progress": 3, "checkpoint": 3,
     "data": 2, "losses": 2,
-    "config": 1, "metrics": 1,
+    "config": 1, "metrics": 1, "files": 1,
+    "checkpoint_manifest": 2, "run_lock": 2, "run_log": 2, "shared_directory": 2,
     "__init__": 0,
 }  # fmt: skip
 TOP = 7
@@ -50,6 +51,7 @@ LIGHT_MODULES = (
     "nemo_like.data.packing.algorithms",
     "nemo_like.metrics",
     "nemo_like.checkpoint",
+    "nemo_like.files",
     "nemo_like.progress",
     "nemo_like.reports.plan_page",
 )

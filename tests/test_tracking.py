@@ -20,14 +20,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig, OptimizerConfig
-from nemo_like.tracking import RunDirectory, Tracker, TrackingError, open_run
+from nemo_like.files import WriteError
+from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, start_run
+from nemo_like.tracking import Tracker
 
 PLAIN = LoggerConfig(tensorboard=False)
 CONFIG = {"run_name": "first", "resume": False, "policy": {"optimizer": asdict(OptimizerConfig()), "stop": ("a", "b")}}
 
 
-def new_run(tmp_path: Path, *, resume: bool = False, config: dict = CONFIG) -> RunDirectory:
-    return open_run(str(tmp_path), "first", config, resume=resume)
+def new_run(
+    tmp_path: Path, *, resume: bool = False, resumed_step: int | None = None, config: dict = CONFIG
+) -> RunDirectory:
+    """A run as a job opens it, with its lock given back at once."""
+    with open_run(str(tmp_path), "first", resume=resume) as run:
+        if resume:
+            log_config_changes(run, config)
+        start_run(run, config, resumed_step)
+    return run
 
 
 def lines_of(run: RunDirectory) -> list[dict]:
@@ -40,6 +49,7 @@ def lines_of(run: RunDirectory) -> list[dict]:
 def log_steps(
     run: RunDirectory, steps: range, *, resumed_step: int | None = None, config: LoggerConfig = PLAIN
 ) -> None:
+    start_run(run, CONFIG, resumed_step)
     with Tracker(run, config, CONFIG, resumed_step=resumed_step) as tracker:
         for step in steps:
             tracker.log(step, {"policy/loss": step / 3})
@@ -48,7 +58,7 @@ def log_steps(
 def test_open_run_makes_the_directory_and_the_resolved_config(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run.path == tmp_path / "first"
-    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "logs", "plan", "rollouts"}
+    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "logs", "plan", "rollouts"}, "no lock is left"
     written = yaml.safe_load(run.config.read_text())
     assert written["policy"]["optimizer"] == asdict(OptimizerConfig())
     assert written["policy"]["stop"] == ["a", "b"]
@@ -60,7 +70,7 @@ def test_a_run_name_with_results_is_reused_only_with_resume(tmp_path: Path) -> N
     log_steps(new_run(tmp_path), range(1, 3))
     with pytest.raises(ConfigError, match=r"run_name: .*first already holds a run; .*resume=true"):
         new_run(tmp_path)
-    assert len(lines_of(new_run(tmp_path, resume=True))) == 2
+    assert len(lines_of(new_run(tmp_path, resume=True, resumed_step=2))) == 2
 
 
 def test_a_run_with_only_a_checkpoint_is_not_overwritten_either(tmp_path: Path) -> None:
@@ -86,7 +96,7 @@ def test_a_run_that_starts_again_keeps_the_metrics_it_had(tmp_path: Path) -> Non
 
 def test_resume_of_a_run_that_never_was_starts_it(tmp_path: Path) -> None:
     log_steps(new_run(tmp_path, resume=True), range(1, 3))
-    assert [line["step"] for line in lines_of(new_run(tmp_path, resume=True))] == [1, 2]
+    assert [line["step"] for line in lines_of(new_run(tmp_path, resume=True, resumed_step=2))] == [1, 2]
 
 
 def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
@@ -98,14 +108,15 @@ def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/x", "a b", ".hidden"])
 def test_a_run_name_must_be_one_directory(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"run_name: .* cannot name a directory"):
-        open_run(str(tmp_path), name, CONFIG, resume=False)
+    with pytest.raises(ConfigError, match=r"run_name: .* cannot name a directory"), open_run(str(tmp_path), name, resume=False):
+        pass
 
 
 def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match=r"output_dir: cannot make .*file/first"):
-        open_run(str(tmp_path / "file"), "first", CONFIG, resume=True)
+    match = r"output_dir: cannot make .*file/first"
+    with pytest.raises(ConfigError, match=match), open_run(str(tmp_path / "file"), "first", resume=True):
+        pass
 
 
 def test_resume_lists_what_changed_in_the_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,9 +210,10 @@ def test_tensorboard_has_the_scalars_and_a_resume_purges_what_it_repeats(tmp_pat
 
 def test_metrics_that_cannot_be_written_are_one_paragraph(tmp_path: Path) -> None:
     run = new_run(tmp_path)
+    start_run(run, CONFIG, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with (
-        pytest.raises(TrackingError, match=r"metrics of step 2 cannot be written to .*metrics\.jsonl: .*output_dir"),
+        pytest.raises(WriteError, match=r"metrics of step 2 cannot be written to .*metrics\.jsonl: .*output_dir"),
         Tracker(run, PLAIN, CONFIG) as tracker,
     ):
         tracker.log(1, {"policy/loss": 1.0})
@@ -235,7 +247,11 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run = new_run(tmp_path)
     log_steps(run, range(1, 4), config=LoggerConfig(tensorboard=False, wandb_project="mine"))
     log_steps(run, range(3, 5), resumed_step=2, config=LoggerConfig(tensorboard=False, wandb_project="mine"))
-    assert len(list(run.logs.glob("wandb/offline-run-*/run-first.wandb"))) == 2
+    identifier = (run.logs / "wandb_run_id").read_text().strip()
+    assert len(list(run.logs.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 2, "a resume continues the run"
+    other = new_run(tmp_path / "other")
+    log_steps(other, range(1, 2), config=LoggerConfig(tensorboard=False, wandb_project="mine"))
+    assert (other.logs / "wandb_run_id").read_text().strip() != identifier, "another output_dir has a run of its own"
 
 
 def test_mlflow_gets_every_step_and_a_resume_goes_on_in_the_same_run(

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from nemo_like.algorithms.source import open_model_config
-from nemo_like.checkpoint import Checkpointer
+from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
+from nemo_like.files import WriteError
 from nemo_like.policy.hf_directory import write_hf
-from nemo_like.policy.sharded_checkpoint import WEIGHT, CheckpointReader, open_checkpoint
+from nemo_like.policy.sharded_checkpoint import WEIGHT, CheckpointReader, checkpoint_problem, open_checkpoint
 
 _CONFIG = "config.yaml"
 
@@ -51,7 +52,7 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
             with torch.no_grad():
                 write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
         unfinished.rename(target)
-    except ValueError as error:
+    except (ValueError, CheckpointError, WriteError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"--out {target} cannot be written: {error.strerror or error}") from error
@@ -70,7 +71,10 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
     config = load_config(detect_kind(run / _CONFIG, overrides), run / _CONFIG, overrides)
     if is_step:
         return source, config
-    latest = Checkpointer(run, config.checkpointing).find_latest()
+    try:
+        latest = Checkpointer(run, config.checkpointing).find_latest(lambda folder: checkpoint_problem(folder / "policy"))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     if latest is None:
         raise ConfigError(f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one")
     return latest.path, config

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from nemo_like.algorithms.advantages import group_advantages
@@ -12,9 +10,11 @@ from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.rollout import Rollout, collect, row_seeds
 from nemo_like.algorithms.source import PromptSource
 from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
+from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import GrpoRunConfig
 from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
+from nemo_like.files import write_json_lines
 from nemo_like.generation.interface import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import merge_metrics
@@ -22,6 +22,7 @@ from nemo_like.metrics import merge_metrics
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
     """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    config = resolve_paths(config)
     source = PromptSource.open(config)
     loader, total, held_out = source.loader(), config.grpo.max_num_steps, source.validation_prompts()
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
@@ -95,5 +96,4 @@ def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Row, Prompt], st
 def save_rollout(job: Job, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
     """Write `rollouts/step_<N>.jsonl`, one line per row."""
     if job.config.logger.save_rollouts:
-        lines = [json.dumps(record, ensure_ascii=False) for record in rollout.records(advantages)]
-        job.run.rollouts(step).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_json_lines(job.run.rollouts(step), rollout.records(advantages), f"the rollouts of step {step}")

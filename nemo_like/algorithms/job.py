@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nemo_like.algorithms.throughput import throughput_metrics
 from nemo_like.algorithms.workplace import Workplace, open_workplace
-from nemo_like.checkpoint import Checkpoint, Checkpointer, TrainingState
+from nemo_like.checkpoint import Checkpoint, Checkpointer, CheckpointError, TrainingState
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -23,11 +22,15 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.packing.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.files import AppendedFile, reporting_write_errors, write_text
 from nemo_like.metrics import Mean, Metrics, Timers, metric_values
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
+from nemo_like.policy.sharded_checkpoint import checkpoint_problem
 from nemo_like.progress import Progress, Sample
-from nemo_like.tracking import RunDirectory, Tracker, open_run
+from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, start_run, write_config
+from nemo_like.run_log import RunLog, run_log
+from nemo_like.tracking import Tracker, check_logger
 from nemo_like.weight_sync.transport import push
 
 
@@ -53,14 +56,20 @@ class Job:
     run: RunDirectory
     checkpointer: Checkpointer
     resumed: Checkpoint | None
-    tracker: Tracker
     progress: Progress
     encoder: ChatEncoder
     workplace: Workplace
+    log_file: RunLog
+    closing: ExitStack
+    """Closes what `begin` opens."""
+    resolved: dict[str, Any]
+    """The configuration as plain values, for config.yaml and the trackers."""
     timers: Timers = field(default_factory=Timers)
     pending: Metrics = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    tracker: Tracker = field(init=False)
+    lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
 
     @property
@@ -68,18 +77,33 @@ class Job:
         return self.workplace.policy
 
     def begin(self, loader: RowLoader) -> int:
-        """The step to start from: 0, or that of the checkpoint, with policy and loader restored."""
-        if self.resumed is None:
-            if self.config.resume:
-                self.progress.say(f"resume: no whole checkpoint in {self.checkpointer.path}, so the run starts at step 0")
-            return 0
-        state = self.resumed.state()
-        with self.progress.phase(f"loading step {state.step}"), self.workplace.training():
-            self.policy.load(self.resumed.path / "policy")
-        loader.load_state_dict(state.loader)
-        self.counters.update(state.counters)
-        self.progress.say(f"resumed from {self.resumed.path}")
-        return state.step
+        """The step to start from: 0, or that of the checkpoint, with policy and loader restored.
+
+        The first change to the files of an existing run happens here, after everything that can refuse it has passed.
+        """
+        step = 0
+        if self.resumed is not None:
+            state = self.resumed.state()
+            step = state.step
+            with self.progress.phase(f"loading step {step}"), self.workplace.training():
+                self.policy.load(self.resumed.path / "policy")
+            try:
+                loader.load_state_dict(state.loader)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{self.resumed.path} has a damaged position of the data loader: {error!r}") from error
+            self.counters.update(state.counters)
+            self.progress.say(f"resumed from {self.resumed.path}")
+        elif self.config.resume:
+            self.progress.say(f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0")
+        resumed_step = None if self.resumed is None else step
+        start_run(self.run, self.resolved, resumed_step)
+        tracker = Tracker(
+            self.run, self.config.logger, self.resolved, resumed_step=resumed_step, show=self.progress.show_step
+        )
+        self.tracker = self.closing.enter_context(tracker)
+        self.lengths = AppendedFile(self.run.lengths)
+        self.closing.callback(self.lengths.close)
+        return step
 
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to the generator; its completions carry `version` afterwards.
@@ -94,10 +118,10 @@ class Job:
         with self.timers("plan"):
             plan = self.policy.plan(batch["length"])
         if step == 0:
-            self.run.plan(step).write_text(plan.to_json() + "\n", encoding="utf-8")
+            write_text(self.run.plan(step), plan.to_json() + "\n")
             self.progress.say(str(plan))
-        with self.run.lengths.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step + 1, "lengths": batch["length"].tolist()}) + "\n")
+        record = {"step": step + 1, "lengths": batch["length"].tolist()}
+        self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("place"):
             placed = self.policy.place(batch, plan)
         return plan, placed
@@ -136,17 +160,23 @@ class Job:
         values = metric_values(self.pending)
         values |= {f"progress/{name}": total for name, total in self.counters.items()}
         self.pending = {}
+        self.log_file.check()
         self.tracker.log(step, values)
         self.last |= values
         self.first = values | self.first
 
     def save_if_due(self, step: int, loader: RowLoader, *, is_last: bool) -> None:
         """Write a checkpoint if this step is due; its time counts to the next step's `timing/checkpoint_s`."""
-        if not self.checkpointer.should_save(step, is_last=is_last):
-            return
-        with self.timers("checkpoint"), self.workplace.training(), self.checkpointer.writing(step) as folder:
-            self.policy.save(folder / "policy")
-            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(folder)
+        if self.checkpointer.should_save(step, is_last=is_last):
+            self.save(step, loader)
+
+    def save(self, step: int, loader: RowLoader) -> None:
+        """Write the checkpoint of `step`, whose metrics were logged. Raises CheckpointError."""
+        self.tracker.sync()
+        self.lengths.sync()
+        with self.timers("checkpoint"), self.workplace.training(), self.checkpointer.writing(step) as checkpoint:
+            checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
+            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(checkpoint.path)
 
     def finish(self, step: int) -> RunResult:
         """Export the model and say where everything is."""
@@ -154,11 +184,13 @@ class Job:
         if self.config.checkpointing.export_hf:
             export = self.run.hf
             unfinished = export.with_name("hf.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with self.progress.phase("exporting"), self.workplace.training():
-                self.policy.export_hf(unfinished)
-            shutil.rmtree(export, ignore_errors=True)
-            unfinished.rename(export)
+            with reporting_write_errors(export, "the exported model"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+                with self.progress.phase("exporting"), self.workplace.training():
+                    self.policy.export_hf(unfinished)
+                shutil.rmtree(export, ignore_errors=True)
+                unfinished.rename(export)
+        self.log_file.check()
         self.progress.say(f"done: {step} steps, run directory {self.run.path}" + (f", model {export}" if export else ""))
         return RunResult(self.run, step, self.last, self.first, export)
 
@@ -166,20 +198,6 @@ class Job:
 def plan_metrics(plan: BatchPlan) -> Metrics:
     """How well the step's rows were packed and balanced."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """Everything the driver logs, warnings and above on the console too, also goes to this file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.captureWarnings(True)
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
 
 
 @contextmanager
@@ -192,19 +210,32 @@ def open_job(
     num_steps: int,
     num_optimizer_steps: int,
 ) -> Iterator[Job]:
-    """Open the run directory, then the workers, then check the model's isolation; everything closes with the block."""
+    """Lock the run directory, find the checkpoint, start the workers and check them; everything closes with the block.
+
+    Raises ConfigError or CheckpointError where the run cannot start. Nothing of an existing run has changed then: its
+    files change in `Job.begin`.
+    """
     plain = to_dict(config)
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
-    run = open_run(config.output_dir, config.run_name, plain, resume=config.resume)
-    checkpointer = Checkpointer(run.path, config.checkpointing)
-    resumed = checkpointer.find_latest() if config.resume else None
-    resumed_step = None if resumed is None else resumed.step
     progress = Progress(num_steps=num_steps)
     with (
-        _log_file(run.logs / "driver.log"),
-        Tracker(run, config.logger, plain, resumed_step=resumed_step, show=progress.show_step) as tracker,
-        open_workplace(config, progress, generates=generates, needs_reference=needs_reference) as workplace,
+        open_run(config.output_dir, config.run_name, resume=config.resume) as run,
+        run_log(run.logs / "driver.log") as log_file,
+        ExitStack() as closing,
     ):
-        with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():
-            workplace.policy.probe_isolation()
-        yield Job(config, run, checkpointer, resumed, tracker, progress, encoder, workplace)
+        checkpointer = Checkpointer(run.path, config.checkpointing)
+        check_logger(config.logger)
+        resumed = None
+        if config.resume:
+            resumed = checkpointer.find_latest(lambda folder: checkpoint_problem(folder / "policy"))
+            log_config_changes(run, plain)
+        else:
+            write_config(run, plain)
+        with open_workplace(config, progress, generates=generates, needs_reference=needs_reference) as workplace:
+            if config.checkpointing.enabled or config.checkpointing.export_hf:
+                workplace.policy.check_shared_directory(run.path)
+            with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():
+                workplace.policy.probe_isolation()
+            yield Job(
+                config, run, checkpointer, resumed, progress, encoder, workplace, log_file, closing, resolved=plain
+            )

@@ -8,6 +8,7 @@ from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.source import SftSource
 from nemo_like.algorithms.validation import is_due, score_answers
+from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import SftRunConfig
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -17,6 +18,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 
 def run_sft(config: SftRunConfig) -> RunResult:
     """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    config = resolve_paths(config)
     source = SftSource.open(config)
     loader, total = source.loader(), source.num_steps
     held_out = HeldOut(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.interface import Completions, FinishReason, SamplingParams
@@ -41,13 +42,18 @@ class HFGenerationWorker:
         transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
         self._batch_size = batch_size
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_name or model_name, trust_remote_code=False)
+        require_model_directory("policy.model_name", model_name)
+        tokenizer_name = tokenizer_name or model_name
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_name, trust_remote_code=False, local_files_only=is_local(tokenizer_name)
+        )
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_name,
             dtype=getattr(torch, precision),
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=False,
+            local_files_only=is_local(model_name),
         )
         self._model.eval().requires_grad_(False)
         self._move(self._device)

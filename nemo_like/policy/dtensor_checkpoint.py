@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_like.files import FileRecord
 from nemo_like.policy import sharded_checkpoint
 from nemo_like.policy.dtensor_weights import Weight, local
 from nemo_like.policy.sharded_checkpoint import MOMENTS, WEIGHT, Block, CheckpointReader
@@ -21,9 +22,9 @@ def save(
     rank: int,
     num_optimizer_steps: int,
     barrier: Callable[[], None],
-) -> None:
-    """Write what this rank speaks for. Called by every rank."""
-    sharded_checkpoint.save(
+) -> dict[str, FileRecord]:
+    """Write the blocks that this rank owns. Called by every rank; returns this rank's files."""
+    return sharded_checkpoint.save(
         directory,
         _blocks(weights, optimizer),
         rank=rank,

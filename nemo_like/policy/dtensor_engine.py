@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
+from nemo_like.files import FileRecord
 from nemo_like.policy import dtensor_checkpoint
 from nemo_like.policy.collectives import gather_objects, gather_rows
 from nemo_like.policy.dtensor_groups import Groups
@@ -149,8 +150,8 @@ class DTensorEngine:
                 dist.all_reduce(whole, group=self.groups.tensor.group)
             yield weight.name, whole
 
-    def save(self, directory: Path) -> None:
-        dtensor_checkpoint.save(
+    def save(self, directory: Path) -> dict[str, FileRecord]:
+        return dtensor_checkpoint.save(
             directory,
             self._weights,
             self._trained,

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy import attention
@@ -157,6 +158,7 @@ def _read(model_name: str) -> PreTrainedModel:
         attn_implementation=attention.IMPLEMENTATION,
         use_safetensors=True,
         trust_remote_code=False,
+        local_files_only=is_local(model_name),
         output_loading_info=True,
     )
     model, info = loaded
@@ -168,7 +170,7 @@ def _read(model_name: str) -> PreTrainedModel:
 
 def _empty(model_name: str) -> PreTrainedModel:
     """The architecture on the meta device, tied where the model ties."""
-    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, local_files_only=is_local(model_name))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
     model.tie_weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.mesh import init_process_group
 from nemo_like.distributed.topology import Topology
@@ -26,6 +27,7 @@ class DTensorPolicyWorker(PolicyWorker):
         needs_reference: bool = False,
     ) -> None:
         """Join the process group and load the model, and a frozen copy as it is on disk if `needs_reference`."""
+        require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
+from nemo_like.files import FileRecord
 
 ResultT = TypeVar("ResultT")
 Sync = Literal["microbatch", "step"]
@@ -92,8 +93,8 @@ class Engine(Protocol):
         """The named weights in compute precision, one at a time: whole on rank 0, elsewhere perhaps an empty tensor."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of weights and optimizer state."""
+    def save(self, directory: Path) -> dict[str, FileRecord]:
+        """Write this rank's part of weights and optimizer state; returns size and checksum of each file, by name."""
         ...
 
     def load(self, directory: Path) -> None:

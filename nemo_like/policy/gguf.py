@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.files import finish_library_file, reporting_write_errors
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
@@ -30,7 +31,10 @@ def convert_gguf(source: Path, target: Path) -> Path:
     setattr(model, "hf_quantizer", None)  # noqa: B010  (the stub says a module's attributes are modules)
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     unfinished = target.with_name(target.name + ".tmp")
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(target)
+    with reporting_write_errors(target):
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        for path in unfinished.glob("*.safetensors"):
+            finish_library_file(path)
+        unfinished.rename(target)
     return target

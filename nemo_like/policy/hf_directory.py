@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,7 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
+from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.files import finish_library_file, reporting_write_errors, write_bytes, write_json
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -42,7 +42,8 @@ def write_hf(
     shapes = weights.weight_shapes()
     files = split_by_bytes(shapes, dtype.itemsize, _MAX_FILE_BYTES)
     if is_writer:
-        directory.mkdir(parents=True, exist_ok=True)
+        with reporting_write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         _write_configuration(model_config, config, dtype, directory)
     for index, names in enumerate(files):
         tensors = {}
@@ -50,7 +51,10 @@ def write_hf(
             if is_writer:
                 tensors[name] = tensor.to("cpu", dtype).contiguous()
         if is_writer:
-            save_file(tensors, directory / _file_name(index, len(files)), metadata={"format": "pt"})
+            path = directory / _file_name(index, len(files))
+            with reporting_write_errors(path):
+                save_file(tensors, path, metadata={"format": "pt"})
+            finish_library_file(path)
     if is_writer and len(files) > 1:
         _write_index(files, shapes, dtype.itemsize, directory)
 
@@ -76,15 +80,23 @@ def _write_configuration(model_config: PretrainedConfig, config: PolicyConfig, d
     model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
     model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]]
-    model_config.save_pretrained(directory)
+    with reporting_write_errors(directory):
+        model_config.save_pretrained(directory)
     # As it was: transformers refuses to write some generation configurations that it reads.
-    generation_config = cached_file(config.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
+    generation_config = cached_file(
+        config.model_name,
+        GENERATION_CONFIG_NAME,
+        local_files_only=is_local(config.model_name),
+        _raise_exceptions_for_missing_entries=False,
+    )
     if generation_config is not None:
-        shutil.copyfile(generation_config, directory / GENERATION_CONFIG_NAME)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_name or config.model_name, trust_remote_code=False)
+        write_bytes(directory / GENERATION_CONFIG_NAME, Path(generation_config).read_bytes())
+    name = config.tokenizer_name or config.model_name
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text()
-    tokenizer.save_pretrained(directory)
+    with reporting_write_errors(directory):
+        tokenizer.save_pretrained(directory)
 
 
 def _write_index(files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], itemsize: int, directory: Path) -> None:
@@ -92,7 +104,7 @@ def _write_index(files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[i
         "metadata": {"total_size": sum(prod(shape) for shape in shapes.values()) * itemsize},
         "weight_map": {name: _file_name(number, len(files)) for number, names in enumerate(files) for name in names},
     }
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    write_json(directory / "model.safetensors.index.json", index)
 
 
 def _file_name(index: int, num_files: int) -> str:

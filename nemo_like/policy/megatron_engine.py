@@ -15,9 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
+from nemo_like.files import FileRecord
 from nemo_like.policy import megatron_groups, sharded_checkpoint
 from nemo_like.policy.collectives import gather_objects, gather_rows
 from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
@@ -168,8 +170,8 @@ class MegatronEngine:
         """
         return self._outbox.whole(names, self.weight_shapes(), torch.float32, self._trained.gradient)
 
-    def save(self, directory: Path) -> None:
-        sharded_checkpoint.save(
+    def save(self, directory: Path) -> dict[str, FileRecord]:
+        return sharded_checkpoint.save(
             directory,
             self._blocks(),
             rank=self.rank,
@@ -237,7 +239,7 @@ class MegatronEngine:
 
 def _empty(model_name: str) -> PreTrainedModel:
     """The Hugging Face model without memory: names, shapes and configuration. Raises ConfigError for one of another kind."""
-    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, local_files_only=is_local(model_name))
     check_model_config(model_config, model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)

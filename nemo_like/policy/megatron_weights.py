@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.paths import is_local
 from nemo_like.distributed.topology import Topology
 from nemo_like.policy.megatron_table import Entry, Geometry, Piece, Shape, place_of
 
@@ -120,7 +121,9 @@ def _weight_files(model_name: str) -> list[Path]:
 
 
 def _cached(model_name: str, file_name: str) -> Path | None:
-    found = cached_file(model_name, file_name, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(
+        model_name, file_name, local_files_only=is_local(model_name), _raise_exceptions_for_missing_entries=False
+    )
     return None if found is None else Path(found)
 
 

@@ -8,6 +8,7 @@ import warnings
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.mesh import init_process_group
 from nemo_like.distributed.topology import Topology
@@ -38,6 +39,7 @@ class MegatronPolicyWorker(PolicyWorker):
         """Join the process groups and load the model, and a frozen copy as it is on disk if `needs_reference`."""
         # Megatron-Core orders communication before the compute that overlaps it by this, and warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)

@@ -19,11 +19,13 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, awake
+from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.probe import IsolationReport
 from nemo_like.policy.worker import PolicyInfo
+from nemo_like.shared_directory import check_shared
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,18 @@ class Policy:
         """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""
         return self.group.run_all_workers("probe_isolation")[self.group.topology.output_rank(0)]
 
-    def save(self, directory: Path) -> None:
-        """Weights, optimizer and schedule into `directory`, every rank its part."""
-        self.group.run_all_workers("save", str(directory.resolve()))
+    def check_shared_directory(self, directory: Path) -> None:
+        """Raise ConfigError unless the driver and every worker read and write the same `directory`."""
+        locations = getattr(self.group, "locations", ())  # workers in this process have none
+        check_shared(
+            directory,
+            lambda folder, token: self.group.run_all_workers("answer_directory_probe", folder, token),
+            [location.ip for location in locations],
+        )
+
+    def save(self, directory: Path) -> list[dict[str, FileRecord]]:
+        """Weights, optimizer and schedule into `directory`, every rank its part; returns the files of each rank."""
+        return self.group.run_all_workers("save", str(directory.resolve()))
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, with this or another number of ranks."""

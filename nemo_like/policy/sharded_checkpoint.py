@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,17 +22,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_like.checkpoint_manifest import CheckpointError, read_json
 from nemo_like.config.errors import ConfigError
+from nemo_like.files import FileRecord, finish_library_file, remove_file, reporting_write_errors, sync_directory, write_json
 
 MANIFEST = "manifest.json"
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMAT = 2
 _FILES = "rank_*.safetensors"
+_FILE_NAME = re.compile(r"rank_[0-9]{5,9}_[0-9]{3,9}\.safetensors")
 _MAX_FILE_BYTES = 2 * 2**30
 
 
@@ -57,8 +60,10 @@ def save(
     barrier: Callable[[], None],
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
-) -> None:
+) -> dict[str, FileRecord]:
     """Write this rank's blocks as they come; rank 0 writes the manifest once every rank has written. Called by all ranks.
+
+    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError where that is not possible.
 
     `shapes` are the full shapes of the weights. Together the ranks give each element of every weight, and with
     `has_moments` of both its moments, exactly once; ValueError says where they do not. Blocks are stored as float32, and
@@ -67,20 +72,33 @@ def save(
     if rank == 0:
         _clear(directory)
     barrier()
+    with reporting_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)  # on a file system of its own, a node has only what its ranks create
     expected = _full_shapes(shapes, has_moments)
-    _write_blocks(directory, rank, (_checked(block, expected) for block in blocks))
+    written = _write_blocks(directory, rank, (_checked(block, expected) for block in blocks))
     barrier()
     if rank == 0:
-        _write_manifest(directory, expected, num_optimizer_steps, has_moments, shapes)
+        written[MANIFEST] = _write_manifest(directory, expected, num_optimizer_steps, has_moments, shapes)
     barrier()
+    return written
 
 
 @contextmanager
 def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
-    """What `save` wrote in `directory`, by any number of ranks. Raises ValueError if that is no complete checkpoint."""
+    """What `save` wrote in `directory`, by any number of ranks. Raises CheckpointError if that is no complete checkpoint."""
     manifest = _read_manifest(directory)
     with ExitStack() as stack:
         yield CheckpointReader(directory, manifest, _open_blocks(directory, manifest["files"], stack))
+
+
+def checkpoint_problem(directory: Path) -> str | None:
+    """Why the policy's part of a checkpoint cannot be loaded, from its manifest and its files' headers; None if it can."""
+    try:
+        with open_checkpoint(directory) as reader:
+            reader.check_partition()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 class CheckpointReader:
@@ -105,6 +123,11 @@ class CheckpointReader:
                 f"{saved} and now {wanted}; check policy.model_name"
             )
 
+    def check_partition(self) -> None:
+        """Raise CheckpointError unless the blocks hold every value of every tensor exactly once."""
+        for name, shape in _full_shapes(self.shapes, self.has_moments).items():
+            _check_partition(self._directory, name, shape, [block.region for block in self._blocks.get(name, [])])
+
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on the CPU."""
         result = torch.empty(tuple(shape), dtype=torch.float32)
@@ -116,7 +139,7 @@ class CheckpointReader:
                 result[common.slices(region)] = block.file.get_slice(block.key)[common.slices(block.region)]
                 num_found += common.numel
         if num_found != region.numel:
-            raise ValueError(
+            raise CheckpointError(
                 f"{self._directory} has {num_found} of the {region.numel} values of {name} at {list(offset)}, "
                 f"shape {list(shape)}; it does not hold this part"
             )
@@ -167,26 +190,34 @@ def _checked(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
 
 
 def _clear(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MANIFEST).unlink(missing_ok=True)
-    for path in directory.glob(_FILES):
-        path.unlink()
+    with reporting_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_file(directory / MANIFEST)
+        for path in directory.glob(_FILES):
+            remove_file(path)
 
 
-def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> None:
+def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> dict[str, FileRecord]:
     pending: list[Block] = []
-    num_bytes = num_files = 0
+    written: dict[str, FileRecord] = {}
+    num_bytes = 0
+
+    def write() -> None:
+        path = _rank_file(directory, rank, len(written))
+        written[path.name] = _write_file(path, pending)
+
     for block in itertools.chain.from_iterable(map(_parts, blocks)):
         size = 4 * block.tensor.numel()
         if pending and num_bytes + size > _MAX_FILE_BYTES:
-            _write_file(_rank_file(directory, rank, num_files), pending)
-            pending, num_bytes, num_files = [], 0, num_files + 1
+            write()
+            pending, num_bytes = [], 0
         # A copy, so that what the tensor shares its storage with is neither written nor able to change it meanwhile.
         copied = torch.empty(block.tensor.shape, dtype=torch.float32).copy_(block.tensor.detach())
         pending.append(block._replace(tensor=copied))
         num_bytes += size
     if pending:
-        _write_file(_rank_file(directory, rank, num_files), pending)
+        write()
+    return written
 
 
 def _parts(block: Block) -> Iterator[Block]:
@@ -203,13 +234,15 @@ def _parts(block: Block) -> Iterator[Block]:
         yield block._replace(offset=offset, tensor=tensor[start : start + num_rows])
 
 
-def _write_file(path: Path, blocks: list[Block]) -> None:
+def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
     keys = [f"{block.name}@{','.join(map(str, block.offset))}" for block in blocks]
     places = {key: {"name": block.name, "offset": list(block.offset)} for key, block in zip(keys, blocks, strict=True)}
     if len(places) < len(blocks):
         raise ValueError(f"a rank gives two blocks at one place: {next(key for key in keys if keys.count(key) > 1)}")
     tensors = {key: block.tensor for key, block in zip(keys, blocks, strict=True)}
-    save_file(tensors, path, metadata={"blocks": json.dumps(places)})
+    with reporting_write_errors(path):
+        save_file(tensors, path, metadata={"blocks": json.dumps(places)})
+        return finish_library_file(path)
 
 
 def _write_manifest(
@@ -218,7 +251,7 @@ def _write_manifest(
     num_optimizer_steps: int,
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
-) -> None:
+) -> FileRecord:
     """Check that the ranks' blocks are the whole model, each part once, and say that the checkpoint is complete."""
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
     with ExitStack() as stack:
@@ -232,32 +265,55 @@ def _write_manifest(
         "shapes": {name: list(shape) for name, shape in shapes.items()},
         "files": files,
     }
-    unfinished = directory / f"{MANIFEST}.part"
-    unfinished.write_text(json.dumps(manifest, indent=1))
-    os.replace(unfinished, directory / MANIFEST)
+    record = write_json(directory / MANIFEST, manifest)
+    with reporting_write_errors(directory):
+        sync_directory(directory)
+    return record
 
 
 def _check_partition(directory: Path, name: str, shape: tuple[int, ...], regions: list[_Region]) -> None:
     """Blocks that lie within the tensor, do not overlap and add up to its size are exactly the tensor."""
+    for region in regions:
+        ends = [start + length for start, length in zip(*region, strict=True)]
+        if len(ends) != len(shape) or any(end > length for end, length in zip(ends, shape, strict=True)):
+            raise CheckpointError(f"a block of {name} in {directory} lies outside the tensor: {region}")
     num_written = sum(region.numel for region in regions)
     if num_written != math.prod(shape):
-        raise ValueError(f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to {directory}")
+        raise CheckpointError(f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to {directory}")
     starts = np.array([region.offset for region in regions], dtype=np.int64).reshape(len(regions), len(shape))
     ends = starts + np.array([region.shape for region in regions], dtype=np.int64).reshape(starts.shape)
     overlaps = np.triu(((starts[:, None] < ends) & (starts < ends[:, None])).all(-1), k=1)
     if overlaps.any():
         first, second = (regions[index] for index in np.argwhere(overlaps)[0])
-        raise ValueError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
+        raise CheckpointError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, its entries of the types that `_write_manifest` gives them; CheckpointError for anything else."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{path} does not exist, so {directory} holds no complete policy checkpoint")
-    manifest = json.loads(path.read_text())
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"{path} has format {manifest['format']}; this version reads format {_FORMAT}")
+        raise CheckpointError(f"{path} does not exist, so {directory} holds no complete policy checkpoint")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {_FORMAT}")
+    files, shapes = manifest.get("files"), manifest.get("shapes")
+    is_valid = (
+        _is_count(manifest.get("num_optimizer_steps"))
+        and isinstance(manifest.get("has_moments"), bool)
+        and isinstance(files, dict)
+        and all(_FILE_NAME.fullmatch(name) and _is_count(size) for name, size in files.items())
+        and isinstance(shapes, dict)
+        and len(shapes) > 0
+        and all(isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes.values())
+    )
+    if not is_valid:
+        raise CheckpointError(f"{path} is damaged: its entries are not those of a policy checkpoint")
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _open_blocks(directory: Path, files: Mapping[str, int], stack: ExitStack) -> dict[str, list[_StoredBlock]]:
@@ -268,11 +324,19 @@ def _open_blocks(directory: Path, files: Mapping[str, int], stack: ExitStack) ->
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ValueError(f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or load another one")
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        for key, place in json.loads(file.metadata()["blocks"]).items():
-            region = _Region(tuple(place["offset"]), tuple(file.get_slice(key).get_shape()))
-            blocks.setdefault(place["name"], []).append(_StoredBlock(region, file, key))
+            raise CheckpointError(
+                f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or load another one"
+            )
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for key, place in json.loads(file.metadata()["blocks"]).items():
+                shape = tuple(file.get_slice(key).get_shape())
+                name, offset = place["name"], tuple(place["offset"])
+                if len(offset) != len(shape) or not all(map(_is_count, offset)):
+                    raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
+                blocks.setdefault(name, []).append(_StoredBlock(_Region(offset, shape), file, key))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})") from error
     return blocks
 
 

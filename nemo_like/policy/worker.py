@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.data.packing.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
+from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.engine import Engine, Sync, TokenScores
@@ -138,9 +140,9 @@ class PolicyWorker:
             pass
         return None
 
-    def save(self, directory: str | Path) -> None:
-        """Every rank writes its part of weights, optimizer and schedule into `directory`."""
-        self._policy.save(Path(directory))
+    def save(self, directory: str | Path) -> dict[str, FileRecord]:
+        """Every rank writes its part of weights, optimizer and schedule into `directory` and returns its files' records."""
+        return self._policy.save(Path(directory))
 
     def load(self, directory: str | Path) -> None:
         """Read what `save` wrote, with any number of ranks. The reference stays as it was."""
@@ -149,6 +151,10 @@ class PolicyWorker:
     def export_hf(self, directory: str | Path) -> None:
         """Rank 0 writes a model that transformers loads."""
         self._policy.export_hf(Path(directory))
+
+    def answer_directory_probe(self, folder: str, token: str) -> str:
+        """See `shared_directory.answer`."""
+        return shared_directory.answer(folder, token, self._policy.rank)
 
     def sleep(self) -> None:
         """Move everything out of the accelerator's memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_like.checkpoint import CheckpointError
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy import sharded_checkpoint
-from nemo_like.policy.sharded_checkpoint import Block, open_checkpoint, save
+from nemo_like.policy.sharded_checkpoint import Block, checkpoint_problem, open_checkpoint, save
 
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (5,)}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -51,7 +54,7 @@ def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: An
         arguments = {"num_optimizer_steps": 3, "has_moments": True, "shapes": SHAPES, **options}
         try:
             save(directory, ranks[rank], rank=rank, barrier=wait, **arguments)
-        except ValueError:
+        except (ValueError, CheckpointError):
             barrier.abort()
             raise
 
@@ -129,13 +132,14 @@ def test_a_checkpoint_without_moments_has_none(tmp_path):
     with open_checkpoint(tmp_path) as reader:
         assert (reader.has_moments, reader.num_optimizer_steps) == (False, 0)
         assert same_bits(reader.read("weight/norm.weight", (0,), (5,)), weights["weight/norm.weight"])
-        with pytest.raises(ValueError, match=r"has 0 of the 5 values of exp_avg/norm\.weight at \[0\]"):
+        with pytest.raises(CheckpointError, match=r"has 0 of the 5 values of exp_avg/norm\.weight at \[0\]"):
             reader.read("exp_avg/norm.weight", (0,), (5,))
 
 
 def test_a_part_outside_the_tensor_is_refused(tmp_path):
     save_blocks(tmp_path, [whole(random_model())])
-    with open_checkpoint(tmp_path) as reader, pytest.raises(ValueError, match=r"has 8 of the 12 values of weight/embed\.weight"):
+    match = r"has 8 of the 12 values of weight/embed\.weight"
+    with open_checkpoint(tmp_path) as reader, pytest.raises(CheckpointError, match=match):
         reader.read("weight/embed.weight", (5, 0), (3, 4))
 
 
@@ -148,8 +152,9 @@ def test_another_model_is_refused(tmp_path):
 
 def test_an_incomplete_folder_is_refused(tmp_path):
     def refused(match: str) -> None:
-        with pytest.raises(ValueError, match=match), open_checkpoint(tmp_path):
+        with pytest.raises(CheckpointError, match=match), open_checkpoint(tmp_path):
             pass
+        assert re.search(match, str(checkpoint_problem(tmp_path)))
 
     refused(r"manifest\.json does not exist, so .* holds no complete policy checkpoint")
     blocks = whole(random_model())
@@ -165,13 +170,69 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     refused("has format 1; this version reads format 2")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../../etc/hostname": 7}},
+        {"files": {"/etc/hostname": 7}},
+        {"files": {"manifest.json": 7}},
+        {"files": ["rank_00000_000.safetensors"]},
+        {"files": {}},
+        {"shapes": {}},
+        {"shapes": {"norm.weight": 5}},
+        {"shapes": {"norm.weight": [-5]}},
+        {"shapes": {"norm.weight": [5.0]}},
+        {"shapes": {"norm.weight": [5, 1]}},
+        {"num_optimizer_steps": "3"},
+        {"num_optimizer_steps": 10**30},
+        {"has_moments": 1},
+        {"format": None},
+        "[" * 100_000,
+        "[]",
+        "null",
+        "1" * 5000,
+        "\0",
+        "",
+    ],
+)
+def test_an_odd_manifest_is_one_checkpoint_error(tmp_path: Path, change: Any) -> None:
+    save_blocks(tmp_path, [whole(random_model())])
+    path = tmp_path / "manifest.json"
+    path.write_text(change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change}))
+    problem = checkpoint_problem(tmp_path)
+    assert problem is not None and len(problem) < 1000
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        *("[" * 100_000, "[]", '{"x": 1}', '{"weight/norm.weight@0": {"name": "weight/norm.weight"}}', "{", None),
+        *(
+            json.dumps({"weight/norm.weight@0": {"name": "weight/norm.weight", "offset": offset}})
+            for offset in ([9], [-1], ["0"], [0, 0], [[]])
+        ),
+    ],
+)
+def test_an_odd_weight_file_is_one_checkpoint_error(tmp_path: Path, blocks: str | None) -> None:
+    model = {name: tensor for name, tensor in random_model().items() if name == "weight/norm.weight"}
+    shapes = {"norm.weight": (5,)}
+    save_blocks(tmp_path, [whole(model)], shapes=shapes, has_moments=False)
+    path = tmp_path / "rank_00000_000.safetensors"
+    assert checkpoint_problem(tmp_path) is None
+    save_file({"weight/norm.weight@0": torch.ones(5)}, path, metadata=None if blocks is None else {"blocks": blocks})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["files"] = {path.name: path.stat().st_size}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint_problem(tmp_path) is not None
+
+
 def test_blocks_that_are_not_the_model_leave_no_checkpoint(tmp_path):
     model = random_model()
     blocks = whole(model)
     save_blocks(tmp_path, [blocks])
 
     def refused(match: str, *ranks: list[Block]) -> None:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, CheckpointError), match=match):
             save_blocks(tmp_path, list(ranks))
         assert not (tmp_path / "manifest.json").exists()
 

@@ -1,0 +1,162 @@
+"""The manifest of a step folder: which files belong to it, their sizes and checksums, and whether they are all there."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nemo_like.files import FileRecord, file_record, sync_directory, write_json
+
+MANIFEST = "manifest.json"
+_FORMAT = 2
+"""Every file has a checksum. Format 1, which is still read, has none for files above 64 MiB."""
+_READ_FORMATS = (1, _FORMAT)
+_MAX_JSON_BYTES = 256 * 2**20
+_PARALLEL_BYTES = 64 * 2**20
+"""Checkpoints from this size on are read by several threads."""
+_VISIBLE_WITHIN_S = 5.0
+"""A network file system may show a file that another node wrote only after a short time."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which, why and what to do."""
+
+
+def write_manifest(folder: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
+    """Check that this process sees every reported file in `folder`, and write the manifest that lists all files.
+
+    `reported` is what the policy's ranks wrote, by path relative to `folder`, with sizes and checksums that each rank
+    computed itself; large files are not read again. Other files are small ones of the calling process, which are
+    read. Raises CheckpointError if nothing was reported, or if a reported file is missing or has another size.
+    """
+    if not reported:
+        raise CheckpointError(
+            f"no policy worker reported a file of the checkpoint of step {step}, so it would hold no weights"
+        )
+    for name, record in reported.items():
+        _await_file(folder / name, record.size, step)
+    paths = sorted(folder.rglob("*"))
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    records = {name: reported.get(name) or file_record(path) for name, path in files.items()}
+    for path in paths:
+        if path.is_dir():
+            sync_directory(path)
+    entries = {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()}
+    write_json(folder / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
+
+
+def incomplete_reason(folder: Path, step: int) -> str | None:
+    """Why `folder` is not a complete checkpoint of `step`; None if it is. Reads every file that has a checksum."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return f"it has no {MANIFEST}, so its save was interrupted" if folder.exists() else "it does not exist"
+    try:
+        manifest = read_json(path)
+        files = _checked_files(manifest)
+    except CheckpointError as error:
+        return f"its {MANIFEST} is damaged ({error})"
+    if manifest.get("step") != step:
+        return f"its {MANIFEST} is of step {str(manifest.get('step'))[:20]}"
+    root = folder.resolve()
+    for name, (size, _) in files.items():
+        problem = _size_problem(root, root / name, size)
+        if problem is not None:
+            return problem
+
+    def content_problem(name: str) -> str | None:
+        return _content_problem(root / name, files[name][1])
+
+    if sum(size for size, _ in files.values()) < _PARALLEL_BYTES:
+        return next(filter(None, map(content_problem, files)), None)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        return next(filter(None, pool.map(content_problem, files)), None)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a checkpoint; raises CheckpointError if it is missing, broken or not a regular file."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"cannot read {path}: it is not a regular file of at most {_MAX_JSON_BYTES:,} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {str(error)[:200]}") from error
+
+
+def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
+    """(size, checksum) by name; raises CheckpointError for a manifest of another form."""
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"it holds a {type(manifest).__name__} instead of an object")
+    if manifest.get("format") not in _READ_FORMATS:
+        raise CheckpointError(
+            f"it has format {str(manifest.get('format'))[:20]}; this version reads formats {_READ_FORMATS[0]} to {_FORMAT}"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError("it lists no files")
+    return {name: _checked_entry(name, entry, manifest["format"]) for name, entry in files.items()}
+
+
+def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str | None]:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+        raise CheckpointError(f"it lists {name[:80]!r}, which is not a path inside the checkpoint")
+    size = entry.get("size") if isinstance(entry, dict) else None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise CheckpointError(f"it has no size for {name[:80]!r}")
+    checksum = entry.get("sha256")
+    if not isinstance(checksum, str) and not (checksum is None and format_number == 1):
+        raise CheckpointError(f"it has no checksum for {name[:80]!r}")
+    return size, checksum
+
+
+def _size_problem(root: Path, path: Path, size: int) -> str | None:
+    try:
+        if not path.resolve().is_relative_to(root):
+            return f"{path.name} is a link to a place outside the checkpoint"
+        if not path.is_file():
+            return f"{path.name} is missing"
+        found = path.stat().st_size
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a circle of links, an impossible name
+        return f"{path.name} cannot be read ({error})"
+    return None if found == size else f"{path.name} has {found} bytes where {size} were written"
+
+
+def _content_problem(path: Path, sha256: str | None) -> str | None:
+    if sha256 is None:
+        return None
+    try:
+        is_equal = file_record(path).sha256 == sha256
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None if is_equal else f"{path.name} does not have the content that was written"
+
+
+def _await_file(path: Path, size: int, step: int) -> None:
+    """Return when this process sees the file with its size; raises CheckpointError after a short time."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while (found := _visible_size(path)) != size:
+        if time.monotonic() >= deadline:
+            state = "does not see it" if found is None else f"sees {found:,} bytes"
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not published: a policy worker wrote {size:,} bytes to {path}, but the"
+                f" driver {state}. Driver and workers must share the file system of output_dir; set output_dir to a"
+                " directory that all nodes share"
+            )
+        time.sleep(0.1)
+
+
+def _visible_size(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # opening a file makes a network file system ask for its size again
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        return None

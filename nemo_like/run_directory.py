@@ -1,0 +1,208 @@
+"""`<output_dir>/<run_name>`: its names, its lock, its config.yaml, and what a resume removes from it.
+
+Nothing of an existing run changes before `start_run`, which is called when the run is known to be able to continue.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.files import WriteError, replacing, reporting_write_errors, write_text
+from nemo_like.run_lock import LOCK_NAME, locked
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {"config.yaml", "metrics.jsonl", "plan", "rollouts", "checkpoints", "latest", "tb", "hf", "logs", LOCK_NAME}
+_BEFORE_RESUME = ".before_resume"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run's directory and the names inside it; checkpoints and `latest` belong to `Checkpointer(path)`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def lengths(self) -> Path:
+        """Row lengths of every step, for `nemo-like plan --metrics`."""
+        return self.path / "plan" / "lengths.jsonl"
+
+    def plan(self, step: int) -> Path:
+        return self.path / "plan" / f"step_{step}.json"
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step}.jsonl"
+
+
+@contextmanager
+def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
+    """Create or open a run's directory and hold its lock inside the block. Files of an existing run are not changed.
+
+    Raises ConfigError if a run of this name has written results and `resume` is off, if the name cannot be a
+    directory, if the directory cannot be made, or if another driver uses it.
+    """
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", run_name) is None:
+        raise ConfigError(f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'")
+    run = RunDirectory(Path(output_dir) / run_name)
+    _refuse_other_directory(run)
+    _make_directories(run.path)
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked(run.path))
+        except WriteError as error:
+            raise ConfigError(f"output_dir: {error}") from error
+        if not resume:
+            _refuse_results(run)
+        _make_directories(run.logs, run.lengths.parent, run.rollouts(0).parent)
+        yield run
+
+
+def write_config(run: RunDirectory, config: Mapping[str, Any]) -> None:
+    """Replace config.yaml by the resolved configuration, given as plain values. Raises WriteError."""
+    write_text(run.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+
+def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | None) -> None:
+    """Write config.yaml and remove what an earlier process of the run recorded after `resumed_step`.
+
+    Call it when everything that can refuse the run has passed. Records of `*.jsonl` files stay up to `resumed_step`;
+    a line cut by a kill is removed. None means a start at step 0: metrics.jsonl is kept under another name then.
+    Raises WriteError.
+    """
+    if resumed_step is None and run.metrics.exists() and run.metrics.stat().st_size > 0:
+        aside = run.metrics.with_name(run.metrics.name + _BEFORE_RESUME)
+        logger.warning("the run starts again at step 0; its earlier metrics are in %s", aside)
+        with reporting_write_errors(aside):
+            run.metrics.replace(aside)
+    last_step = -1 if resumed_step is None else resumed_step
+    for path in sorted([*run.path.glob("*.jsonl"), *run.lengths.parent.glob("*.jsonl")]):
+        if path.is_file():
+            keep_records(path, last_step)
+    for path in run.rollouts(0).parent.glob("step_*.jsonl"):
+        match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
+        if match is not None and int(match[1]) > last_step:
+            with reporting_write_errors(path):
+                path.unlink()
+    write_config(run, config)
+
+
+def keep_records(path: Path, last_step: int) -> None:
+    """Keep the complete lines of a .jsonl file whose `step` is at most `last_step` (or that have none). Atomic.
+
+    Raises WriteError. A file from which nothing is to be removed is left as it is.
+    """
+    with reporting_write_errors(path):
+        num_removed, is_cut = 0, False
+        with path.open("rb") as lines:
+            for line in lines:
+                num_removed += not _is_kept(line, last_step)
+                is_cut = not line.endswith(b"\n")
+        if num_removed == 0 and not is_cut:
+            return
+        with path.open("rb") as lines, replacing(path) as aside, aside.open("xb") as kept:
+            kept.writelines(line.rstrip(b"\n") + b"\n" for line in lines if _is_kept(line, last_step))
+    logger.info("removed %d records after step %d from %s", num_removed, max(last_step, 0), path)
+
+
+def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
+    """Log every key whose value differs from the config.yaml that is there, old -> new."""
+    if not run.config.exists():
+        return
+    try:
+        before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError, AttributeError, RecursionError) as error:
+        logger.warning("%s cannot be read, so changes of the configuration are not listed: %s", run.config, error)
+        return
+    after = flatten(yaml.safe_load(yaml.safe_dump(dict(config))))  # the same plain types as what was read
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key, "(not there)"), after.get(key, "(not there)")
+        if old != new and key != "resume":
+            logger.warning("changed since this run was started: %s: %s -> %s", key, old, new)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _make_directories(*folders: Path) -> None:
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: cannot make {folder} ({error.strerror}); set output_dir to a place that can be written"
+            ) from error
+
+
+def _refuse_other_directory(run: RunDirectory) -> None:
+    """Raise ConfigError if the path exists and is not a run's directory."""
+    try:
+        if not run.path.exists():
+            return
+        names = {path.name for path in run.path.iterdir()} if run.path.is_dir() else None
+    except OSError as error:
+        raise ConfigError(f"output_dir: cannot read {run.path} ({error.strerror})") from error
+    if names is None or (names and "config.yaml" not in names and any(_is_foreign(name) for name in names)):
+        raise ConfigError(f"run_name: {run.path} exists and is not the directory of a run; choose another run_name")
+
+
+def _is_foreign(name: str) -> bool:
+    return name not in _NAMES and not name.startswith(f".{LOCK_NAME}.")
+
+
+def _refuse_results(run: RunDirectory) -> None:
+    """Raise ConfigError if the directory holds results; a run that wrote none may start again."""
+    has_metrics = run.metrics.exists() and run.metrics.stat().st_size > 0
+    checkpoints = run.path / "checkpoints"
+    if has_metrics or (checkpoints.exists() and any(checkpoints.iterdir())):
+        raise ConfigError(
+            f"run_name: {run.path} already holds a run; choose another run_name, "
+            f"or set resume=true to continue it from its latest checkpoint"
+        )
+
+
+def _is_kept(line: bytes, last_step: int) -> bool:
+    """Whether a line is a complete record of a step up to `last_step`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    step = record.get("step", last_step) if isinstance(record, dict) else None
+    return isinstance(step, int) and not isinstance(step, bool) and step <= last_step

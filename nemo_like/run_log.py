@@ -1,0 +1,54 @@
+"""`logs/driver.log`: everything the driver logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_like.files import AppendedFile, WriteError
+
+
+class RunLog(logging.Handler):
+    """A log file. Logging itself must not raise, so a failed write is kept, and raised by `check`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendedFile(path)
+        self._failure: WriteError | None = None
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one record; nothing after a failed write."""
+        if self._failure is not None:
+            return
+        try:
+            text = self.format(record) + "\n"
+            self._file.append(text.encode("utf-8", errors="backslashreplace"))
+        except WriteError as error:
+            self._failure = error
+        except Exception:  # a message whose arguments do not fit its format
+            self.handleError(record)
+
+    def check(self) -> None:
+        """Raise the WriteError of the first record that could not be written."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextmanager
+def run_log(path: Path) -> Iterator[RunLog]:
+    """Everything logged inside the block also goes to `path`. Raises WriteError if the file cannot be opened."""
+    log = RunLog(path)
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(log)
+    try:
+        yield log
+    finally:
+        logging.getLogger().removeHandler(log)
+        log.close()

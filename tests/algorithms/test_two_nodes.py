@@ -1,0 +1,88 @@
+"""A Ray cluster whose head, without CPUs, does not share the run directory with the node of the workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from nemo_like.config.load import to_yaml
+from tests.recipe import Recipe
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def can_unshare() -> bool:
+    return shutil.which("unshare") is not None and (
+        subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+    )
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """The cluster's address. On the second node `<tmp_path>/separate` is an empty file system of its own."""
+    if not can_unshare():
+        pytest.skip("needs unshare and the permission to mount")
+    (tmp_path / "separate").mkdir()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    mount = f"mount -t tmpfs tmpfs {tmp_path}/separate"
+    start = f"exec {sys.executable} {Path(__file__).with_name('separate_node.py')} {cluster.address}"
+    node = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", f"{mount} && {start}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert node.stdout is not None
+        while "joined" not in (line := node.stdout.readline()):
+            assert line, "the second node did not start"
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        deadline = time.monotonic() + 120
+        while ray.cluster_resources().get("CPU", 0) < 2:
+            assert time.monotonic() < deadline, "the second node did not join"
+            time.sleep(0.2)
+        ray.shutdown()
+        yield cluster.address
+    finally:
+        node.communicate("")
+        cluster.shutdown()
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    paths = (path for path in run.rglob("*") if path.is_file() and path.name != "driver.log")
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths}
+
+
+def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(recipe: Recipe, address: str) -> None:
+    shared, separate = recipe.folder / "shared", recipe.folder / "separate"
+    config = recipe.folder / "two_nodes.yaml"
+    options = ("cluster.backend=ray", "cluster.cpus_per_worker=1", "cluster.workers_per_node=2")
+    steps = ("sft.val_period=0", "sft.val_at_start=false", "checkpointing.save_period=1", "checkpointing.export_hf=false")
+    config.write_text(to_yaml(recipe.sft(*options, *steps, f"output_dir={shared}", "sft.max_num_steps=2")))
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(_REPOSITORY), "PYTHONUNBUFFERED": "1"}
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nemo_like", "sft", "--config", str(config), *overrides]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert (shared / "sft" / "latest").read_text() == "checkpoints/step_2\n"
+    weights = sorted(path.name for path in (shared / "sft/checkpoints/step_2/policy").iterdir())
+    assert weights == ["manifest.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors"]
+
+    shutil.copytree(shared / "sft", separate / "sft")
+    before = contents(separate / "sft")
+    refused = run(f"output_dir={separate}", "resume=true", "sft.max_num_steps=4")
+    assert refused.returncode == 2, refused.stderr
+    error = next(line for line in refused.stderr.splitlines() if line.startswith("error: "))
+    for part in ("output_dir: policy worker 0 on node ", f"do not share {separate}/sft", "does not see the file"):
+        assert part in error
+    assert "Traceback" not in refused.stderr
+    assert contents(separate / "sft") == before, "both checkpoints, latest, metrics and config.yaml are as they were"
