@@ -24,13 +24,17 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_order, merged
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
 from nemo_like.config.source import Sources, read_yaml
 
 _DEFAULTS_NAME = "_nemo_like_schema_defaults"
 _PRIMARY_NAME = "_nemo_like_primary"
+_MERGED_NAME = "_nemo_like_merged"
 _ENTRY = re.compile(r"^(?P<keywords>(?:(?:optional|override)\s+)*)(?P<name>[^@]+)(?P<package>@.*)?$")
+_ARITHMETIC = re.compile(r"\$\{(add|mul|div):")
 MISSING = "???"
 """What a required key holds until it is set."""
 
@@ -70,7 +74,12 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
     """Hydra set up for one config file; every Hydra error inside becomes a ConfigError."""
     store = ConfigStore.instance()
     store.store(name=_DEFAULTS_NAME, node=schema_defaults(RUN_CONFIGS[kind]))
-    store.store(name=_PRIMARY_NAME, node={"defaults": [_DEFAULTS_NAME, path.name.removesuffix(".yaml"), "_self_"]})
+    primary = path.name.removesuffix(".yaml")
+    register_arithmetic()
+    if inherits_by_path(path, read_yaml(path)):
+        primary = _MERGED_NAME
+        store.store(name=_MERGED_NAME, node=merged(merge_order(path)))
+    store.store(name=_PRIMARY_NAME, node={"defaults": [_DEFAULTS_NAME, primary, "_self_"]})
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
@@ -80,11 +89,13 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
 
 
 def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
-    """The files Hydra will merge, in the order it merges them. Call it inside `hydra_session`."""
+    """The files that are merged, in the order in which they are. Call it inside `hydra_session`."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoader)
     defaults = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN).defaults
     layers = []
+    if inherits_by_path(path, read_yaml(path)):
+        layers += [Layer(file, "") for file in merge_order(path)]
     for default in defaults:
         file = path.parent / f"{default.config_path.removesuffix('.yaml')}.yaml"
         if file.is_file():
@@ -106,10 +117,12 @@ def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
 def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
     key = str(error.full_key or "the config")
     place = sources.locate(key)
-    problem = _first_paragraph(error).removeprefix("KeyError raised while resolving interpolation: ").strip('"')
-    is_variable = problem.startswith("Environment variable")
-    way_out = "set it, or write ${oc.env:NAME,default}" if is_variable else "for a literal ${ write \\${"
-    return f"{key} cannot be resolved: {problem}; {way_out}" + (f" ({place})" if place else "")
+    problem = re.sub(r"^(Key|Value)Error raised while resolving interpolation: ", "", _first_paragraph(error)).strip('"')
+    if problem.startswith("Environment variable"):
+        way_out = "; set it, or write ${oc.env:NAME,default}"
+    else:
+        way_out = "" if _ARITHMETIC.match(problem) else "; for a literal ${ write \\${"
+    return f"{key} cannot be resolved: {problem}{way_out}" + (f" ({place})" if place else "")
 
 
 def _first_paragraph(error: Exception) -> str:
@@ -120,13 +133,21 @@ def _first_paragraph(error: Exception) -> str:
     return ": ".join(line for line in lines if "https://" not in line)
 
 
-def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...]) -> list[Path]:
+def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False) -> list[Path]:
     path = path.resolve()
     if path in trail:
         circle = " -> ".join(shown_path(file) for file in (*trail[trail.index(path) :], path))
         raise ConfigError(f"defaults lists name each other in a circle: {circle}")
     root = read_yaml(path)
     files = [path]
+    if by_path or inherits_by_path(path, root):
+        for target, line in inherited_files(path, root):
+            if target is None:
+                continue
+            if not target.is_file():
+                raise ConfigError(f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}")
+            files += _chain(target, config_dir, (*trail, path), by_path=True)
+        return files
     for key, value in root.value if root is not None else ():
         if key.value == "defaults":
             for target in _targets(value, path, config_dir):
@@ -138,7 +159,8 @@ def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path
     """The files one defaults list names."""
     if not isinstance(defaults, yaml.SequenceNode):
         place = f"{shown_path(path)}:{defaults.start_mark.line + 1}"
-        raise ConfigError(f"{place} defaults is no list; write `defaults: [name, _self_]`")
+        forms = "`defaults: base.yaml` or `defaults: [name, _self_]`"
+        raise ConfigError(f"{place} defaults is neither a file nor a list of files; write {forms}")
     for entry in defaults.value:
         place = f"{shown_path(path)}:{entry.start_mark.line + 1}"
         for keywords, name, package in _names(entry, place):

@@ -1,0 +1,48 @@
+"""The interpolations `${add:a,b}`, `${mul:a,b}` and `${div:a,b}`, which NeMo RL's configs use; arguments may be nested.
+
+Sums and products of integers are integers, and so is a quotient that is whole. Anything but a finite number is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import OmegaConf
+
+Number = int | float
+_MAX_DIGITS = 30
+"""Digits of the largest integer that is computed with; no key needs as many."""
+
+
+def register_arithmetic() -> None:
+    """Make the interpolations known to OmegaConf; calling it again changes nothing."""
+    for name, operation in (("add", operator.add), ("mul", operator.mul), ("div", _quotient)):
+        OmegaConf.register_new_resolver(name, _resolver(name, operation), replace=True)
+
+
+def _resolver(name: str, operation: Callable[[Any, Any], Number]) -> Callable[..., Number]:
+    def resolve(*arguments: Any) -> Number:
+        shown = f"${{{name}:{','.join(str(argument)[:_MAX_DIGITS] for argument in arguments)}}}"
+        if len(arguments) != 2:
+            raise ValueError(f"{shown} has {len(arguments)} arguments, and takes two numbers")
+        for argument in arguments:
+            is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
+            if not is_number or not abs(argument) < 10**_MAX_DIGITS:
+                raise ValueError(f"{shown} takes two finite numbers, and {str(argument)[:_MAX_DIGITS]!r} is none")
+        if name == "div" and arguments[1] == 0:
+            raise ValueError(f"{shown} divides by zero")
+        result = operation(*arguments)
+        if not math.isfinite(result):
+            raise ValueError(f"{shown} is not finite")
+        return result
+
+    return resolve
+
+
+def _quotient(left: Number, right: Number) -> Number:
+    if isinstance(left, int) and isinstance(right, int) and left % right == 0:
+        return left // right
+    return left / right

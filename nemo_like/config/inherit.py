@@ -1,0 +1,105 @@
+"""Configs that inherit by path: `defaults: base.yaml`, or a list of such paths, as NeMo RL writes them.
+
+A path is relative to the file that names it, or absolute. Files are merged in the order of the list, each over those
+before it, and the naming file last (or where `_self_` stands). Lists of Hydra's own form (names of files of the config's
+folder, groups, packages) are left to Hydra; a file that is inherited by path may have a plain list of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.source import read_yaml
+
+_SELF = "_self_"
+_SUFFIXES = (".yaml", ".yml")
+
+
+def inherits_by_path(path: Path, root: yaml.MappingNode | None) -> bool:
+    """Whether the `defaults` of a file are a path, or a list with at least one."""
+    defaults = _defaults(root)
+    if isinstance(defaults, yaml.ScalarNode):
+        return True
+    if not isinstance(defaults, yaml.SequenceNode):
+        return False
+    entries = [entry.value for entry in defaults.value if isinstance(entry, yaml.ScalarNode)]
+    if len(entries) < len(defaults.value) or any("@" in entry or " " in entry for entry in entries):
+        return False
+    names = [entry for entry in entries if entry != _SELF]
+    has_suffix = any(name.endswith(_SUFFIXES) for name in names)
+    is_elsewhere = any(name.startswith("../") or _absolute(name) is not None for name in names)
+    return is_elsewhere or (has_suffix and _SELF not in entries)
+
+
+def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple[Path | None, int]]:
+    """(file, line) of every entry of a plain `defaults`, in the order of merging; None stands for the file itself.
+
+    Raises ConfigError for an entry that is no path: Hydra's groups and packages cannot be inherited by path.
+    """
+    defaults = _defaults(root)
+    if defaults is None:
+        yield None, 1
+        return
+    entries = defaults.value if isinstance(defaults, yaml.SequenceNode) else [defaults]
+    has_self = False
+    for entry in entries:
+        line = entry.start_mark.line + 1
+        if not isinstance(entry, yaml.ScalarNode) or "@" in entry.value or " " in entry.value or "${" in entry.value:
+            raise ConfigError(
+                f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that is inherited by path"
+                " cannot choose from Hydra groups"
+            )
+        if entry.value == _SELF:
+            has_self = True
+            yield None, line
+            continue
+        yield resolved(path, entry.value), line
+    if not has_self:
+        yield None, 1
+
+
+def resolved(path: Path, name: str) -> Path:
+    """The file that `name` means in `path`; the suffix may be left out."""
+    file = Path(name).expanduser()
+    file = file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
+    return file if file.is_absolute() else path.parent / file
+
+
+def merge_order(path: Path) -> list[Path]:
+    """The files to merge for `path`, first to last. `defaults_chain` has checked that they exist and end."""
+    files = []
+    for file, _ in inherited_files(path, read_yaml(path)):
+        files += [path] if file is None else merge_order(file)
+    return files
+
+
+def merged(files: list[Path]) -> DictConfig:
+    """The content of the files, each over those before it, without their `defaults`; nothing is resolved."""
+    config = OmegaConf.create({})
+    for file in files:
+        layer = OmegaConf.load(file)
+        if isinstance(layer, DictConfig):
+            layer.pop("defaults", None)
+            config = OmegaConf.merge(config, layer)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
+    """The value of the key `defaults`; None if it is missing or empty."""
+    for key, value in root.value if root is not None else ():
+        if key.value == "defaults":
+            return None if value.tag.endswith(":null") else value
+    return None
+
+
+def _absolute(name: str) -> Path | None:
+    """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts at its folder."""
+    file = Path(name).expanduser()
+    file = file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
+    return file if file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES)) else None
