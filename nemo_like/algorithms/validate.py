@@ -26,6 +26,7 @@ from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.packing.balance import few_plans
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
+from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.policy.batching import plan_spec, policy_topology
@@ -92,10 +93,10 @@ def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> No
     for name, function in functions.items():
         path = config.reward.functions[name].path
         try:
-            value = float(function(sample))
-        except Exception as error:  # a user's function may fail in any way, and a run would fail with it
+            (value,) = score_samples(function, [sample], name)
+        except BadReward as error:  # a run would fail with it
             findings.problems.append(
-                f"reward.functions.{name}.path {path} raised {type(error).__name__}: {error} on this sample:\n{sample}"
+                f"reward.functions.{name}.path {path} {error} on this sample:\n{sample}"
             )
         else:
             findings.say("rewards", f"{name} ({path}): {value:g} for the answer of {rows.places[0]} itself")

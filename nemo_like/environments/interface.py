@@ -1,6 +1,7 @@
 """What a reward function sees, and `RewardEnvironment`, which has the configured ones score completions.
 
-A reward is a plain function `(RewardSample) -> float`, named by import path in the YAML. There is nothing to register.
+A reward is a plain or async function of a `RewardSample` that returns a number, named by import path in the YAML. There
+is nothing to register.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class RewardSample:
         return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
 
 
-RewardFunction = Callable[[RewardSample], float]
+RewardFunction = Callable[[RewardSample], Any]
+"""Returns a float, or a coroutine of one."""
 
 
 class RewardError(Exception):
@@ -50,7 +52,8 @@ class RewardError(Exception):
 
     @classmethod
     def of(cls, name: str, path: str, problem: str, sample: RewardSample) -> RewardError:
-        return cls(f"reward function {name!r} ({path}) {problem} on this sample:\n{sample}")
+        """A failure of `reward.functions.<name>`, whose import path is `path`."""
+        return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
 
 
 class RewardEnvironment:

@@ -1,9 +1,8 @@
-"""Running reward functions: finding them by import path, calling them, and refusing what is not a finite number."""
+"""Running reward functions: they are found by import path and called on samples."""
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.interface import RewardError, RewardFunction, RewardSample
 
 if TYPE_CHECKING:  # imports Ray, which loading a function does not need
@@ -34,22 +34,15 @@ class RewardWorker:
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
         """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails on it."""
-        return {name: np.array([self._call(name, sample) for sample in samples], dtype=np.float32) for name in self._functions}
+        return {name: self._score(name, samples) for name in self._functions}
 
-    def _call(self, name: str, sample: RewardSample) -> float:
+    def _score(self, name: str, samples: Sequence[RewardSample]) -> np.ndarray:
+        label = f"reward.functions.{name} ({self._paths[name]})"
         try:
-            value = self._functions[name](sample)
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {error}"
-            raise RewardError.of(name, self._paths[name], problem, sample) from error
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            problem = f"returned {value!r}, which is not a finite number,"
-            raise RewardError.of(name, self._paths[name], problem, sample)
-        return number
+            rewards = score_samples(self._functions[name], samples, label)
+        except BadReward as error:
+            raise RewardError.of(name, self._paths[name], str(error), error.sample) from error
+        return np.array(rewards, dtype=np.float32)
 
 
 def _import_function(key: str, path: str) -> RewardFunction:
@@ -58,7 +51,7 @@ def _import_function(key: str, path: str) -> RewardFunction:
         raise ConfigError(f"{key} is {path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
         raise ConfigError(
             f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}: {error}. If it is"
             " a file of your own, put its directory on PYTHONPATH (on every node)"

@@ -27,6 +27,29 @@ def not_a_number(sample): return float("nan")
 def infinite(sample): return float("inf")
 def nothing(sample): return None
 def from_row(sample): return sample.row["weight"]
+def text(sample): return "1.0"
+def several(sample): return [1.0, 2.0]
+def flag(sample): return True
+def tensor(sample): return torch.tensor(0.5)
+def leaves(sample): sys.exit(3)
+def ends(sample): os._exit(4)
+def forks(sample): return float(os.waitpid(os.fork() or os._exit(7), 0)[1] >> 8)
+async def waits(sample):
+    running.append(sample)
+    seen.append(len(running))
+    await asyncio.sleep(0.01)
+    running.remove(sample)
+    return len(sample.completion)
+async def waits_for_nothing(sample): pass
+async def leaves_while_waiting(sample):
+    await asyncio.sleep(0)
+    sys.exit(5)
+async def ends_while_waiting(sample):
+    await asyncio.sleep(0)
+    os._exit(6)
+def hands_over(sample): return waits(sample)
+import asyncio, os, sys, torch
+running, seen = [], []
 constant = 3
 """
 
@@ -101,6 +124,13 @@ def test_a_function_that_cannot_be_had_is_named_with_its_key(path: str, message:
         ("not_a_number", "returned nan, which is not a finite number"),
         ("infinite", "returned inf, which is not a finite number"),
         ("nothing", "returned None, which is not a finite number"),
+        ("text", "returned '1.0', which is not a finite number"),
+        ("several", r"returned \[1.0, 2.0\] \(2 values\), which is not a finite number"),
+        ("leaves", r"called sys.exit\(3\), which would end the run"),
+        ("ends", r"called os._exit\(4\), which would end the run"),
+        ("waits_for_nothing", "returned None, which is not a finite number"),
+        ("leaves_while_waiting", r"called sys.exit\(5\), which would end the run"),
+        ("ends_while_waiting", r"called os._exit\(6\), which would end the run"),
         ("from_row", "raised KeyError: 'weight'"),
     ],
 )
@@ -109,7 +139,7 @@ def test_a_failing_function_shows_the_sample(function: str, message: str) -> Non
     with pytest.raises(RewardError, match=message) as caught:
         worker.score([RewardSample(prompt="2+2=?", completion="", answer="4")])
     text = str(caught.value)
-    assert f"'bonus' (user_rewards.{function})" in text
+    assert f"reward.functions.bonus (user_rewards.{function})" in text
     assert "prompt: '2+2=?'" in text and "completion: ''" in text and "answer: '4'" in text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
 
@@ -145,3 +175,29 @@ def test_samples_keep_their_order_over_workers(num_samples: int) -> None:
     environment = RewardEnvironment(group, functions)  # type: ignore[arg-type]
     reward, components = environment.score([_sample("x" * index) for index in range(num_samples)])
     assert reward.tolist() == components["length"].tolist() == list(range(num_samples))
+
+
+def test_async_functions_score_samples_concurrently_and_in_order() -> None:
+    functions = _functions(slow="user_rewards.waits", same="user_rewards.hands_over")
+    worker = RewardWorker(_CONTEXT, functions=functions)
+    samples = [_sample("x" * length) for length in range(100)]
+    scores = worker.score(samples)
+    assert scores["slow"].tolist() == scores["same"].tolist() == list(range(100))
+    assert max(sys.modules["user_rewards"].seen) == 32
+
+
+def test_numbers_of_other_libraries_count_and_a_forked_process_may_exit() -> None:
+    names = ("flag", "tensor", "forks")
+    worker = RewardWorker(_CONTEXT, functions=_functions(**{n: f"user_rewards.{n}" for n in names}))
+    scores = worker.score([_sample("a")])
+    assert {name: values.tolist() for name, values in scores.items()} == {
+        "flag": [1.0],
+        "tensor": [0.5],
+        "forks": [7.0],
+    }
+
+
+def test_a_failure_names_the_key_and_the_path_of_the_function() -> None:
+    worker = RewardWorker(_CONTEXT, functions=_functions(mine="user_rewards.leaves"))
+    with pytest.raises(RewardError, match=r"^reward.functions.mine \(user_rewards.leaves\) called"):
+        worker.score([_sample("a")])
