@@ -1,6 +1,7 @@
 """The command line: `nemo-like sft | grpo | validate | check | plan | export | convert`.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM, SIGHUP or
+`cluster.time_limit` and can be resumed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_like import __version__, plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.files import WriteError
+
+if TYPE_CHECKING:
+    from nemo_like.algorithms.job import RunResult
 
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; `resume=true` continues from the latest checkpoint", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
 
 
@@ -136,17 +140,34 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(config: RunConfig) -> int:
+    result = train(config)
+    return result if isinstance(result, int) else 0
+
+
+def train(config: RunConfig) -> RunResult | int:
+    """Run SFT or GRPO; returns the result, or the exit code after a failure, whose message is printed.
+
+    Raises ConfigError for wrong input.
+    """
     from nemo_like.algorithms.grpo import run_grpo
     from nemo_like.algorithms.sft import run_sft
+    from nemo_like.algorithms.stopping import EXIT_INTERRUPTED, RunStopped, stop_requests
     from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
     from nemo_like.environments.interface import RewardError
 
     try:
-        if isinstance(config, GrpoRunConfig):
-            run_grpo(config)
-        elif isinstance(config, SftRunConfig):
-            run_sft(config)
+        with stop_requests(config):
+            if isinstance(config, GrpoRunConfig):
+                return run_grpo(config)
+            assert isinstance(config, SftRunConfig)
+            return run_sft(config)
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        print(f"interrupted. {_how_to_continue(config)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except WorkerError as error:
         if isinstance(error.cause, (ConfigError, RewardError)):
             raise ConfigError(str(error.cause)) from error
@@ -167,7 +188,6 @@ def _train(config: RunConfig) -> int:
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         return 1
-    return 0
 
 
 def _how_to_continue(config: RunConfig) -> str:

@@ -45,6 +45,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
             job.log(step)
         with job.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total:
+                job.stop_if_requested(step, loader)
                 with job.timers("step"):
                     rollout = roll_out(job, config, loader, step)
                     plan, placed = job.place(rollout.batch, step)

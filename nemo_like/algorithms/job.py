@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.algorithms.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.algorithms.throughput import throughput_metrics
 from nemo_like.algorithms.workplace import Workplace, open_workplace
 from nemo_like.checkpoint import Checkpoint, Checkpointer, CheckpointError, TrainingState
@@ -64,6 +65,7 @@ class Job:
     """Closes what `begin` opens."""
     resolved: dict[str, Any]
     """The configuration as plain values, for config.yaml and the trackers."""
+    stop: StopRequests
     timers: Timers = field(default_factory=Timers)
     pending: Metrics = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Job:
         self.tracker = self.closing.enter_context(tracker)
         self.lengths = AppendedFile(self.run.lengths)
         self.closing.callback(self.lengths.close)
+        self.stop.finish_steps(enabled=True)
         return step
 
     def sync_weights(self, version: int) -> None:
@@ -178,8 +181,25 @@ class Job:
             checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
             TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(checkpoint.path)
 
+    def stop_if_requested(self, step: int, loader: RowLoader) -> None:
+        """After a stop request, save a checkpoint of `step` and raise RunStopped."""
+        reason = self.stop.reason
+        if reason is None:
+            return
+        if step > 0:
+            self.save_if_due(step, loader, is_last=True)
+        saved = self.checkpointer.latest_path.exists()
+        then = "resume=true continues the run" if saved else "there is no checkpoint"
+        raise RunStopped(f"stopped by {reason} after step {step}: {then}", self.stop.exit_code)
+
     def finish(self, step: int) -> RunResult:
-        """Export the model and say where everything is."""
+        """Export the model and say where everything is. Raises RunStopped instead after a stop request."""
+        if self.stop.reason is not None and self.config.checkpointing.export_hf:
+            raise RunStopped(
+                f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes the export",
+                self.stop.exit_code,
+            )
+        self.stop.finish_steps(enabled=False)
         export = None
         if self.config.checkpointing.export_hf:
             export = self.run.hf
@@ -219,6 +239,7 @@ def open_job(
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
     progress = Progress(num_steps=num_steps)
     with (
+        stop_requests(config) as stop,
         open_run(config.output_dir, config.run_name, resume=config.resume) as run,
         run_log(run.logs / "driver.log") as log_file,
         ExitStack() as closing,
@@ -231,11 +252,27 @@ def open_job(
             log_config_changes(run, plain)
         else:
             write_config(run, plain)
-        with open_workplace(config, progress, generates=generates, needs_reference=needs_reference) as workplace:
+        with open_workplace(
+            config,
+            progress,
+            generates=generates,
+            needs_reference=needs_reference,
+            logs=run.logs / "ray",
+        ) as workplace:
             if config.checkpointing.enabled or config.checkpointing.export_hf:
                 workplace.policy.check_shared_directory(run.path)
             with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():
                 workplace.policy.probe_isolation()
             yield Job(
-                config, run, checkpointer, resumed, progress, encoder, workplace, log_file, closing, resolved=plain
+                config,
+                run,
+                checkpointer,
+                resumed,
+                progress,
+                encoder,
+                workplace,
+                log_file,
+                closing,
+                resolved=plain,
+                stop=stop,
             )

@@ -41,6 +41,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
         loss = NllLoss()
         with job.progress.phase("sft", total, unit="steps", done=step) as phase:
             while step < total:
+                job.stop_if_requested(step, loader)
                 with job.timers("step"):
                     batch = BatchedDataDict(collate(next(loader)))
                     plan, placed = job.place(batch, step)

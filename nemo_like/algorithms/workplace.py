@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,12 +47,13 @@ class Workplace:
 
 @contextmanager
 def open_workplace(
-    config: RunConfig, progress: Progress, *, generates: bool, needs_reference: bool
+    config: RunConfig, progress: Progress, *, generates: bool, needs_reference: bool, logs: Path | None = None
 ) -> Iterator[Workplace]:
     """Start every worker the run needs; stop them, and a Ray started here, when the block ends.
 
-    Raises ConfigError for reward functions that cannot be imported, before anything is started, and ClusterError when
-    the cluster has no room.
+    After a failure the logs of a Ray started here are copied to `logs`. Raises ConfigError for
+    reward functions that cannot be imported, before anything is started, and ClusterError when the
+    cluster has no room.
     """
     if generates:
         load_reward_functions(config.reward.functions)
@@ -61,7 +61,7 @@ def open_workplace(
     worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
     with ExitStack() as closing:
         with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
-            start = _starter(config, closing, progress, generates=generates)
+            start = _starter(config, closing, progress, generates=generates, logs=logs)
             policy_group = start(
                 "policy",
                 policy_worker_class(config),
@@ -108,25 +108,28 @@ def _generation_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _starter(
-    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool
+    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
 ) -> Callable[..., WorkerGroup]:
     """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is stopped with `closing`."""
     if config.cluster.backend == "local":
-        meeting = closing.enter_context(tempfile.TemporaryDirectory(prefix="nemo_like_"))
         context = local_context(
-            folder=Path(meeting),
             device="cuda:0" if config.cluster.gpus_per_node else "cpu",
             collective_timeout_s=config.cluster.collective_timeout_s,
         )
 
         def start_here(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
-            group = LocalGroup(worker_class, kwargs, context, name=name)
+            timeout_s = config.cluster.progress_timeout_s
+            group = LocalGroup(
+                worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s
+            )
             closing.callback(group.shutdown)
             return group
 
         return start_here
 
-    cluster = closing.enter_context(RayVirtualCluster(config.cluster, generates=generates, report=progress.say))
+    cluster = closing.enter_context(
+        RayVirtualCluster(config.cluster, generates=generates, report=progress.say, logs=logs)
+    )
     placements: dict[str, tuple[Literal["policy", "generation", "anywhere"], Topology]] = {
         "policy": ("policy", policy_topology(config)),
         "generation": ("generation", Topology(dp=cluster.num_generation_workers)),

@@ -35,6 +35,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems = [
         *value_problems(config),
         *_batching_modes(config),
+        *_timeouts(config),
         *_cluster(config),
         *_scheduler(config),
         *_validation(config),
@@ -119,6 +120,17 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget to be above: turn on policy.sequence_packing"
             " or policy.dynamic_batching, or write error or truncate",
+        )
+
+
+def _timeouts(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if 0 < cluster.progress_timeout_s <= cluster.collective_timeout_s:
+        yield Problem(
+            ("cluster.progress_timeout_s", "cluster.collective_timeout_s"),
+            f"cluster.progress_timeout_s {cluster.progress_timeout_s:g} must be above"
+            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that waits"
+            " for the others is taken for one that hangs; 0 turns the check off",
         )
 
 

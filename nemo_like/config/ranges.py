@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from functools import reduce
 
+from nemo_like.config.durations import parse_duration
 from nemo_like.config.errors import Problem
 from nemo_like.config.keys import RUN_CONFIGS, type_at
 from nemo_like.config.schema import RunConfig
@@ -51,6 +52,7 @@ _AT_LEAST_ZERO = (
     "loss_fn.entropy_coefficient",
     "cluster.gpus_per_node",
     "cluster.generation_workers",
+    "cluster.progress_timeout_s",
     "checkpointing.save_period",
     "logger.num_samples_shown",
 )
@@ -75,6 +77,7 @@ def value_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _ranges(config)
     yield from _names(config)
     yield from _prompt_template(config)
+    yield from _time_limit(config)
 
 
 def select(config: RunConfig, key: str) -> object:
@@ -120,6 +123,16 @@ def _names(config: RunConfig) -> Iterator[Problem]:
     for key in ("policy.model_name", "data.train_path", "output_dir"):
         if not select(config, key):
             yield Problem((key,), f"{key} is empty")
+
+
+def _time_limit(config: RunConfig) -> Iterator[Problem]:
+    key, limit = "cluster.time_limit", config.cluster.time_limit
+    if limit is None:
+        return
+    try:
+        parse_duration(limit)
+    except ValueError as error:
+        yield Problem((key,), f"{key} is {limit!r}; {error}")
 
 
 def _prompt_template(config: RunConfig) -> Iterator[Problem]:

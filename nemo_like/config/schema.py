@@ -235,6 +235,12 @@ class ClusterConfig:
     """How long to wait for the cluster to have room before giving up."""
     collective_timeout_s: float = 600.0
     """How long a worker waits for the others in a collective before it fails."""
+    progress_timeout_s: float = 1800.0
+    """How long a worker may report no progress (no microbatch, decoding step or reward sample) before the run ends with an
+    error that names it; 0 means without limit. Above `collective_timeout_s`."""
+    time_limit: str | None = None
+    """Time from the start of the process after which the run saves a checkpoint, once the current step is done, and exits
+    with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null means no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,38 @@ class WorkerError(WorkerFailure):
         self.add_note(f"In the worker:\n{traceback_text}")
 
 
+class WorkerHung(WorkerFailure):
+    """A worker reported no progress for too long and was killed. `stack` is where it was, if known."""
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        rank: int,
+        method: str,
+        pid: int,
+        node: str,
+        silent_s: float,
+        activity: str,
+        state: str,
+        stack: str = "",
+    ) -> None:
+        super().__init__(
+            f"worker {rank} of the {group} group (pid {pid} on node {node}) hangs in `{method}`: no"
+            f" progress for {silent_s:.0f} s (cluster.progress_timeout_s); last activity:"
+            f" {activity}. {state} The workers of the group were stopped. If the call was only"
+            " slow, raise cluster.progress_timeout_s.",
+            group=group,
+            rank=rank,
+            method=method,
+        )
+        self.pid = pid
+        self.node = node
+        self.stack = stack
+        if stack:
+            self.add_note(f"The stack of its main thread:\n{stack}")
+
+
 class WorkerDied(WorkerFailure):
     """A worker's process ended. `cause` says how, `log_tail` holds the last lines it wrote."""
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from nemo_like.distributed import mesh
-from nemo_like.distributed.errors import WorkerError
+from nemo_like.distributed import activity, mesh
+from nemo_like.distributed.errors import WorkerError, WorkerHung
 from nemo_like.distributed.post_mortem import advise
 from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.worker_actor import IN_MEMORY
 from nemo_like.distributed.worker_group import Handle, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+_exit_now = os._exit
 
 
 def local_context(
@@ -21,19 +27,14 @@ def local_context(
     device: str = "cpu",
     num_threads: int | None = None,
     collective_timeout_s: float = 600.0,
-    folder: Path | None = None,
 ) -> WorkerContext:
-    """The context of a group of one, which meets in a file of `folder`; None makes a temporary one, which stays.
-
-    `num_threads` None means every core.
-    """
-    meeting = (folder or Path(tempfile.mkdtemp(prefix="nemo_like_"))) / "rendezvous"
+    """The context of a group of one, whose rendezvous is in memory. `num_threads` None means every core."""
     return WorkerContext(
         rank=0,
         world_size=1,
         local_rank=0,
         device=device,
-        init_method=meeting.as_uri(),
+        init_method=IN_MEMORY,
         collective_timeout_s=collective_timeout_s,
         num_threads=num_threads or len(os.sched_getaffinity(0)),
     )
@@ -52,8 +53,17 @@ class LocalGroup:
         context: WorkerContext,
         *,
         name: str = "worker",
+        progress_timeout_s: float = 0.0,
     ) -> None:
+        """Construct the worker. `progress_timeout_s` above 0 ends the process when a call hangs."""
         self.name = name
+        self._calls: list[str] = []
+        self._closed = threading.Event()
+        if progress_timeout_s > 0:
+            watch = threading.Thread(
+                target=self._watch, args=(progress_timeout_s,), daemon=True, name=f"watch-{name}"
+            )
+            watch.start()
         was_joined = mesh.is_joined()
         self._worker = self._guard("__init__", worker_class, context, **kwargs)
         self._joined = mesh.is_joined() and not was_joined
@@ -86,11 +96,14 @@ class LocalGroup:
     def shutdown(self) -> None:
         """Drop the worker and leave its process group, if it joined one."""
         self._worker = None
+        self._closed.set()
         if self._joined:
             mesh.destroy()
             self._joined = False
 
     def _guard(self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        activity.note(method)
+        self._calls.append(method)
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -98,6 +111,31 @@ class LocalGroup:
             raise WorkerError(
                 group=self.name, rank=0, method=method, cause=error, traceback_text=text, advice=advise(error)
             ) from error
+        finally:
+            self._calls.pop()
+
+    def _watch(self, timeout_s: float) -> None:
+        """End the process when a call makes no progress: nothing else can end one in this process."""
+        while not self._closed.wait(min(1.0, timeout_s / 4)):
+            last = activity.last()
+            silent_s = time.monotonic() - last.time_s
+            if not self._calls or silent_s < timeout_s:
+                continue
+            stack = activity.main_thread_stack()
+            hung = WorkerHung(
+                group=self.name,
+                rank=0,
+                method=self._calls[-1],
+                pid=os.getpid(),
+                node="this machine",
+                silent_s=silent_s,
+                activity=last.text,
+                state="It runs in the driver's process, which ends now.",
+                stack=stack,
+            )
+            logger.info("%s\n%s", hung, stack)
+            os.write(2, f"error: {hung}\nThe stack of its main thread:\n{stack}".encode())
+            _exit_now(1)
 
 
 def _value(argument: Any) -> Any:

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_like.distributed.topology import AXES, Topology
+from nemo_like.distributed.worker_actor import IN_MEMORY
 from nemo_like.distributed.worker_group import WorkerContext
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -33,11 +34,11 @@ def init_process_group(context: WorkerContext) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=context.collective_timeout_s)
-    is_tcp = context.init_method.startswith("tcp://")
+    store = _store(context, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=None if is_tcp else context.init_method,
-        store=_tcp_store(context, timeout) if is_tcp else None,
+        init_method=context.init_method if store is None else None,
+        store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=timeout,
@@ -60,6 +61,13 @@ def destroy() -> None:
     """Leave the process group, if this process is in one."""
     if is_joined():
         dist.destroy_process_group()
+
+
+def _store(context: WorkerContext, timeout: timedelta) -> Store | None:
+    """The store through which the ranks find each other; None leaves it to torch (`file://`)."""
+    if context.init_method == IN_MEMORY:
+        return HashStore()
+    return _tcp_store(context, timeout) if context.init_method.startswith("tcp://") else None
 
 
 def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure
+from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
+from nemo_like.distributed.heartbeat import Silence
 from nemo_like.distributed.worker_actor import (
     Location,
     Raised,
@@ -109,6 +113,52 @@ def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
         traceback_text=failure.error.traceback_text,
         advice=advise(failure.error.cause),
     )
+
+
+def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
+    """The failure of a worker that reported no progress for too long."""
+    evidence = None if silence.responds else ask_node(location)
+    if silence.responds:
+        state = "Its process still answers, so its main thread waits or loops."
+    elif evidence is None:
+        state = "Neither its process nor its node answers."
+    elif evidence.process_state in ("T", "t"):
+        state = "Its process does not respond: it is stopped (SIGSTOP or a debugger)."
+    else:
+        state = (
+            f"Its process does not respond (state {evidence.process_state or 'gone'}): native code"
+            " holds the interpreter, or the machine is overloaded."
+        )
+    return WorkerHung(
+        group=group,
+        rank=silence.rank,
+        method=method,
+        pid=location.pid,
+        node=location.ip,
+        silent_s=silence.silent_s,
+        activity=silence.text,
+        state=state,
+        stack=silence.stack,
+    )
+
+
+def kill_process(location: Location) -> None:
+    """Kill a worker's process, also one that is stopped; does nothing if its node does not answer."""
+    if location.machine == machine_id():
+        _kill(location.pid)
+        return
+    task = ray.remote(_kill).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
+    )
+    with suppress(RayError):
+        ray.get(task.remote(location.pid), timeout=_ANSWER_TIMEOUT_S)
+
+
+def _kill(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tuple[str, str] | None:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from types import TracebackType
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node
-from ray.exceptions import AuthenticationError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.placement import Demand, Node, Resources
+from nemo_like.distributed.session_guard import SessionFolder
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +36,8 @@ COLOCATED_GROUPS = 4
 """Groups that can share a bundle (policy, generator and what later runs add); each takes an equal share."""
 
 _CONNECT_S = 10.0
+_START_ATTEMPTS = 3
+"""Ray gives its processes 30 s to start, which a busy machine may exceed."""
 _POLL_S = 0.5
 _FIRST_REPORT_S = 2.0
 _REPORT_S = 5.0
@@ -56,8 +63,18 @@ class RayVirtualCluster:
     this machine that listens on loopback only. A Ray this process is connected to already is used as it is.
     """
 
-    def __init__(self, config: ClusterConfig, *, generates: bool = True, report: Callable[[str], None] = logger.warning) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        generates: bool = True,
+        report: Callable[[str], None] = logger.warning,
+        logs: Path | None = None,
+    ) -> None:
         """Reserve room as `config` asks; `generates` says whether `generation_workers` counts.
+
+        A Ray that is started here writes under /tmp and is removed at the end. After a failure
+        its logs are copied to the folder `logs`, if one is given.
 
         While there is no room, `report` is told every few seconds what is needed and what is available. Raises
         ClusterError after `placement_timeout_s`, or at once if this process started the cluster, to which nothing can
@@ -67,7 +84,9 @@ class RayVirtualCluster:
         self._demand = Demand.of(config, generates=generates)
         self._report = report
         self._placement_group: PlacementGroup | None = None
-        self._connection = _connect()
+        self._logs = logs
+        self._was_given = ray.is_initialized()
+        self._session = None if self._was_given else _connect(logs)
         try:
             node_ids = self._reserve()
         except BaseException:
@@ -87,21 +106,28 @@ class RayVirtualCluster:
     def num_generation_workers(self) -> int:
         return len(self.generation_bundles)
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, keep_logs: bool = False) -> None:
         """Give the room back, disconnect from a Ray that this object joined, and stop one that it started."""
-        if not ray.is_initialized():
-            return
-        if self._placement_group is not None:
-            remove_placement_group(self._placement_group)
+        if ray.is_initialized():
+            if self._placement_group is not None and self._session is None:
+                remove_placement_group(self._placement_group)
             self._placement_group = None
-        if self._connection != "given":
-            ray.shutdown()
+            if not self._was_given:
+                ray.shutdown()
+        if self._session is not None:
+            self._session.close(self._logs if keep_logs else None)
+            self._session = None
 
     def __enter__(self) -> RayVirtualCluster:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown(keep_logs=isinstance(error, RuntimeError | RayError))
 
     def _bundle(self, index: int, node_id: str) -> Bundle:
         assert self._placement_group is not None
@@ -111,7 +137,7 @@ class RayVirtualCluster:
         """Take every bundle, waiting for room if need be; returns the node id of each."""
         deadline = time.monotonic() + self.config.placement_timeout_s
         nodes = _list_nodes()
-        if self._connection == "started" and not self._demand.fits(nodes):
+        if self._session is not None and not self._demand.fits(nodes):
             raise self._no_room("this machine is the whole cluster, and nothing can be added to it", nodes)
         while True:
             node_ids = self._await_room(deadline)
@@ -176,16 +202,11 @@ class RayVirtualCluster:
         return ClusterError(f"no room for the workers: {what}; {self._demand.describe(nodes)}. {self._demand.advise(nodes)}")
 
 
-def _connect() -> Literal["given", "joined", "started"]:
-    """Be connected to Ray; says whether it already was, joined the cluster of RAY_ADDRESS, or started one."""
-    if ray.is_initialized():
-        return "given"
+def _connect(logs: Path | None) -> SessionFolder | None:
+    """Join the cluster of RAY_ADDRESS, or start one and return its folder."""
     address = os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        with _loopback_only():
-            ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
-        return "started"
+        return _start(logs)
     if "://" in address:
         raise ClusterError(
             f"RAY_ADDRESS is {address}, not the address of a cluster's head (host:port, or auto). To run on the cluster"
@@ -194,14 +215,88 @@ def _connect() -> Literal["given", "joined", "started"]:
     try:
         if address != "auto":
             _check_listening(address)
-        ray.init(address=address, logging_level=logging.ERROR)
-    except (OSError, ValueError, AuthenticationError) as error:
-        raise ClusterError(
-            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {error}. The head must run (`ray status` says"
-            " so there), and if it was started with RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same"
+        with _keep_sigterm_handler():
+            ray.init(address=address, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
+        ray.shutdown()
+        advice = (
+            "Install the same versions of Ray and Python here and on the cluster"
+            if "ersion mismatch" in str(error)
+            else "The head must run (`ray status` says so there; after it ended, start it again or unset RAY_ADDRESS), and"
+            " if it was started with RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same"
             " token, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+        raise ClusterError(
+            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {_one_line(error)}. {advice}"
         ) from error
-    return "joined"
+    return None
+
+
+def _start(logs: Path | None) -> SessionFolder:
+    """Start a Ray cluster on this machine that ends with this process."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    attempt = 1
+    while True:
+        try:
+            session = SessionFolder()
+        except OSError as error:
+            raise ClusterError(
+                f"Ray cannot be started on this machine: its folder cannot be made ({error}). Free some"
+                " space there, or set RAY_TMPDIR to a short path that can be written"
+            ) from error
+        try:
+            with _loopback_only(), _keep_sigterm_handler(), _blocked(signal.SIGINT, signal.SIGHUP):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(session.path),
+                )
+        except BaseException as error:
+            ray.shutdown()
+            session.close(logs)
+            if not isinstance(error, Exception):
+                raise
+            if "timed out during startup" in str(error) and attempt < _START_ATTEMPTS:
+                attempt += 1
+                continue
+            kept = f"; the logs of Ray are in {logs}" if logs is not None and logs.is_dir() else ""
+            raise ClusterError(
+                f"Ray could not be started on this machine (attempt {attempt}): {_one_line(error)}{kept}."
+                " All its processes were stopped. Try again when the machine is less busy, or run"
+                " without Ray with cluster.backend=local (one worker)"
+            ) from error
+        return session
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Have processes that start inside the block ignore these signals; here they are delivered after it.
+
+    Ctrl-C and the end of a terminal reach every process of the terminal's foreground group. Workers
+    must survive them, so that the driver can finish the step and save. Processes inherit the mask.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Have Ray leave the handler of SIGTERM as it is: its own ends the driver without a message."""
+    replaced = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = replaced
+
+
+def _one_line(error: Exception) -> str:
+    text = re.sub(r"\x1b\[\d+m", "", str(error)) or type(error).__name__
+    return " ".join(text.split()).rstrip(".")
 
 
 def _check_listening(address: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import re
+import signal
 import socket
 import traceback
 from collections.abc import Mapping
@@ -14,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
+from nemo_like.distributed import activity
+from nemo_like.distributed.heartbeat import start_heartbeat
+
+IN_MEMORY = "memory://"
+"""`init_method` of a group of one rank, which needs neither a port nor a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,7 @@ class WorkerContext:
     device: str
     """"cpu" or "cuda:0"; a worker sees no GPU but its own."""
     init_method: str
-    """Where the group meets: `tcp://address:port` or `file://path`."""
+    """The rendezvous of the group: `tcp://address:port`, `file://path`, or `IN_MEMORY` for one rank."""
     collective_timeout_s: float
     num_threads: int
     """CPU threads of this worker."""
@@ -69,9 +76,15 @@ class Raised:
 class WorkerActor:
     """Holds one worker and calls its methods. Exceptions come back as values, so that none is lost on the way."""
 
-    def __init__(self, label: str, num_threads: int) -> None:
+    def __init__(self, label: str, num_threads: int, heartbeat_key: str, progress_timeout_s: float) -> None:
+        """`progress_timeout_s` 0 means that nobody watches the progress, and no heartbeat is sent."""
         # Before anything imports torch, which reads these once. Ray's own choice is the actor's share of the bundle.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+        # Ctrl-C and the end of a terminal are for the driver, which lets its workers finish the step.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if progress_timeout_s > 0:
+            start_heartbeat(heartbeat_key, progress_timeout_s)
         self._label = label
         self._worker: Any = None
 
@@ -98,6 +111,7 @@ class WorkerActor:
 
     @ray.method(num_returns=2)
     def build(self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> tuple[Raised | None, None]:
+        activity.note("__init__")
         try:
             self._worker = worker_class(context, **kwargs)
         except Exception as error:
@@ -106,6 +120,7 @@ class WorkerActor:
 
     @ray.method(num_returns=2)
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Raised | None, Any]:
+        activity.note(method)
         try:
             return None, getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:

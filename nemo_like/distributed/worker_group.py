@@ -7,6 +7,7 @@ NumPy arrays that come out of Ray's object store are read-only views of shared m
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,19 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.distributed.errors import ClusterError, WorkerFailure
-from nemo_like.distributed.post_mortem import Failure, explain, failure_of
+from nemo_like.distributed.heartbeat import ProgressMonitor, Silence, head_answers
+from nemo_like.distributed.post_mortem import (
+    Failure,
+    explain,
+    explain_hung,
+    failure_of,
+    kill_process,
+)
 from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
 from nemo_like.distributed.worker_actor import Location, Raised, WorkerActor, WorkerContext
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Handle", "RayWorkerGroup", "WorkerContext", "WorkerGroup", "awake"]
 
@@ -125,7 +135,12 @@ class RayWorkerGroup:
         config = cluster.config
         bundles = _choose_bundles(cluster, placement, topology, name)
         num_threads = 1 if placement == "anywhere" else max(1, int(config.cpus_per_worker))
-        self._actors = [_start_actor(name, rank, bundle, num_threads) for rank, bundle in enumerate(bundles)]
+        self._collective_timeout_s = config.collective_timeout_s
+        self._monitor = ProgressMonitor(name, config.progress_timeout_s)
+        self._actors = [
+            _start_actor(name, rank, bundle, num_threads, self._monitor)
+            for rank, bundle in enumerate(bundles)
+        ]
         try:
             self._locations = _locate(self._actors, name, config.placement_timeout_s)
             contexts = self._contexts(bundles, num_threads, config.collective_timeout_s)
@@ -173,10 +188,13 @@ class RayWorkerGroup:
     def wait(self, handles: Sequence[Handle]) -> None:
         self._raise_if_stopped()
         pending: _Pending = {handle.outcome: handle for handle in handles if handle.outcome is not None}
+        self._monitor.start_waiting(_ranks(pending))
         while pending:
-            failure = self._next_failure(pending, timeout_s=None)
+            failure = self._next_failure(pending, timeout_s=self._monitor.poll_s)
             if failure is not None:
-                self._stop(self._first_cause(failure, pending))
+                self._stop(self._first_cause(failure, pending), pending)
+            if pending:
+                self._check_progress(pending)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         self.wait(handles)
@@ -191,6 +209,7 @@ class RayWorkerGroup:
 
     def shutdown(self) -> None:
         if ray.is_initialized():  # else they are gone already, and any call would start a new Ray
+            self._monitor.close(len(self._actors))
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
         self._actors = []
@@ -254,10 +273,43 @@ class RayWorkerGroup:
                 failure = other
         return failure
 
-    def _stop(self, failure: Failure) -> NoReturn:
+    def _check_progress(self, pending: _Pending) -> None:
+        """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is gone."""
+        if not head_answers():
+            address = ray.get_runtime_context().gcs_address
+            self._failure = WorkerFailure(
+                f"the head of the Ray cluster (GCS, {address}) does not answer, in `{_method(pending)}` of the"
+                f" {self.name} group; without it no worker can be used. Its log is gcs_server.out of the"
+                " Ray session.",
+                group=self.name,
+                rank=min(_ranks(pending)),
+                method=_method(pending),
+            )
+            self._actors = []  # they cannot be stopped without the head; they end with the session
+            raise self._failure
+        silence = self._monitor.check(_ranks(pending))
+        if silence is not None:
+            self._stop_hung(silence, pending)
+
+    def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
+        if failure.is_secondary and pending:
+            # The ranks that did not answer are those that the others waited for in vain.
+            at_least_s = 0.9 * self._collective_timeout_s
+            silence = self._monitor.most_silent(_ranks(pending), at_least_s=at_least_s)
+            if silence is not None:
+                self._stop_hung(silence, pending)
         self._failure = explain(failure, self.name, self._locations[failure.rank])
         self.shutdown()
         raise self._failure
+
+    def _stop_hung(self, silence: Silence, pending: _Pending) -> NoReturn:
+        location = self._locations[silence.rank]
+        method = next(call.method for call in pending.values() if call.rank == silence.rank)
+        self._failure = hung = explain_hung(silence, self.name, method, location)
+        logger.info("%s\n%s", hung, silence.stack)
+        kill_process(location)  # a stopped process does not obey Ray
+        self.shutdown()
+        raise hung
 
 
 def _choose_bundles(cluster: RayVirtualCluster, placement: str, topology: Topology, name: str) -> Sequence[Bundle | None]:
@@ -271,7 +323,17 @@ def _choose_bundles(cluster: RayVirtualCluster, placement: str, topology: Topolo
     return bundles[: topology.world_size]
 
 
-def _start_actor(name: str, rank: int, bundle: Bundle | None, num_threads: int) -> Any:
+def _ranks(pending: _Pending) -> set[int]:
+    return {call.rank for call in pending.values()}
+
+
+def _method(pending: _Pending) -> str:
+    return next(iter(pending.values())).method
+
+
+def _start_actor(
+    name: str, rank: int, bundle: Bundle | None, num_threads: int, monitor: ProgressMonitor
+) -> Any:
     """The one place where a worker meets Ray's scheduler."""
     share = 1.0 / COLOCATED_GROUPS
     return (
@@ -287,7 +349,7 @@ def _start_actor(name: str, rank: int, bundle: Bundle | None, num_threads: int) 
                 else "SPREAD"
             ),
         )
-        .remote(f"{name}[{rank}]", num_threads)
+        .remote(f"{name}[{rank}]", num_threads, monitor.key(rank), monitor.timeout_s)
     )
 
 
@@ -298,8 +360,9 @@ def _locate(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Locatio
     if missing:
         raise ClusterError(
             f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
-            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of the Ray nodes, under"
-            " /tmp/ray/session_latest/logs, say why a process does not start"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of the Ray nodes (in"
+            " logs/ray of the run, or under /tmp/ray/session_latest/logs on the nodes of a cluster that was"
+            " joined) say why a process does not start"
         )
     try:
         return tuple(ray.get(locations))

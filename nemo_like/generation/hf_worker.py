@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
+from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.interface import Completions, FinishReason, SamplingParams
 from nemo_like.generation.sampling import row_uniforms, sample_tokens
@@ -135,6 +136,7 @@ class HFGenerationWorker:
         forward = _CachedForward(self._model, prompts, max_total_length, self._device)
         slots = rows
         for index in range(uniforms.shape[1]):
+            activity.note(f"decoding step {index + 1} of {uniforms.shape[1]}, {len(slots)} rows")
             token_ids, logprobs = sample_tokens(forward.logits, uniforms[:, index], sampling)
             self._extend(slots, token_ids.tolist(), logprobs.tolist(), sampling.stop_strings)
             alive = [slot for slot, row in enumerate(slots) if not row.is_finished]

@@ -25,6 +25,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.data.packing.plan import Microbatch, PlanSpec, RankPlan
+from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
@@ -133,6 +134,7 @@ class PolicyWorker:
 
     def weight_bucket(self, index: int) -> Bucket | None:
         """Bucket `index` of the weights as they are now, on rank 0; the others help to gather it and return None."""
+        activity.note(f"weight bucket {index + 1} of {len(self._buckets)}")
         weights = self._policy.full_weights(self._buckets[index])
         if self._policy.rank == 0:
             return Bucket.encode(weights)
@@ -229,6 +231,7 @@ class _Rows:
 
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet the vocabulary."""
+        activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
         inputs = build_inputs(self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device)
         counts = torch.from_numpy(self.num_trained_tokens(microbatch)).to(self.device, torch.float32)
         is_trained_row = counts > 0
@@ -254,6 +257,7 @@ class _LossStep:
     denominator: float
 
     def __call__(self, inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor, Metrics]:
+        activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = scores.entropy
         if entropy is not None and not self.loss.entropy_gradient:
             entropy = entropy.detach()

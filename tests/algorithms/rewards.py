@@ -1,5 +1,8 @@
 """Reward functions for the tests: one that is smooth, one that breaks."""
 
+import os
+import signal
+
 from nemo_like.environments.interface import RewardSample
 
 
@@ -10,3 +13,11 @@ def digit_share(sample: RewardSample) -> float:
 
 def broken(sample: RewardSample) -> float:
     raise KeyError("no such key in the verifier")
+
+
+def signal_once(sample: RewardSample) -> float:
+    """As `digit_share`; at its first call it sends this process the signal named by TEST_SIGNAL."""
+    name = os.environ.pop("TEST_SIGNAL", None)
+    if name is not None:
+        os.kill(os.getpid(), signal.Signals[name])
+    return digit_share(sample)

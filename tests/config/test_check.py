@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.config.check import batching_section, derivation, find_problems
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import model_problems, num_policy_workers
 from nemo_like.config.schema import (
     ClusterConfig,
@@ -21,6 +22,7 @@ from nemo_like.config.schema import (
     RunConfig,
     SftRunConfig,
 )
+from tests.recipe import Recipe
 
 POLICY = PolicyConfig(model_name="models/tiny")
 DATA = DataConfig(train_path="data/train.jsonl")
@@ -264,3 +266,9 @@ def test_the_derivation_is_spelled_out() -> None:
         "training: packed in microbatches of at most 4096 tokens, which hold 4 of the longest rows (1000 tokens) and more of"
         " shorter ones"
     )
+
+
+def test_the_progress_deadline_is_above_the_collective_timeout(recipe: Recipe) -> None:
+    with pytest.raises(ConfigError, match=r"progress_timeout_s 600 must be above"):
+        recipe.sft("cluster.progress_timeout_s=600")
+    assert recipe.sft("cluster.progress_timeout_s=0").cluster.progress_timeout_s == 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 
 
@@ -99,6 +100,16 @@ class PlainWorker:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def work(self, seconds: float, hanging_rank: int | None = None) -> int:
+        """Reports progress for so long; the hanging rank then loops without progress."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            activity.note(f"sample {self.context.rank} of 8")
+            time.sleep(0.2)
+        while self.context.rank == hanging_rank:
+            time.sleep(0.2)
+        return self.context.rank
 
     def crash(self, rank: int) -> None:
         if self.context.rank == rank:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -75,6 +78,36 @@ def test_shutdown_leaves_the_process_group_that_its_own_worker_joined() -> None:
 def test_the_context_names_this_process_alone() -> None:
     context = local_context(device="cuda:0", collective_timeout_s=5)
     assert (context.rank, context.world_size, context.device) == (0, 1, "cuda:0")
-    assert context.init_method.startswith("file:///")
+    assert context.init_method == "memory://"
     assert context.num_threads == len(os.sched_getaffinity(0))
-    assert local_context().init_method != context.init_method
+
+
+def test_a_call_that_hangs_ends_the_process_with_a_message() -> None:
+    script = """
+        import time
+        from nemo_like.distributed import activity
+        from nemo_like.distributed.local_group import LocalGroup, local_context
+
+        class Worker:
+            def __init__(self, context): pass
+            def work(self):
+                for index in range(15):
+                    activity.note(f"sample {index}")
+                    time.sleep(0.2)
+            def hang(self):
+                time.sleep(1000)
+
+        group = LocalGroup(Worker, {}, local_context(), name="reward", progress_timeout_s=2.0)
+        group.run_all_workers("work")
+        time.sleep(3)
+        print("slow work and no work are no hang", flush=True)
+        group.run_all_workers("hang")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (1, "slow work and no work are no hang\n")
+    assert "worker 0 of the reward group" in done.stderr
+    assert "hangs in `hang`: no progress for 2" in done.stderr
+    assert "last activity: hang" in done.stderr
+    assert "in hang" in done.stderr

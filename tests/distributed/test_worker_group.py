@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed import post_mortem
-from nemo_like.distributed.errors import WorkerDied, WorkerError
+from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
 from nemo_like.distributed.post_mortem import Failure, explain
 from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.virtual_cluster import RayVirtualCluster
@@ -182,6 +182,35 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
     assert "left the cluster" not in slow
     gone = explain(failure, "policy", dataclasses.replace(elsewhere, node_id="f" * 56))
     assert "its node left the cluster" in str(gone)
+
+
+def test_a_hung_worker_is_told_from_a_slow_one(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank loops, later one is stopped; both end the call with the rank and its last activity."""
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0, collective_timeout_s=4.0)
+    monkeypatch.setattr(cluster, "config", timeouts)
+    group = plain_group(cluster, Topology(dp=2))
+    assert group.run_all_workers("work", 8.0) == [0, 1], "a slow worker is not taken for a hung one"
+    pid = group.locations[1].pid
+    with pytest.raises(WorkerHung) as caught:
+        group.run_all_workers("work", 0.5, hanging_rank=1)
+    assert caught.value.rank == 1
+    message = str(caught.value)
+    assert message.startswith(f"worker 1 of the policy group (pid {pid} on node ")
+    assert "hangs in `work`: no progress for " in message
+    assert "(cluster.progress_timeout_s); last activity: sample 1 of 8" in message
+    assert "Its process still answers" in message
+    assert "in work" in caught.value.stack
+    for location in group.locations:
+        wait_for_end(location.pid)
+
+    group = plain_group(cluster, Topology(dp=2))
+    stopped = group.locations[0].pid
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(WorkerHung, match=r"worker 0 .* it is stopped \(SIGSTOP or a debugger\)"):
+        group.run_all_workers("multiply", 1)
+    wait_for_end(stopped)
 
 
 def collective_group(cluster: RayVirtualCluster, topology: Topology) -> RayWorkerGroup:

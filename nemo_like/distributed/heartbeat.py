@@ -1,0 +1,191 @@
+"""Tells a hung worker from a slow one.
+
+Every worker process has a thread that writes its last activity to the key-value store of the Ray
+cluster. The driver reads it while it waits for calls. If the activity advances the worker is slow; if
+only the thread's own counter advances the worker hangs; if neither does, its process is stopped, or
+native code holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import ray
+from ray.experimental import internal_kv
+
+from nemo_like.distributed import activity
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "nemo_like/heartbeat/"
+_MAX_PERIOD_S = 30.0
+_MIN_PERIOD_S = 0.5
+_MISSED = 3
+"""Heartbeats that are missing before a process counts as not responding."""
+_KEPT_S = 7 * 86400
+"""Records of runs that were killed are removed by a later run on the same cluster after this."""
+_HEAD_TIMEOUT_S = 5.0
+_HEAD_ATTEMPTS = 3
+
+
+def period_s(timeout_s: float) -> float:
+    """Seconds between heartbeats for a progress deadline of `timeout_s`."""
+    return min(_MAX_PERIOD_S, max(_MIN_PERIOD_S, timeout_s / 10))
+
+
+def start_heartbeat(key: str, timeout_s: float) -> None:
+    """Report this process's activity under `key` from a thread, until the process ends."""
+
+    def report() -> None:
+        beat = 0
+        while True:
+            beat += 1
+            last = activity.last()
+            idle_s = time.monotonic() - last.time_s
+            stack = activity.main_thread_stack() if idle_s > timeout_s / 2 else ""
+            record = {
+                "beat": beat,
+                "unix_time_s": time.time(),
+                "count": last.count,
+                "idle_s": idle_s,
+                "text": last.text,
+                "stack": stack,
+            }
+            with suppress(Exception):  # the head is unreachable; the driver sees that by itself
+                internal_kv._internal_kv_put(key.encode(), json.dumps(record).encode(), overwrite=True)
+            time.sleep(period_s(timeout_s))
+
+    threading.Thread(target=report, daemon=True, name="heartbeat").start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """A worker that reported no progress.
+
+    Example: `Silence(rank=1, silent_s=1800.2, responds=True, text="train, microbatch 3 of 8")`.
+    """
+
+    rank: int
+    silent_s: float
+    responds: bool
+    """Whether its process still sends heartbeats."""
+    text: str
+    """Its last activity."""
+    stack: str = ""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the driver knows of one worker; times are of the driver's monotonic clock."""
+
+    count: int = -1
+    progressed_s: float = 0.0
+    beat: int = -1
+    beat_s: float = 0.0
+    text: str = "none reported"
+    stack: str = ""
+
+
+@dataclass
+class ProgressMonitor:
+    """The driver's side: watches the workers whose calls it waits for."""
+
+    group: str
+    timeout_s: float
+    """The progress deadline; 0 means none."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _next_check_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_s > 0:
+            _remove_old_records()
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds that the driver may wait between two checks."""
+        return min(_HEAD_TIMEOUT_S, period_s(self.timeout_s)) if self.timeout_s > 0 else _HEAD_TIMEOUT_S
+
+    def key(self, rank: int) -> str:
+        """Where the worker of `rank` reports."""
+        return f"{_PREFIX}{self.group}-{self.token}/{rank}"
+
+    def start_waiting(self, ranks: Iterable[int]) -> None:
+        """The deadline of these workers starts now."""
+        now = time.monotonic()
+        for rank in ranks:
+            seen = self._seen.setdefault(rank, _Seen())
+            seen.progressed_s = seen.beat_s = now
+        self._next_check_s = now + self.poll_s
+
+    def check(self, ranks: Iterable[int]) -> Silence | None:
+        """The worker that most likely hangs, if one of `ranks` is past the deadline."""
+        if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
+            return None
+        self._next_check_s = time.monotonic() + self.poll_s
+        return self.most_silent(ranks, at_least_s=self.timeout_s)
+
+    def most_silent(self, ranks: Iterable[int], *, at_least_s: float) -> Silence | None:
+        """Of the workers without progress for so long, one that does not respond, else the most silent."""
+        if self.timeout_s <= 0:
+            return None
+        silences = [silence for rank in ranks if (silence := self._look(rank)).silent_s >= at_least_s]
+        return max(silences, key=lambda one: (not one.responds, one.silent_s), default=None)
+
+    def close(self, num_ranks: int) -> None:
+        """Remove the records of the group."""
+        if self.timeout_s > 0:
+            for rank in range(num_ranks):
+                with suppress(Exception):  # the cluster is gone, and the records with it
+                    internal_kv._internal_kv_del(self.key(rank).encode())
+
+    def _look(self, rank: int) -> Silence:
+        seen, now = self._seen.setdefault(rank, _Seen()), time.monotonic()
+        record = _read(self.key(rank))
+        if record is not None:
+            if record["count"] != seen.count:
+                seen.count, seen.progressed_s = record["count"], now
+            if record["beat"] != seen.beat:
+                seen.beat, seen.beat_s = record["beat"], now
+            seen.text, seen.stack = record["text"], record["stack"]
+        responds = now - seen.beat_s <= _MISSED * period_s(self.timeout_s)
+        return Silence(
+            rank=rank,
+            silent_s=now - seen.progressed_s,
+            responds=responds,
+            text=seen.text,
+            stack=seen.stack,
+        )
+
+
+def head_answers() -> bool:
+    """Whether the head of the Ray cluster accepts connections; tried several times."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    for attempt in range(_HEAD_ATTEMPTS):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_TIMEOUT_S).close()
+        except OSError:
+            time.sleep(1.0 + attempt)
+        else:
+            return True
+    return False
+
+
+def _read(key: str) -> dict | None:
+    value = internal_kv._internal_kv_get(key.encode())
+    return None if value is None else json.loads(value)
+
+
+def _remove_old_records() -> None:
+    for key in internal_kv._internal_kv_list(_PREFIX.encode()):
+        record = _read(key.decode())
+        if record is not None and time.time() - record["unix_time_s"] > _KEPT_S:
+            internal_kv._internal_kv_del(key)

@@ -1,0 +1,156 @@
+"""Cleans up the Ray session that a run starts for itself, also when the driver is killed.
+
+The session has a folder of its own. `guard` starts a process that waits for the end of the driver and
+then ends every process of the session and removes the folder. A lock on the folder is held while the
+driver or its guard lives, so that a folder whose owner is gone is recognized by the next run.
+
+This file runs as a script and uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "nemo_like_ray_"
+_LOCK = "lock"
+_POLL_S = 1.0
+_END_S = 10.0
+"""How long processes may take to disappear after SIGKILL."""
+_MAX_LOG_BYTES = 2**20
+
+
+_open_folders: set[Path] = set()
+"""Folders of the sessions that this process started and did not close."""
+
+
+class SessionFolder:
+    """The folder of one Ray session; `close` ends the session's processes and removes the folder."""
+
+    def __init__(self) -> None:
+        """Make the folder and start its guard; folders of runs that are gone are removed first."""
+        base = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+        base.mkdir(parents=True, exist_ok=True)
+        remove_stale(base)
+        self.path = base / f"{_PREFIX}{secrets.token_hex(3)}"
+        made = Path(tempfile.mkdtemp(prefix="new_", dir=base))
+        self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        made.rename(self.path)  # only now can `remove_stale` of another run see it, and it is locked
+        self._guard = _start_guard(self.path, self._lock)
+        _open_folders.add(self.path)
+
+    def close(self, keep_logs: Path | None = None) -> None:
+        """End the session's processes, copy its logs to `keep_logs` if given, and remove the folder."""
+        remove_session(self.path, keep_logs)
+        _open_folders.discard(self.path)
+        self._guard.kill()
+        self._guard.wait()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        os.close(self._lock)
+
+
+def remove_session(folder: Path, keep_logs: Path | None = None) -> None:
+    """Kill every process that belongs to the session in `folder`, and remove the folder."""
+    deadline = time.monotonic() + _END_S
+    while (pids := list(_session_pids(folder))) and time.monotonic() < deadline:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:  # it ended meanwhile
+                continue
+        time.sleep(0.05)
+    if keep_logs is not None:
+        _copy_logs(folder, keep_logs)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_all_sessions() -> None:
+    """Kill the processes of every session that this process started, and remove their folders."""
+    for folder in list(_open_folders):
+        remove_session(folder)
+
+
+def remove_stale(base: Path) -> None:
+    """Remove the sessions in `base` whose driver and guard are gone, for example after a reboot."""
+    for folder in base.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # of another user, or being removed
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_session(folder)
+        except BlockingIOError:  # its owner lives
+            continue
+        finally:
+            os.close(lock)
+
+
+def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(lock,),
+        start_new_session=True,  # signals of the driver's terminal do not reach it
+        cwd="/",
+    )
+
+
+def _session_pids(folder: Path) -> Iterator[int]:
+    """Ray processes with the folder in their command line, and those whose output goes into it."""
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = Path(entry.path, "cmdline").read_bytes()
+            outputs = [os.readlink(f"{entry.path}/fd/{number}") for number in (1, 2)]
+        except OSError:  # it ended, or belongs to another user
+            continue
+        is_of_ray = b"/ray/" in command and f"{folder}/".encode() in command
+        if is_of_ray or any(output.startswith(f"{folder}/") for output in outputs):
+            yield int(entry.name)
+
+
+def _copy_logs(folder: Path, target: Path) -> None:
+    """Copy the last megabyte of every log that is not empty; a full disk does not stop the cleanup."""
+    for log in folder.glob("session_2*/logs/*.*"):
+        try:
+            if log.suffix not in (".err", ".out", ".log") or log.stat().st_size == 0:
+                continue
+            target.mkdir(parents=True, exist_ok=True)
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _MAX_LOG_BYTES))
+                (target / log.name).write_bytes(file.read())
+        except OSError:
+            continue
+
+
+def _guard(driver_pid: int, folder: Path) -> None:
+    """Return when the driver is gone, after its session has been removed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # The pipe closes at the driver's end, unless a process that the driver forked still holds it.
+    while os.getppid() == driver_pid:
+        ready, _, _ = select.select([sys.stdin], [], [], _POLL_S)
+        if ready:
+            break
+    remove_session(folder)
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]), Path(sys.argv[2]))
