@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.algorithms.grpo import run_grpo
 from nemo_like.algorithms.job import RunResult
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.cli import train
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import load_config
-from nemo_like.config.schema import GrpoRunConfig, SftRunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.demo_task import build_demo
 
 _CONFIGS = Path("examples/configs")
@@ -46,12 +46,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(Path("runs") / name)
     sft_config = load_config("sft", _CONFIGS / "demo_sft.yaml", [f"seed={arguments.seed}"])
     grpo_config = load_config("grpo", _CONFIGS / "demo_grpo.yaml", [f"seed={arguments.seed}"])
-    assert isinstance(sft_config, SftRunConfig) and isinstance(grpo_config, GrpoRunConfig)
-    sft = run_sft(sft_config)
+    sft = _run("sft", sft_config, arguments.seed)
+    if isinstance(sft, int):
+        return sft
     sft_done = time.monotonic()
-    grpo = run_grpo(grpo_config)
+    grpo = _run("grpo", grpo_config, arguments.seed)
+    if isinstance(grpo, int):
+        return grpo
     _report(sft, grpo, sft_done - started, time.monotonic() - sft_done)
     return 0
+
+
+def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
+    """Run one phase; after a failure say what is kept and how to continue, and return the exit code."""
+    try:
+        result = train(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        result = 2
+    if isinstance(result, int):
+        kept = ["the model and the data in runs/demo"]
+        if kind == "grpo":
+            kept.append("the finished SFT run in runs/demo_sft, with its model in runs/demo_sft/hf")
+        latest = Path("runs", config.run_name, "latest")
+        resume = " resume=true" if latest.exists() else ""
+        if resume:
+            kept.append(f"the last checkpoint of {latest.parent}")
+        command = f"nemo-like {kind} --config {_CONFIGS}/demo_{kind}.yaml seed={seed}{resume}"
+        print(
+            f"The demo ended in its {kind.upper()} phase. Kept: {'; '.join(kept)}."
+            f" To continue, remove the cause named above and run: {command}",
+            file=sys.stderr,
+        )
+    return result
 
 
 def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> None:

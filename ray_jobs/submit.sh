@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Submit a run to a Ray cluster and follow its log; exits with 0 if the run succeeded, with 1 if not.
 #
-#   ray_jobs/submit.sh [--upload] sft|grpo CONFIG [KEY=VALUE ...]
+#   ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo CONFIG [KEY=VALUE ...]
 #
 # The job API is that of RAY_API_SERVER_ADDRESS, by default http://127.0.0.1:8265: the dashboard of a head on this machine
 # or the near end of an ssh tunnel to one. The token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
@@ -9,36 +9,74 @@
 # Without --upload the nodes see this directory under the same path (one machine, or a shared file system): nothing is
 # copied, and relative paths mean what they mean here. With --upload this directory is sent along, less what .gitignore
 # names; the nodes have the dependencies, and model, data and output_dir are absolute paths there. See README.md.
+#
+# --package DIR sends a Python package from anywhere, for example one with reward functions. The run gets PYTHONPATH,
+# NEMO_LIKE_DATA, HF_*, WANDB_* and each --env NAME of this environment; values are not printed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-usage="usage: ray_jobs/submit.sh [--upload] sft|grpo CONFIG [KEY=VALUE ...]"
-
-upload=false
-if [ "${1-}" = --upload ]; then
-  upload=true
-  shift
-fi
-if [ $# -lt 2 ]; then
-  echo "$usage" >&2
+usage="usage: ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo CONFIG [KEY=VALUE ...]"
+fail() {
+  echo "$1" >&2
   exit 2
-fi
+}
+
+upload=false packages=() names=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --upload) upload=true; shift ;;
+    --package)
+      [ $# -ge 2 ] || fail "$usage"
+      [ -d "$2" ] || fail "--package $2 is not a directory"
+      packages+=("$(cd "$2" && pwd)")
+      shift 2
+      ;;
+    --env)
+      [ $# -ge 2 ] || fail "$usage"
+      [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || fail "--env takes the name of a variable, without its value"
+      [ -n "${!2+set}" ] || fail "--env $2: the variable is not set here"
+      names+=("$2")
+      shift 2
+      ;;
+    *) break ;;
+  esac
+done
+[ $# -ge 2 ] || fail "$usage"
 command=$1 config=$2
 shift 2
 case $command in
   sft | grpo) ;;
-  *) echo "unknown command '$command'; $usage" >&2; exit 2 ;;
+  *) fail "unknown command '$command'; $usage" ;;
 esac
+from=$PWD
 cd "$root"
-if [ ! -f "$config" ]; then
-  echo "no config file $config in $root" >&2
-  exit 2
-fi
+[ -f "$config" ] || fail "no config file $config in $root"
 
 PATH=$root/.venv/bin:$PATH
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
-submit=(ray job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}")
+# In a file that only this user reads: a command line is visible to all, and Ray prints that of a job.
+runtime_env=$(mktemp --suffix .json)
+trap 'rm -f "$runtime_env"' EXIT
+python - "$from" "$runtime_env" "${#packages[@]}" "${packages[@]}" "${names[@]}" <<'END'
+import json
+import os
+import sys
+
+start, path, num_packages = sys.argv[1], sys.argv[2], int(sys.argv[3])
+packages, names = sys.argv[4 : 4 + num_packages], sys.argv[4 + num_packages :]
+names += ["PYTHONPATH", "NEMO_LIKE_DATA"]
+names += [name for name in os.environ if name.startswith(("HF_", "WANDB_"))]
+variables = {name: os.environ[name] for name in names if name in os.environ}
+for name in {"PYTHONPATH", "NEMO_LIKE_DATA"} & variables.keys():
+    parts = [part for part in variables[name].split(os.pathsep) if part]
+    variables[name] = os.pathsep.join(os.path.join(start, part) for part in parts)
+# `ray job stop` kills a run after 3 s by default, which is too soon to finish a step and save.
+variables["RAY_JOB_STOP_WAIT_TIME_S"] = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "1800")
+with open(path, "w") as file:
+    json.dump({"env_vars": variables} | ({"py_modules": packages} if packages else {}), file)
+END
+submit=(ray job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --runtime-env "$runtime_env")
 if $upload; then
-  exec "${submit[@]}" --working-dir . -- python -m nemo_like "$command" --config "$config" "$@"
+  "${submit[@]}" --working-dir . -- python -m nemo_like "$command" --config "$config" "$@"
+else
+  "${submit[@]}" -- env --chdir="$root" .venv/bin/python -m nemo_like "$command" --config "$config" "$@"
 fi
-exec "${submit[@]}" -- env --chdir="$root" ${NEMO_LIKE_DATA:+"NEMO_LIKE_DATA=$NEMO_LIKE_DATA"} \
-  .venv/bin/python -m nemo_like "$command" --config "$config" "$@"

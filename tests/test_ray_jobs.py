@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +43,9 @@ def test_each_script_is_executable_and_parses(script: Path) -> None:
         (["--upload", "grpo"], "usage: ray_jobs/submit.sh"),
         (["dance", "x.yaml"], "unknown command 'dance'"),
         (["sft", "examples/configs/missing.yaml"], "no config file examples/configs/missing.yaml"),
+        (["--package", "missing", "sft", "x.yaml"], "--package missing is not a directory"),
+        (["--env", "NOT_SET_ANYWHERE", "sft", "x.yaml"], "--env NOT_SET_ANYWHERE: the variable is not set here"),
+        (["--env", "TOKEN=secret", "sft", "x.yaml"], "--env takes the name of a variable"),
     ],
 )
 def test_wrong_use_is_told_with_exit_code_2(arguments: list[str], message: str) -> None:
@@ -49,3 +59,124 @@ def test_clusters_are_closed_and_dashboards_stay_on_loopback() -> None:
     assert "export RAY_AUTH_MODE=token" in start
     assert "--dashboard-host 127.0.0.1" in start
     assert not any("0.0.0.0" in script.read_text(encoding="utf-8") for script in SCRIPTS)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The scripts and a config in another directory, where `ray` is a program of the test."""
+    shutil.copytree(ROOT / "ray_jobs", tmp_path / "ray_jobs")
+    (tmp_path / "run.yaml").write_text("run_name: x\n")
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def write_ray(root: Path, body: str) -> None:
+    ray = root / ".venv" / "bin" / "ray"
+    ray.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    ray.chmod(0o755)
+
+
+def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(copied: Path) -> None:
+    write_ray(copied, f"""
+        printf '%s\\n' "$@" > {copied}/arguments
+        while [ "$1" != --runtime-env ]; do shift; done
+        stat -c %a "$2" > {copied}/mode
+        cp "$2" {copied}/runtime_env.json
+        exit 1""")
+    package = copied / "elsewhere" / "my_rewards"
+    package.mkdir(parents=True)
+    given = {"HF_TOKEN": "secret-1", "WANDB_API_KEY": 'secret-"2"', "PYTHONPATH": "lib:/abs", "MINE": "secret-3"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "WANDB_"))}
+    script = copied / "ray_jobs" / "submit.sh"
+    done = subprocess.run(
+        [script, "--package", "my_rewards", "--env", "MINE", "grpo", "run.yaml", "seed=1"],
+        cwd=package.parent,
+        env=environment | given | {"OTHER": "secret-4"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, "the exit code is that of ray job submit"
+    runtime_env = json.loads((copied / "runtime_env.json").read_text())
+    variables = runtime_env["env_vars"]
+    assert runtime_env["py_modules"] == [str(package)]
+    assert variables.pop("PYTHONPATH") == f"{package.parent}/lib:/abs"
+    assert variables.pop("RAY_JOB_STOP_WAIT_TIME_S") == "1800"
+    variables.pop("NEMO_LIKE_DATA", None)
+    assert variables == {name: given[name] for name in ("HF_TOKEN", "WANDB_API_KEY", "MINE")}
+    assert (copied / "mode").read_text() == "600\n"
+    arguments = (copied / "arguments").read_text().splitlines()
+    assert arguments[-5:] == ["nemo_like", "grpo", "--config", "run.yaml", "seed=1"]
+    assert not Path(arguments[arguments.index("--runtime-env") + 1]).exists()
+    assert "secret" not in done.stdout + done.stderr + "".join(arguments)
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_head_is_not_started_on_an_occupied_port(copied: Path, listener: int) -> None:
+    write_ray(copied, f"touch {copied}/was_called")
+    script = copied / "ray_jobs" / "start_head.sh"
+    for option in ("--port", "--dashboard-port"):
+        other = "--dashboard-port" if option == "--port" else "--port"
+        done = subprocess.run([script, f"{other}=0", option, str(listener)], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"port {listener} is in use by another program" in done.stderr
+    assert not (copied / "was_called").exists()
+
+
+def start_named(port: int, **environment: str) -> subprocess.Popen[bytes]:
+    """A process that looks like a head: it has its name and its port argument."""
+    command = f"exec -a 'gcs_server --gcs_server_port={port}' sleep 1000"
+    return subprocess.Popen(["bash", "-c", command], env=os.environ | environment, start_new_session=True)
+
+
+def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copied: Path) -> None:
+    write_ray(copied, f"touch {copied}/was_called")
+    start, stop = copied / "ray_jobs" / "start_head.sh", copied / "ray_jobs" / "stop_head.sh"
+    foreign = start_named(64999)
+    own = start_named(64998, NEMO_LIKE_HEAD="64998")
+    time.sleep(0.5)
+    try:
+        done = subprocess.run([start, "--port", "64999"], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"a Ray head with port 64999 already runs on this machine (pid {foreign.pid})" in done.stderr
+        done = subprocess.run([stop, "64999"], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "no head with port 64999 that ray_jobs/start_head.sh started" in done.stderr
+        assert foreign.poll() is None
+        own_stop = subprocess.Popen([stop, "64998"])
+        assert own.wait(timeout=60) == -signal.SIGTERM
+        assert own_stop.wait(timeout=60) == 0
+    finally:
+        foreign.kill()
+        own.kill()
+        foreign.wait()
+    assert not (copied / "was_called").exists()
+
+
+def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
+    write_ray(copied, f"""
+        [ "$1" = start ] || exit 0
+        sleep 1000 > /dev/null 2>&1 &
+        echo $! > {copied}/child
+        echo "the reason" >&2
+        exit 3""")
+    script = copied / "ray_jobs" / "start_head.sh"
+    done = subprocess.run([script, "--port=0", "--dashboard-port=0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the reason" in done.stderr
+    assert "the processes it had started were stopped" in done.stderr
+    child = int((copied / "child").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{child}").exists()
