@@ -43,7 +43,8 @@ class FileRecord:
 def reporting_write_errors(path: Path, what: str | None = None) -> Iterator[None]:
     """Turn an OSError, or another library's error with the system's number, into a WriteError about `path`.
 
-    `what` describes the content, e.g. "the metrics of step 2"; None means the path says enough.
+    `what` describes the content, e.g. "the metrics of step 2"; None means the path says enough. ConfigError and other
+    ValueErrors pass unchanged.
     """
     try:
         yield
@@ -178,10 +179,8 @@ class AppendedFile:
 
     def append(self, content: bytes, what: str | None = None) -> None:
         """Write `content` to the end of the file. `what` describes it in the message of a WriteError."""
+        self.check(what)
         with reporting_write_errors(self.path, what):
-            status = os.stat(self.path)
-            if (status.st_dev, status.st_ino) != self._identity:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             size, left = os.fstat(self._descriptor).st_size, memoryview(content)
             try:
                 while left:
@@ -190,6 +189,13 @@ class AppendedFile:
                 with suppress(OSError):
                     os.ftruncate(self._descriptor, size)
                 raise
+
+    def check(self, what: str | None = None) -> None:
+        """Raise WriteError if the file was removed or replaced."""
+        with reporting_write_errors(self.path, what):
+            status = os.stat(self.path)
+            if (status.st_dev, status.st_ino) != self._identity:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
 
     def append_json(self, record: Any, what: str | None = None) -> None:
         """One strict JSON object and a newline."""
@@ -225,6 +231,12 @@ def file_record(path: Path) -> FileRecord:
 def remove_file(path: Path) -> None:
     """Remove a file or a symbolic link (not its target) if there is one."""
     path.unlink(missing_ok=True)
+
+
+def remove_link(path: Path) -> None:
+    """Remove a symbolic link, so that a directory of this name is created and not written through it; raises OSError."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def sync_file(path: Path) -> None:

@@ -32,9 +32,10 @@ class RunLog(logging.Handler):
             self.handleError(record)
 
     def check(self) -> None:
-        """Raise the WriteError of the first record that could not be written."""
+        """Raise the WriteError of the first record that could not be written, or if the file was removed."""
         if self._failure is not None:
             raise self._failure
+        self._file.check()
 
     def close(self) -> None:
         self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
-from nemo_like.files import WriteError
+from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.hf_directory import write_hf
 from nemo_like.policy.sharded_checkpoint import WEIGHT, CheckpointReader, checkpoint_problem, open_checkpoint
 
@@ -49,13 +50,16 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
     try:
         with open_checkpoint(step_folder / "policy") as reader:
             unfinished = target.with_name(target.name + ".tmp")
+            remove_link(unfinished)
             with torch.no_grad():
                 write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
         unfinished.rename(target)
-    except (ValueError, CheckpointError, WriteError) as error:
+    except (ValueError, CheckpointError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-    except OSError as error:
-        raise ConfigError(f"--out {target} cannot be written: {error.strerror or error}") from error
+    except (OSError, WriteError) as error:
+        number = system_error_number(error)
+        cause = str(error) if number is None else os.strerror(number)
+        raise ConfigError(f"--out {target} cannot be written: {cause}") from error
     return step_folder
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +26,7 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.packing.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.files import AppendedFile, reporting_write_errors, write_text
+from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
 from nemo_like.metrics import Mean, Metrics, Timers, metric_values
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
@@ -33,6 +36,8 @@ from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, 
 from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
 from nemo_like.weight_sync.transport import push
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,7 @@ class Job:
             export = self.run.hf
             unfinished = export.with_name("hf.unfinished")
             with reporting_write_errors(export, "the exported model"):
+                remove_link(unfinished)
                 shutil.rmtree(unfinished, ignore_errors=True)
                 with self.progress.phase("exporting"), self.workplace.training():
                     self.policy.export_hf(unfinished)
@@ -244,6 +250,7 @@ def open_job(
         run_log(run.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
+        logger.info("process %d on host %s starts, resume=%s", os.getpid(), socket.gethostname(), config.resume)
         checkpointer = Checkpointer(run.path, config.checkpointing)
         check_logger(config.logger)
         resumed = None

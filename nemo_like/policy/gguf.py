@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.files import finish_library_file, reporting_write_errors
+from nemo_like.files import WriteError, finish_library_file, reporting_write_errors, system_error_number
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
@@ -31,10 +32,15 @@ def convert_gguf(source: Path, target: Path) -> Path:
     setattr(model, "hf_quantizer", None)  # noqa: B010  (the stub says a module's attributes are modules)
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     unfinished = target.with_name(target.name + ".tmp")
-    with reporting_write_errors(target):
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        for path in unfinished.glob("*.safetensors"):
-            finish_library_file(path)
-        unfinished.rename(target)
+    try:
+        with reporting_write_errors(target):
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            for path in unfinished.glob("*.safetensors"):
+                finish_library_file(path)
+            unfinished.rename(target)
+    except WriteError as error:
+        number = system_error_number(error)
+        cause = str(error) if number is None else os.strerror(number)
+        raise ConfigError(f"--out {target} cannot be written: {cause}") from error
     return target

@@ -20,6 +20,15 @@ def test_a_run_and_a_step_of_it_export_to_the_bit(recipe: Recipe, tmp_path: Path
     assert (tmp_path / "first/model.safetensors").read_bytes() != expected["model.safetensors"]
     capsys.readouterr()
 
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "linked.tmp").symlink_to(victim)
+    assert main(["export", str(run.path), "--out", str(tmp_path / "linked")]) == 0
+    assert not list(victim.iterdir()) and (tmp_path / "linked" / "model.safetensors").is_file()
+    capsys.readouterr()
+    (tmp_path / "file").write_text("x")
+    assert main(["export", str(run.path), "--out", str(tmp_path / "file" / "model")]) == 2
+    assert f"--out {tmp_path}/file/model cannot be written: Not a directory" in capsys.readouterr().err
     assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 2
     assert "exists already; choose another --out" in capsys.readouterr().err
     assert main(["export", str(run.path / "hf"), "--out", str(tmp_path / "other")]) == 2

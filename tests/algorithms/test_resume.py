@@ -170,11 +170,11 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
     config = recipe.folder / "small.yaml"
     small = recipe.folder / "small"
     small.mkdir()
-    options = ("sft.max_num_steps=40", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.keep_latest=9")
+    options = ("sft.max_num_steps=8", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.keep_latest=9")
     config.write_text(to_yaml(recipe.sft(f"output_dir={small}", *options)))
     script = f"mount -t tmpfs -o size=12m tmpfs {small} && {sys.executable} -m nemo_like sft --config {config}; code=$?;"
     script += f" cat {small}/sft/latest; ls -a {small}/sft/checkpoints; exit $code"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
