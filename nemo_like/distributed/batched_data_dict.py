@@ -57,20 +57,37 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @classmethod
     def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
-        """All rows of all batches, in order; batches without columns are skipped.
+        """All rows of all batches, in order. A batch without rows need not have every column.
 
         Tensors and arrays of different size along dim 1 are right-padded with 0, or with `pad_value_dict[name]`. Raises
-        KeyError for a column that some batches lack. The result has no plan: one plan belongs to one rank's rows.
+        KeyError for a column that a batch with rows lacks. The result has no plan: one plan belongs to one rank's rows.
         """
-        filled = [batch for batch in batches if len(batch)]
-        if not filled:
-            return cls()
-        names = list(filled[0])
-        for index, batch in enumerate(filled):
-            if set(batch) != set(names):
-                raise KeyError(f"batch {index} has columns {sorted(batch)}, the first has {sorted(names)}; all need the same")
+        names = list(dict.fromkeys(name for batch in batches for name in batch))
+        for index, batch in enumerate(batches):
+            missing = sorted(set(names) - set(batch))
+            if missing and BatchedDataDict(batch).size:
+                raise KeyError(
+                    f"batch {index} has rows but no column {', '.join(map(repr, missing))}; its columns are {sorted(batch)}"
+                )
         pad = pad_value_dict or {}
-        return cls({name: concat_rows(name, [batch[name] for batch in filled], pad.get(name, 0)) for name in names})
+        return cls(
+            {
+                name: concat_rows(name, [batch[name] for batch in batches if name in batch], pad.get(name, 0))
+                for name in names
+            }
+        )
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
+        """Part `rank` of `chunks` equal contiguous parts of the rows, copied and without a plan.
+
+        Raises ValueError if the rows do not divide, and IndexError for a part that there is not.
+        """
+        if chunks < 1 or self.size % chunks:
+            raise ValueError(f"{self.size} rows are not a multiple of chunks={chunks}")
+        if not 0 <= rank < chunks:
+            raise IndexError(f"chunk {rank} of {chunks}")
+        size = self.size // chunks
+        return self._take(np.arange(rank * size, (rank + 1) * size))
 
     def select_indices(self, indices: Sequence[int] | np.ndarray | Tensor) -> Self:
         """The given rows in the given order, copied."""
@@ -110,6 +127,29 @@ class BatchedDataDict(UserDict[str, Any]):
     def get_dict(self) -> dict[str, Any]:
         """The plain dict of columns."""
         return self.data
+
+    # What the plan says of the rows, by the names of NeMo-RL; None without a plan
+
+    @property
+    def micro_batch_indices(self) -> list[list[list[int]]] | None:
+        """For each global batch, the rows [start, end) of each microbatch, counted within the global batch."""
+        if self.plan is None:
+            return None
+        return [_bounds([len(item.rows) for item in self.plan.step(step)]) for step in range(self.plan.num_steps)]
+
+    @property
+    def micro_batch_lengths(self) -> list[list[int]] | None:
+        """For each global batch, the length of each microbatch: its tokens if packed, its padded row length if not."""
+        if self.plan is None:
+            return None
+        return [[_length(item, self.plan.spec) for item in self.plan.step(step)] for step in range(self.plan.num_steps)]
+
+    @property
+    def elem_counts_per_gb(self) -> list[int] | None:
+        """How many rows of each global batch are here."""
+        if self.plan is None:
+            return None
+        return [sum(len(item.rows) for item in self.plan.step(step)) for step in range(self.plan.num_steps)]
 
     # To the ranks and back
 
@@ -318,6 +358,19 @@ def _rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
 def _plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:
     microbatches = tuple(replace(item, rows=tuple(row - first_row for row in item.rows)) for item in plan.step(step))
     return replace(plan, microbatches=microbatches, step_offsets=(0, len(microbatches)))
+
+
+def _bounds(counts: Sequence[int]) -> list[list[int]]:
+    """[start, end) of consecutive ranges. Example: [2, 0, 1] gives [[0, 2], [2, 2], [2, 3]]."""
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
+    return [[end - count, end] for count, end in zip(counts, ends, strict=True)]
+
+
+def _length(microbatch: Microbatch, spec: PlanSpec) -> int:
+    """Tokens of a packed microbatch, the padded length of the rows of another."""
+    if spec.layout == "packed":
+        return microbatch.num_tokens
+    return max(microbatch.padded_lengths, default=microbatch.num_tokens)
 
 
 def _as_int64(values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:

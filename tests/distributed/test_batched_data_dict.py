@@ -102,10 +102,75 @@ def test_from_batches_pads_what_is_wide_and_joins_the_rest() -> None:
 
 
 def test_from_batches_names_what_does_not_fit() -> None:
-    with pytest.raises(KeyError, match=r"batch 1 has columns \['a'\], the first has \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"batch 1 has rows but no column 'b'; its columns are \['a'\]"):
         BatchedDataDict.from_batches([{"a": [1], "b": [2]}, {"a": [1]}])
+    with pytest.raises(KeyError, match="batch 0 has rows but no column 'b'"):
+        BatchedDataDict.from_batches([{"a": [1]}, {"a": [], "b": []}])
     with pytest.raises(TypeError, match=r"column 'a' is of several kinds: \['list', 'ndarray'\]"):
         BatchedDataDict.from_batches([{"a": [1]}, {"a": np.zeros(1)}])
+
+
+def test_a_batch_without_rows_may_lack_a_column() -> None:
+    full = make_batch([3, 1])
+    empty = BatchedDataDict({name: column for name, column in full.slice(0, 0).items() if name != "image"})
+    for batches in ([empty, full], [full, empty], [empty, full, empty]):
+        joined = BatchedDataDict.from_batches(batches)
+        assert row_ids(joined) == [0, 1]
+        assert set(joined) == set(full)
+    assert BatchedDataDict.from_batches([empty, full.slice(0, 0)]).size == 0
+
+
+def test_chunk_is_a_contiguous_part() -> None:
+    batch = make_batch([3, 1, 2, 4])
+    assert [row_ids(batch.chunk(rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
+    part = batch.chunk(1, 4)
+    part["reward"][0] = 9
+    assert batch["reward"][1] == 1 and part.plan is None
+    with pytest.raises(ValueError, match="4 rows are not a multiple of chunks=3"):
+        batch.chunk(0, 3)
+    with pytest.raises(IndexError, match="chunk 2 of 2"):
+        batch.chunk(2, 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 16), min_size=8, max_size=24).map(lambda rows: rows[: len(rows) // 4 * 4]),
+    is_packed=st.booleans(),
+    shards=st.integers(1, 4),
+)
+def test_the_plan_by_the_names_of_nemo_rl(lengths: list[int], is_packed: bool, shards: int) -> None:
+    """Ranges of rows within each global batch of 4 rows, and what a microbatch iterator yields for them."""
+    batch = make_batch(lengths)
+    assert batch.micro_batch_indices is batch.micro_batch_lengths is batch.elem_counts_per_gb is None
+    if is_packed:
+        parts, _ = batch.shard_by_batch_size(shards, 4, sequence_packing_args=packing_args(multiple=4))
+    else:
+        parts, _ = batch.shard_by_batch_size(shards, 4, dynamic_batching_args=dynamic_args(multiple=4))
+    num_steps = len(lengths) // 4
+    for part in parts:
+        indices, widths, counts = part.micro_batch_indices, part.micro_batch_lengths, part.elem_counts_per_gb
+        assert indices is not None and widths is not None and counts is not None
+        assert len(indices) == len(widths) == len(counts) == num_steps
+        assert sum(counts) == part.size
+        for step in range(num_steps):
+            global_batch = part.get_batch(step)
+            assert global_batch.size == counts[step]
+            assert global_batch.elem_counts_per_gb == [counts[step]]
+            assert global_batch.micro_batch_indices == [indices[step]]
+            assert global_batch.micro_batch_lengths == [widths[step]]
+            if is_packed:
+                microbatches = list(global_batch.make_microbatch_iterator_for_packable_sequences())
+            else:
+                microbatches = list(global_batch.make_microbatch_iterator_with_dynamic_shapes())
+            for microbatch, (start, end), width in zip(microbatches, indices[step], widths[step], strict=True):
+                assert row_ids(microbatch) == row_ids(global_batch.slice(start, end))
+                rounded = [-(-length // 4) * 4 for length in microbatch["input_lengths"].tolist()]
+                if rounded:
+                    assert width == (sum(rounded) if is_packed else max(rounded))
+    assert sum(part.size for part in parts) == len(lengths)
+    for name in ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb"):
+        with pytest.raises(AttributeError):
+            setattr(parts[0], name, None)
 
 
 @pytest.mark.parametrize("indices", [[2, 0], np.array([2, 0]), torch.tensor([2, 0])])

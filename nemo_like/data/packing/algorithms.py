@@ -62,8 +62,8 @@ class SequencePacker:
 
     algorithm: PackingAlgorithm
     bin_capacity: int
-    min_bin_count: int = 0
-    bin_count_multiple: int = 1
+    min_bin_count: int | None = None
+    bin_count_multiple: int | None = None
     max_items: int | None = None
     pad_multiple: int = 1
     seed: int = 0
@@ -71,8 +71,9 @@ class SequencePacker:
 
     def __post_init__(self) -> None:
         for name, least in (("bin_capacity", 1), ("min_bin_count", 0), ("bin_count_multiple", 1), ("pad_multiple", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is an integer >= {least}; got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is an integer >= {least}; got {value}")
         if self.max_items is not None and self.max_items < 1:
             raise ValueError(f"max_items is an integer >= 1 or None; got {self.max_items}")
 
@@ -91,7 +92,7 @@ class SequencePacker:
         lengths = self._occupied(sequence_lengths)
         max_items = self.max_items or max(len(lengths), 1)
         packing = _PACKERS[self.algorithm](lengths, self.bin_capacity, max_items, self.seed)
-        target = self._num_bins(max(packing.num_bins, self.min_bin_count))
+        target = self._num_bins(max(packing.num_bins, self.min_bin_count or 0))
         if target > len(lengths):
             raise ValueError(
                 f"{target} bins were asked for (min_bin_count={self.min_bin_count}, "
@@ -104,7 +105,8 @@ class SequencePacker:
         return packers.spread(packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1))
 
     def _num_bins(self, least: int) -> int:
-        return -(-least // self.bin_count_multiple) * self.bin_count_multiple
+        multiple = self.bin_count_multiple or 1
+        return -(-least // multiple) * multiple
 
     def _occupied(self, sequence_lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Lengths rounded up to `pad_multiple`, int64 [n], each checked."""
@@ -146,8 +148,8 @@ def get_packer(
     return SequencePacker(
         algorithm=PackingAlgorithm(algorithm),
         bin_capacity=bin_capacity,
-        min_bin_count=0 if min_bin_count is None else min_bin_count,
-        bin_count_multiple=1 if bin_count_multiple is None else bin_count_multiple,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
         max_items=max_items,
         pad_multiple=pad_multiple,
         seed=seed,

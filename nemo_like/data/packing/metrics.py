@@ -50,21 +50,26 @@ class PackingMetrics:
         return {"total_sequences": float(sum(map(len, bins))), **bin_stats(loads, bin_capacity)}
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Means and extremes over everything gathered; empty before the first `update`."""
+        """Means and extremes over everything gathered; empty before the first `update`.
+
+        `average_utilization`, `average_waste_ratio` and `average_bin_balance` are weighted by `total_bin_capacity`, so
+        that utilization and waste are those of all bins together. The extremes are of single packings.
+        """
         if not self._stats:
             return {}
         utilization = self._column("average_utilization")
         waste = self._column("waste_ratio")
+        capacity = self._column("total_bin_capacity")
         aggregate = {
             "total_sequences": sum(self._column("total_sequences")),
             "total_bins": sum(self._column("total_bins")),
-            "average_utilization": fmean(utilization),
+            "average_utilization": _weighted_mean(utilization, capacity),
             "min_utilization": min(utilization),
             "max_utilization": max(utilization),
-            "average_waste_ratio": fmean(waste),
+            "average_waste_ratio": _weighted_mean(waste, capacity),
             "min_waste_ratio": min(waste),
             "max_waste_ratio": max(waste),
-            "average_bin_balance": fmean(self._column("bin_balance")),
+            "average_bin_balance": _weighted_mean(self._column("bin_balance"), capacity),
             "average_bin_count": fmean(self._column("total_bins")),
             "bin_efficiency": sum(self._column("theoretical_min_bins")) / max(sum(self._column("total_bins")), 1.0),
         }
@@ -79,6 +84,11 @@ class PackingMetrics:
 
     def _column(self, name: str) -> list[float]:
         return [stats[name] for stats in self._stats]
+
+
+def _weighted_mean(values: list[float], weights: list[float]) -> float:
+    """0 where all weights are."""
+    return fmean(values, weights) if any(weights) else 0.0
 
 
 def bin_stats(loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | None = None) -> dict[str, float]:

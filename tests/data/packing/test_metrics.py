@@ -54,13 +54,18 @@ def test_the_aggregate_is_over_all_updates() -> None:
     metrics.update([10], [[0]], 10, packing_time=1.5)
     aggregate = metrics.get_aggregated_stats()
     assert aggregate["total_sequences"] == 4 and aggregate["total_bins"] == 3
-    assert aggregate["average_utilization"] == pytest.approx(0.875)
+    assert aggregate["average_utilization"] == pytest.approx(25 / 30), "of the capacity of all bins"
     assert (aggregate["min_utilization"], aggregate["max_utilization"]) == (0.75, 1.0)
-    assert aggregate["average_waste_ratio"] == pytest.approx(0.125)
+    assert aggregate["average_waste_ratio"] == pytest.approx(5 / 30)
     assert (aggregate["min_waste_ratio"], aggregate["max_waste_ratio"]) == (0.0, 0.25)
     assert aggregate["average_bin_count"] == 1.5 and aggregate["bin_efficiency"] == pytest.approx(1.0)
-    assert aggregate["average_bin_balance"] == pytest.approx((1 - stdev([1.0, 0.5]) / 0.75 + 1) / 2)
+    assert aggregate["average_bin_balance"] == pytest.approx((20 * (1 - stdev([1.0, 0.5]) / 0.75) + 10 * 1) / 30)
     assert aggregate["average_packing_time"] == 1.0
+    metrics.update([], [], 10)
+    assert metrics.get_aggregated_stats()["average_utilization"] == pytest.approx(25 / 30), "no bins, no weight"
+    metrics.reset()
+    metrics.update([], [], 10)
+    assert metrics.get_aggregated_stats()["average_utilization"] == 0.0
     metrics.reset()
     assert metrics.get_aggregated_stats() == {}
 
