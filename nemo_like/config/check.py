@@ -204,6 +204,13 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
             " completions of one prompt, so there must be at least 2",
         )
         return
+    if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
+        yield Problem(
+            ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
+            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other completions"
+            " (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at least 3, or"
+            " grpo.advantage.normalize to group_std or none",
+        )
     batch, rows = config.policy.train_global_batch_size, prompts * group
     if rows % batch == 0:
         return

@@ -162,8 +162,9 @@ class AdvantageConfig:
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What is subtracted: the group's mean, or the mean of the other completions of the group."""
-    normalize: Literal["group_std", "none"] = "group_std"
-    """Divide by the group's sample standard deviation (n-1), or not (Dr.GRPO). Groups without spread get 0."""
+    normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
+    """Divide by the sample standard deviation (n-1) of the group, or of the group's other completions (NeMo-RL with a
+    leave-one-out baseline), or do not divide (Dr.GRPO). Groups without spread get 0."""
     eps: float = 1e-6
 
 

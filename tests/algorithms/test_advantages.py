@@ -1,5 +1,7 @@
 """Group advantages against their definitions."""
 
+import statistics
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,4 +58,63 @@ def test_reward_metrics_tell_flat_groups_apart():
     assert values["reward/mean"] == 0.5
     assert values["reward/frac_groups_zero_std"] == pytest.approx(2 / 3)
     assert values["reward/frac_groups_all_best"] == pytest.approx(1 / 3)
+    assert values["reward/frac_groups_all_worst"] == pytest.approx(1 / 3)
+    assert values["reward/frac_groups_all_zero"] == pytest.approx(1 / 3)
     assert values["reward/format_mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "zero_std", "best", "worst", "zero"),
+    [
+        ([0, 0, 0, 0], 1.0, 0.0, 0.0, 1.0),
+        ([1, 1, 1, 1], 1.0, 0.0, 0.0, 0.0),
+        ([1, 1, 1, 0], 0.5, 0.5, 0.0, 0.0),
+        ([-1, -1, 0, 0], 1.0, 0.5, 0.5, 0.5),
+        ([0.5, 0.5, 0, 1], 0.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_groups_without_spread_are_told_apart(rewards, zero_std, best, worst, zero) -> None:
+    """Two groups of two. One reward in the whole batch is neither the best nor the worst."""
+    metrics = reward_metrics(np.array(rewards, dtype=np.float32), np.array([0, 0, 1, 1]), {})
+    values = metric_values(metrics)
+    assert values["reward/frac_groups_zero_std"] == zero_std
+    assert values["reward/frac_groups_all_best"] == best
+    assert values["reward/frac_groups_all_worst"] == worst
+    assert values["reward/frac_groups_all_zero"] == zero
+
+
+def advantages_by_definition(rewards: list[float], config: AdvantageConfig) -> list[float]:
+    """One group, each completion by itself, in Python's float64."""
+    found = []
+    for index, reward in enumerate(rewards):
+        others = [other for position, other in enumerate(rewards) if position != index]
+        baseline = statistics.fmean(rewards if config.baseline == "group_mean" else others)
+        advantage = reward - baseline
+        if config.normalize == "group_std":
+            advantage /= statistics.stdev(rewards) + config.eps
+        elif config.normalize == "leave_one_out_std" and len(set(others)) > 1:
+            advantage /= statistics.stdev(others) + config.eps
+        found.append(advantage if len(set(rewards)) > 1 else 0.0)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0, -3.0, 7.5]), min_size=3, max_size=7), min_size=1, max_size=4
+    ),
+    baseline=st.sampled_from(["group_mean", "leave_one_out"]),
+    normalize=st.sampled_from(["group_std", "leave_one_out_std", "none"]),
+)
+def test_every_combination_equals_its_definition(groups, baseline, normalize) -> None:
+    config = AdvantageConfig(baseline=baseline, normalize=normalize)
+    rewards = np.array([reward for group in groups for reward in group])
+    ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    expected = [value for group in groups for value in advantages_by_definition(group, config)]
+    np.testing.assert_allclose(group_advantages(rewards, ids, config), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_std_of_the_others_needs_three_completions() -> None:
+    config = AdvantageConfig(baseline="leave_one_out", normalize="leave_one_out_std")
+    with pytest.raises(ValueError, match="num_generations_per_prompt to 3 or more"):
+        group_advantages(np.array([0.0, 1.0]), np.array([0, 0]), config)
