@@ -21,6 +21,7 @@ LEVELS = {
     "data": 2, "losses": 2,
     "config": 1, "metrics": 1, "files": 1,
     "checkpoint_manifest": 2, "run_lock": 2, "run_log": 2, "shared_directory": 2,
+    "sampling_filter": 2,
     "__init__": 0,
 }  # fmt: skip
 TOP = 7

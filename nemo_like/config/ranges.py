@@ -20,7 +20,6 @@ _AT_LEAST_ONE = (
     "policy.sequence_packing.sequence_length_round",
     "policy.dynamic_batching.sequence_length_round",
     "policy.generation.max_new_tokens",
-    "policy.generation.top_k",
     "policy.generation.batch_size",
     "data.max_train_rows",
     "data.max_validation_rows",
@@ -43,6 +42,7 @@ _AT_LEAST_ZERO = (
     "policy.optimizer.weight_decay",
     "policy.scheduler.warmup_steps",
     "policy.generation.temperature",
+    "policy.generation.min_p",
     "sft.val_period",
     "grpo.val_period",
     "grpo.val_temperature",
@@ -65,7 +65,7 @@ _ABOVE_ZERO = (
     "cluster.placement_timeout_s",
     "cluster.collective_timeout_s",
 )
-_AT_MOST_ONE = ("policy.generation.top_p", "policy.scheduler.min_ratio", "loss_fn.ratio_clip_min")
+_AT_MOST_ONE = ("policy.generation.top_p", "policy.generation.min_p", "policy.scheduler.min_ratio", "loss_fn.ratio_clip_min")
 _SHARES_BELOW_ONE = ("policy.optimizer.beta1", "policy.optimizer.beta2")
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -98,6 +98,7 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
             lambda value: value >= 2,
             "at least 2: one token to read, one to predict",
         ),
+        (("policy.generation.top_k",), lambda value: value >= -1, "at least 1; null, 0 or -1 turns the filter off"),
         (("loss_fn.ratio_clip_c",), lambda value: value > 1, "above 1 (about 3), or null to turn the dual clip off"),
         (("policy.scheduler.min_ratio",), lambda value: value >= 0, "0 or above"),
     ):

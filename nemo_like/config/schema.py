@@ -82,7 +82,12 @@ class GenerationConfig:
     temperature: float = 1.0
     """Sampling temperature; the policy's log-probs are taken at the same temperature. 0 is greedy (validation only)."""
     top_p: float = 1.0
+    """Sample from the fewest tokens with at least this probability mass; 1 is off."""
     top_k: int | None = None
+    """Sample from the k most likely tokens; null, 0 or -1 is off."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the largest probability; 0 is off. The policy's log-probs are those
+    of the distribution after these filters, which apply in the order min_p, top_k, top_p."""
     stop_strings: tuple[str, ...] = ()
     """A completion ends with the token that completes one of these (the end-of-sequence token always ends it)."""
     batch_size: int = 64

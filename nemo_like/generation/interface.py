@@ -12,6 +12,7 @@ import numpy as np
 from nemo_like.config.schema import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.worker_group import WorkerGroup, awake
+from nemo_like.sampling_filter import SamplingFilter
 
 FinishReason = Literal["stop", "length"]
 """`stop`: an end token or a stop string. `length`: no room for another token."""
@@ -25,14 +26,21 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 turns the filter off")
-        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "at least 1, or null to turn the filter off")
+        _require(self.top_k is None or self.top_k >= -1, "top_k", self.top_k, "at least 1; null, 0 or -1 turns the filter off")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 turns the filter off")
         _require(all(self.stop_strings), "stop_strings", self.stop_strings, "non-empty strings")
+
+    @property
+    def token_filter(self) -> SamplingFilter:
+        """The filter of the tokens that may be sampled; not applied at temperature 0."""
+        return SamplingFilter(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @classmethod
     def from_config(cls, config: GenerationConfig, *, temperature: float | None = None) -> SamplingParams:
@@ -42,6 +50,7 @@ class SamplingParams:
             temperature=config.temperature if temperature is None else temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=config.min_p,
             stop_strings=tuple(config.stop_strings),
         )
 

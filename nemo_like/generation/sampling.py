@@ -1,4 +1,4 @@
-"""Choosing the next token: filters, log-probs and stateless draws. Pure functions of tensors; no model, no tokenizer.
+"""Choosing the next token: log-probs and stateless draws. Pure functions of tensors; no model, no tokenizer.
 
 A draw inverts the CDF of the filtered distribution at a uniform number that is a function of (row seed, token index)
 alone. What a row samples therefore does not depend on the rows beside it, the batch size or the number of workers.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.generation.interface import SamplingParams
+from nemo_like.sampling_filter import filter_logits
 
 
 def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -25,22 +26,6 @@ def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
-def filter_logits(logits: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
-    """[B, V] logits with everything outside the top-k and then outside the nucleus of mass `top_p` at -inf.
-
-    Top-k first, the nucleus over what is left; ties with the k-th logit stay. The likeliest token always stays.
-    """
-    if top_k is not None and top_k < logits.shape[-1]:
-        kth_largest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth_largest, -torch.inf)
-    if top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
-        outside[:, -1] = False
-        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
-    return logits
-
-
 def sample_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [B], and its log-prob under the distribution sampled from, float32 [B].
 
@@ -51,7 +36,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> t
     if params.temperature == 0:
         token_ids = logits.argmax(dim=-1)
         return token_ids, _log_probs_of(logits, token_ids)
-    logits = filter_logits(logits / params.temperature, top_k=params.top_k, top_p=params.top_p)
+    logits = filter_logits(logits / params.temperature, params.token_filter)
     # float64, so that rounding of a long cumulative sum neither moves mass between tokens nor depends on the batch.
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     target = uniforms[:, None] * cumulative[:, -1:]

@@ -42,13 +42,22 @@ class ClippedPolicyGradientLoss:
         return self.config.entropy_coefficient > 0
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and `reference_logprobs` with a KL)."""
+        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and `reference_logprobs` with a KL).
+
+        With top-k, top-p or min-p sampling, the ratio is that of the filtered distributions; the KL to the reference and
+        the entropy are those of the whole distributions.
+        """
         mask, columns = inputs.token_mask, inputs.columns
         # Masked positions hold no sample; their difference is set to 0 so that neither value nor gradient can be NaN.
         delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
         losses, per_token = self._surrogate(delta, columns["advantages"])
         if self.config.reference_policy_kl_penalty > 0:
-            kl = reference_kl(inputs.policy_logprobs, columns["reference_logprobs"], mask, self.config.reference_policy_kl_type)
+            # The reference's log-probs are those of its whole distribution, so the policy's must be as well.
+            unfiltered = inputs.unfiltered_logprobs
+            policy_logprobs = inputs.policy_logprobs if unfiltered is None else unfiltered
+            kl = reference_kl(
+                policy_logprobs, columns["reference_logprobs"], mask, self.config.reference_policy_kl_type
+            )
             losses = losses + self.config.reference_policy_kl_penalty * kl
             per_token[f"policy/reference_kl_{self.config.reference_policy_kl_type}"] = kl
         if inputs.entropy is not None:

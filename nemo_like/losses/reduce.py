@@ -28,7 +28,8 @@ class LossInputs:
     """
 
     policy_logprobs: Tensor
-    """float32 [T], with gradient: log-prob of the next token under the policy at the sampling temperature."""
+    """float32 [T], with gradient: log-prob of the next token under the policy at the sampling temperature, in the
+    distribution after top-k, top-p and min-p where sampling uses them."""
     token_mask: Tensor
     """bool [T]: positions that carry loss."""
     row_ids: Tensor
@@ -38,7 +39,9 @@ class LossInputs:
     columns: Mapping[str, Tensor]
     """float32 [T] each: `advantages`, `prev_logprobs`, `generation_logprobs`, `reference_logprobs`."""
     entropy: Tensor | None = None
-    """float32 [T], when the worker was asked for it."""
+    """float32 [T] of the policy's whole distribution, with gradient if the loss needs it."""
+    unfiltered_logprobs: Tensor | None = None
+    """float32 [T], with gradient: `policy_logprobs` in the whole distribution; None where nothing is filtered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.files import FileRecord
 from nemo_like.policy import dtensor_checkpoint
 from nemo_like.policy.collectives import gather_objects, gather_rows
+from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor_groups import Groups
-from nemo_like.policy.dtensor_model import build_scorer, fsdp_modules, keeps_whole
+from nemo_like.policy.dtensor_model import build_scorer, exclude_fsdp_communication, fsdp_modules, keeps_whole
 from nemo_like.policy.dtensor_weights import Weight, local
-from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
+from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.hf_directory import write_hf
 from nemo_like.policy.optim import build_optimizer, clip_factor
+from nemo_like.sampling_filter import SamplingFilter
 
 
 class DTensorEngine:
@@ -59,6 +61,8 @@ class DTensorEngine:
             Weight(name, parameter, cuts[name], self.groups) for name, parameter in self._scorer.causal_lm.named_parameters()
         ]
         self._fsdp_modules = fsdp_modules(self._scorer)
+        self.clock = ComputeClock(device)
+        exclude_fsdp_communication(self._fsdp_modules, self.clock)
         self._keeps_whole = keeps_whole(self._scorer, device)
         self._optimizer = build_optimizer(self._scorer.parameters(), config.optimizer) if trainable else None
 
@@ -78,14 +82,15 @@ class DTensorEngine:
         backward: bool,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         results = []
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self.clock.running():
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
                     self._set_synchronises(is_last)
-                logprobs, entropy = self._scorer(inputs, temperature, with_entropy)
-                loss, result = step_fn(inputs, TokenScores(logprobs, entropy))
+                scores = self._scorer(inputs, temperature, with_entropy, token_filter)
+                loss, result = step_fn(inputs, scores)
                 if backward:
                     assert loss is not None, "a step function gives a loss when run with backward"
                     loss.backward()
@@ -117,6 +122,10 @@ class DTensorEngine:
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
         group = self.groups.dp_cp
+        return [value] if group is None else gather_objects(group, value)
+
+    def gather_over_world(self, value: Any) -> list[Any]:
+        group = self.groups.world
         return [value] if group is None else gather_objects(group, value)
 
     def gather_over_cp(self, values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,12 @@ from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy import attention
+from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor_groups import Groups
 from nemo_like.policy.dtensor_parallel import Cut
-from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.policy.engine import TokenScores
+from nemo_like.policy.logprobs import VocabShard, spread_scores, token_logprobs
+from nemo_like.sampling_filter import SamplingFilter
 
 WHOLE_BYTES_ON_CPU = 4 << 30
 WHOLE_SHARE_OF_GPU = 1 / 8
@@ -36,8 +39,10 @@ class TokenScorer(nn.Module):
         self.chunk_size = chunk_size
         self.groups = groups
 
-    def forward(self, inputs: ModelInputs, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """float32 [T] each, 0 where `inputs.label_mask` is False; only the other positions meet the vocabulary."""
+    def forward(
+        self, inputs: ModelInputs, temperature: float, with_entropy: bool, token_filter: SamplingFilter | None
+    ) -> TokenScores:
+        """See `TokenScores`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
         if tensor is not None and tensor.sequence:
             inputs = inputs.flattened()  # tokens are shared out along one dim
@@ -55,7 +60,7 @@ class TokenScorer(nn.Module):
         hidden = hidden.flatten(0, 1)
         positions = inputs.label_mask.nonzero().squeeze(1)
         head = output_head(self.causal_lm)
-        logprobs, entropy = token_logprobs(
+        scores = token_logprobs(
             hidden.index_select(0, positions),
             head.weight,
             inputs.labels.index_select(0, positions),
@@ -64,9 +69,9 @@ class TokenScorer(nn.Module):
             with_entropy=with_entropy,
             bias=head.bias,
             vocab=self._vocabulary(),
+            token_filter=token_filter,
         )
-        spread = partial(_spread, positions=positions, size=len(hidden))
-        return spread(logprobs), None if entropy is None else spread(entropy)
+        return spread_scores(scores, positions, len(hidden))
 
     def _vocabulary(self) -> VocabShard | None:
         tensor = self.groups.tensor
@@ -145,9 +150,18 @@ def fsdp_modules(scorer: nn.Module) -> list[FSDPModule]:
     return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
 
-def _spread(values: Tensor, positions: Tensor, size: int) -> Tensor:
-    """[size] with `values` at `positions` and 0 elsewhere."""
-    return torch.zeros(size, dtype=values.dtype, device=values.device).index_copy(0, positions, values)
+def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeClock) -> None:
+    """Stop `clock` wherever FSDP's collectives are waited for: all-gathers of weights (on CPU their start waits, on CUDA
+    their end), reduce-scatters of gradients of a module, and the end of all of them after the backward.
+    """
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        # FSDP queues this method as a callback of each backward.
+        state._root_post_backward_final_callback = clock.excluded(state._root_post_backward_final_callback)
+        for group in state._fsdp_param_groups:
+            group.unshard = clock.excluded(group.unshard)
+            group.wait_for_unshard = clock.excluded(group.wait_for_unshard)
+            group.post_backward = clock.excluded(group.post_backward)
 
 
 def _read(model_name: str) -> PreTrainedModel:

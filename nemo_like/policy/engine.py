@@ -12,6 +12,8 @@ from torch import Tensor
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.distributed.topology import Topology
 from nemo_like.files import FileRecord
+from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")
 Sync = Literal["microbatch", "step"]
@@ -21,9 +23,11 @@ class TokenScores(NamedTuple):
     """Of the T predicting positions of a microbatch; 0 where `inputs.label_mask` is False."""
 
     logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`."""
+    """float32 [T]: log-prob of `inputs.labels`, of the filtered distribution where sampling is filtered."""
     entropy: Tensor | None
-    """float32 [T], if it was asked for."""
+    """float32 [T] with `with_entropy`: of the whole distribution, filtered or not."""
+    unfiltered_logprobs: Tensor | None = None
+    """float32 [T] with a token filter: log-prob of `inputs.labels` in the whole distribution."""
 
 
 StepFunction = Callable[[ModelInputs, TokenScores], tuple[Tensor | None, ResultT]]
@@ -39,6 +43,8 @@ class Engine(Protocol):
     """Global rank; its place on the axes is `topology.coordinates(rank)`."""
     num_optimizer_steps: int
     """Optimizer steps taken so far; part of the checkpoint."""
+    clock: ComputeClock
+    """Runs while `run` computes on this rank, and not while it waits for other ranks."""
 
     @property
     def sync(self) -> Sync:
@@ -58,6 +64,7 @@ class Engine(Protocol):
         backward: bool,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """Forward (and backward) of each microbatch, in an order the engine chooses; results in the given order.
 
@@ -79,6 +86,10 @@ class Engine(Protocol):
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
         """The values (any small Python object) of the ranks that hold different tokens: those that differ from this one
         along dp and cp only, in rank order."""
+        ...
+
+    def gather_over_world(self, value: Any) -> list[Any]:
+        """The values (any small Python object) of all ranks, in rank order."""
         ...
 
     def gather_over_cp(self, values: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 The logits of all T tokens never exist together: forward and backward each hold those of `chunk_size` tokens, and the
 backward computes them again. Softmax and log are float32 whatever the hidden states are.
 
-Where the vocabulary is spread over ranks, each keeps the logits of its own rows of the output embedding and reduces them
-to four numbers per token. Those are gathered once, after the last chunk; the backward sums the hidden states' gradient
-once. Nothing of the size of the vocabulary travels.
+Where the vocabulary is sharded over ranks, each keeps the logits of its own rows of the output embedding and reduces them
+to four numbers per token (five with a sampling filter). Those are gathered once, after the last chunk; the backward sums
+the hidden states' gradient once. No tensor of vocabulary size is communicated.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_like.policy.collectives import gather_rows
+from nemo_like.policy.engine import TokenScores
+from nemo_like.sampling_filter import SamplingFilter
 
 _LOWEST = torch.finfo(torch.float32).min / 4
 """Stands for -inf where a difference is taken: its exp is 0 all the same, and no NaN comes of it."""
@@ -47,24 +49,51 @@ def token_logprobs(
     with_entropy: bool = False,
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of `labels` [T] and, if asked, the entropy of each distribution, both float32 [T], both with gradient.
+    token_filter: SamplingFilter | None = None,
+) -> TokenScores:
+    """Log-prob of `labels` [T] and, with `with_entropy`, the entropy of each distribution; float32 [T], with gradient.
 
     `hidden` [T, D] are the last hidden states, `weight` [V, D] and `bias` [V] the output embedding; the distribution is
     softmax((hidden @ weight.T + bias) / temperature). Memory is of the order of chunk_size x V.
 
     With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the same on all its
     ranks, and so are the results, to the bit.
+
+    With `token_filter`, `logprobs` are those of the filtered, renormalized distribution. The label is always kept, so its
+    log-prob is finite. Which tokens are kept is a constant for the gradient. `unfiltered_logprobs` and `entropy` are
+    those of the whole distribution. This needs two to three more float32 [chunk_size, V].
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, labels, temperature, chunk_size, with_entropy, vocab)
-    return logprobs, entropy if with_entropy else None
+    if token_filter is not None and not token_filter.is_active:
+        token_filter = None
+    logprobs, entropy, kept_logprobs = _ChunkedLogprobs.apply(
+        hidden, weight, bias, labels, temperature, chunk_size, with_entropy, vocab, token_filter
+    )
+    entropy = entropy if with_entropy else None
+    if token_filter is None:
+        return TokenScores(logprobs, entropy)
+    return TokenScores(kept_logprobs, entropy, logprobs)
+
+
+def spread_scores(scores: TokenScores, positions: Tensor, size: int) -> TokenScores:
+    """`scores` of T positions as [size], each at its index in `positions` [T] and 0 elsewhere."""
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.new_zeros(size).index_copy(0, positions, values)
+
+    logprobs = spread(scores.logprobs)
+    assert logprobs is not None
+    return TokenScores(logprobs, spread(scores.entropy), spread(scores.unfiltered_logprobs))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """With z = logits / temperature: l = z[label] - lse(z), H = lse(z) - sum p z;
-    dl/dz = onehot(label) - p and dH/dz = -p (log p + H)."""
+    dl/dz = onehot(label) - p and dH/dz = -p (log p + H).
+
+    Filtered: l_f = z[label] - lse(z of the kept tokens) and dl_f/dz = onehot(label) - p_f, where p_f is
+    p exp(lse(z) - lse(z of the kept tokens)) for a kept token and 0 for another.
+    """
 
     @staticmethod
     def forward(
@@ -77,24 +106,36 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
         vocab: VocabShard | None,
-    ) -> tuple[Tensor, Tensor]:
+        token_filter: SamplingFilter | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         labels = labels if vocab is None else labels - vocab.start
-        sums = torch.empty((4, num_tokens), dtype=torch.float32, device=hidden.device)
+        num_sums = 4 if token_filter is None else 5
+        sums = torch.empty((num_sums, num_tokens), dtype=torch.float32, device=hidden.device)
+        thresholds = None if token_filter is None else torch.empty_like(sums[0])
         for start in range(0, num_tokens, chunk_size):
             part = slice(start, start + chunk_size)
             logits = _scaled_logits(hidden[part], weight, bias, temperature)
-            _reduce(logits, _Owned.of(labels[part], vocab, weight), sums[:, part], with_entropy)
-        logprobs, logsumexp, entropy = _combine(_gather(sums, vocab), with_entropy)
-        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
+            owned = _Owned.of(labels[part], vocab, weight)
+            is_cut = None
+            if token_filter is not None and thresholds is not None:
+                thresholds[part] = token_filter.thresholds(logits, None if vocab is None else vocab.group)
+                is_cut = owned.cut(logits, thresholds[part])
+            _reduce(logits, owned, sums[:, part], with_entropy, is_cut)
+        gathered = _gather(sums, vocab)
+        logprobs, logsumexp, entropy = _combine(gathered, with_entropy)
+        kept_logprobs, log_inverse_mass = _combine_kept(gathered, logprobs, logsumexp, is_filtered=thresholds is not None)
+        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy, ctx.vocab = temperature, chunk_size, with_entropy, vocab
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, kept_logprobs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kept: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass = ctx.saved_tensors
         if not ctx.with_entropy:
             grad_entropy = None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -112,6 +153,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logsumexp[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else (grad_entropy[part], entropy[part]),
+                None
+                if grad_kept is None or thresholds is None
+                else _KeptGradient(thresholds[part], grad_kept[part], log_inverse_mass[part]),
             ).div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
@@ -126,7 +170,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 class _Owned(NamedTuple):
@@ -152,6 +196,16 @@ class _Owned(NamedTuple):
         picked = logits.gather(1, self.index)
         return (picked if self.mask is None else picked.where(self.mask, float("-inf"))).squeeze(1)
 
+    def cut(self, logits: Tensor, thresholds: Tensor) -> Tensor:
+        """bool [chunk, V]: tokens below their position's threshold, except the label."""
+        is_cut = logits < thresholds[:, None]
+        if logits.shape[1] == 0:
+            return is_cut
+        label_is_cut = torch.zeros_like(self.index, dtype=torch.bool)
+        if self.mask is not None:  # the index of a label of another rank is that of some token here
+            label_is_cut = is_cut.gather(1, self.index) & ~self.mask
+        return is_cut.scatter_(1, self.index, label_is_cut)
+
     def add_to(self, gradient: Tensor, values: Tensor) -> Tensor:
         """Add `values` [chunk] in place where the labels' logits are."""
         if gradient.shape[1] == 0:
@@ -166,12 +220,13 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperat
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool) -> None:
-    """Write to `sums` [4, chunk] what all of `logits` [chunk, V] comes to; the logits are overwritten.
+def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_cut: Tensor | None) -> None:
+    """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V]; the logits are overwritten.
 
-    With s = z - max z over the rows here: max z, z[label], sum exp(s) and, if asked, sum exp(s) s.
+    With s = z - max z over the rows here: max z, z[label], sum exp(s), with entropy sum exp(s) s, and with `is_cut`
+    sum exp(s) of the tokens that are not cut.
     """
-    highest, picked, total, product = sums
+    highest, picked, total, product = sums[:4]
     picked.copy_(owned.pick(logits))
     if logits.shape[1] == 0:
         highest.fill_(_LOWEST)
@@ -181,19 +236,21 @@ def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool) -> 
     shifted = logits.sub_(highest[:, None])
     exponentials = shifted.exp() if with_entropy else shifted.exp_()
     torch.sum(exponentials, dim=1, out=total)
+    if is_cut is not None:
+        torch.sum(exponentials.masked_fill(is_cut, 0.0), dim=1, out=sums[4])
     if with_entropy:
         # exp(-inf) * -inf is 0 here.
         torch.sum(exponentials.mul_(shifted).nan_to_num_(nan=0.0), dim=1, out=product)
 
 
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
-    """[ranks, 4, T] from each rank's [4, T]."""
+    """[ranks, 4 or 5, T] from each rank's [4 or 5, T]."""
     return sums[None] if vocab is None else gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, log-sum-exp and entropy [T] (or []) of the whole vocabulary from what `_reduce` wrote on each rank."""
-    highests, picked, totals, products = gathered.unbind(1)
+    highests, picked, totals, products = gathered[:, :4].unbind(1)
     highest = highests.amax(dim=0)
     lag = highests - highest
     scale = lag.exp()
@@ -207,25 +264,55 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
     return logprobs, highest + log_total, log_total - product / total
 
 
+def _combine_kept(
+    gathered: Tensor, logprobs: Tensor, logsumexp: Tensor, *, is_filtered: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-prob under the filtered distribution, and lse(z) - lse(z of the kept tokens); both [T], or [] unfiltered."""
+    if not is_filtered:
+        return logprobs.new_empty(0), logprobs.new_empty(0)
+    highests, kept_totals = gathered[:, 0], gathered[:, 4]
+    highest = highests.amax(dim=0)
+    kept = ((highests - highest).exp() * kept_totals).sum(dim=0).log()
+    log_inverse_mass = logsumexp - (highest + kept)
+    return logprobs + log_inverse_mass, log_inverse_mass
+
+
+class _KeptGradient(NamedTuple):
+    """What the gradient of filtered log-probs needs, each float32 [chunk]."""
+
+    thresholds: Tensor
+    grad: Tensor
+    log_inverse_mass: Tensor
+
+
 def _logits_gradient(
     logits: Tensor,
     owned: _Owned,
     logsumexp: Tensor,
     grad_logprobs: Tensor | None,
     entropy: tuple[Tensor, Tensor] | None,
+    kept: _KeptGradient | None,
 ) -> Tensor:
     """[chunk, V] gradient of the scaled logits, written over `logits` where nothing else needs them."""
+    is_cut = None if kept is None else owned.cut(logits, kept.thresholds)
     log_probs = logits.sub_(logsumexp[:, None])
     scale = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs
-    if entropy is None:
+    if entropy is None and kept is None:
         gradient = log_probs.exp_().mul_(-scale[:, None])
+        return owned.add_to(gradient, scale)
+    probs = log_probs.exp()
+    if entropy is None:
+        inner = log_probs.copy_(scale[:, None].expand_as(log_probs))
     else:
         grad_entropy, value = entropy
-        probs = log_probs.exp()
         # -p (gl + gH (log p + H)); a probability of exactly 0 has log p = -inf and contributes nothing.
         inner = log_probs.clamp_(min=_LOWEST).add_(value[:, None])
-        gradient = inner.mul_(grad_entropy[:, None]).add_(scale[:, None]).mul_(probs).neg_()
-    return owned.add_to(gradient, scale)
+        inner.mul_(grad_entropy[:, None]).add_(scale[:, None])
+    if kept is not None and is_cut is not None:
+        scaled = (kept.grad * kept.log_inverse_mass.exp())[:, None].expand_as(inner)
+        inner.add_(scaled.masked_fill(is_cut, 0.0))
+        scale = scale + kept.grad
+    return owned.add_to(inner.mul_(probs).neg_(), scale)
 
 
 def _accumulate(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

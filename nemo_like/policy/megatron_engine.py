@@ -22,16 +22,19 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.files import FileRecord
 from nemo_like.policy import megatron_groups, sharded_checkpoint
 from nemo_like.policy.collectives import gather_objects, gather_rows
-from nemo_like.policy.engine import ResultT, StepFunction, Sync, TokenScores
+from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.hf_directory import write_hf
 from nemo_like.policy.megatron_model import build_model
 from nemo_like.policy.megatron_optim import ShardedAdamW
 from nemo_like.policy.megatron_scores import VocabularyHead
 from nemo_like.policy.megatron_support import check_model_config
 from nemo_like.policy.megatron_table import geometry_of, place_of
+from nemo_like.policy.megatron_timers import ScheduleTimers
 from nemo_like.policy.megatron_weights import Outbox, Read, assemble, open_model
 from nemo_like.policy.optim import clip_factor
 from nemo_like.policy.sharded_checkpoint import MOMENTS, WEIGHT, Block
+from nemo_like.sampling_filter import SamplingFilter
 
 
 class MegatronEngine:
@@ -77,6 +80,9 @@ class MegatronEngine:
         }, "the table and the model have the same parameters"
         self._optimizer = ShardedAdamW(self._model, self._table, config.optimizer) if trainable else None
         self._outbox = Outbox(geometry, topology, rank, device)
+        self.clock = ComputeClock(device)
+        # The schedules start and stop these timers around the forward and the backward of each microbatch.
+        self._model.config.timers = ScheduleTimers(self.clock)
         self._head = VocabularyHead(self._model, geometry, tp_rank, config.logprob_chunk_size)
         with open_model(config.model_name) as files:
             files.check(self.weight_shapes())
@@ -98,6 +104,7 @@ class MegatronEngine:
         backward: bool,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         inputs = [microbatch.flattened() for microbatch in microbatches]
         if not inputs:
@@ -111,7 +118,7 @@ class MegatronEngine:
 
         def finish(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor, ResultT]:
             """Three values: a loss that comes with its number of tokens is differentiated as it is."""
-            scores = TokenScores(*self._head(hidden, microbatch, temperature, with_entropy))
+            scores = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
             loss, result = step_fn(microbatch, scores)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"
@@ -146,6 +153,11 @@ class MegatronEngine:
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
         return gather_objects(self._groups.dp_cp, value)
+
+    def gather_over_world(self, value: Any) -> list[Any]:
+        world = dist.group.WORLD
+        assert world is not None, "an engine is in a process group"
+        return gather_objects(world, value)
 
     def gather_over_cp(self, values: Tensor) -> Tensor:
         return gather_rows(self._groups.cp, values.detach())

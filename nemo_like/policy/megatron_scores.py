@@ -7,9 +7,11 @@ from torch import Tensor
 
 from nemo_like.data.packing.layout import ModelInputs
 from nemo_like.policy import megatron_groups
-from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.policy.engine import TokenScores
+from nemo_like.policy.logprobs import VocabShard, spread_scores, token_logprobs
 from nemo_like.policy.megatron_model import PackedModel
 from nemo_like.policy.megatron_table import Geometry
+from nemo_like.sampling_filter import SamplingFilter
 
 
 class VocabularyHead:
@@ -26,13 +28,18 @@ class VocabularyHead:
             self._shard = VocabShard(megatron_groups.joined().tp, self._rows.start, partial_hidden_grad=self._is_scattered)
 
     def __call__(
-        self, hidden: Tensor, inputs: ModelInputs, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """float32 [T] each, 0 where `inputs.label_mask` is False; only the other positions meet the vocabulary."""
+        self,
+        hidden: Tensor,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        token_filter: SamplingFilter | None,
+    ) -> TokenScores:
+        """See `TokenScores`; logits are computed only where `inputs.label_mask` is True."""
         if self._is_scattered:
             hidden = gather_from_sequence_parallel_region(hidden)
         positions = inputs.label_mask.nonzero().squeeze(1)
-        logprobs, entropy = token_logprobs(
+        scores = token_logprobs(
             hidden.squeeze(1).index_select(0, positions),
             self._weight(),
             inputs.labels.index_select(0, positions),
@@ -40,12 +47,9 @@ class VocabularyHead:
             chunk_size=self._chunk_size,
             with_entropy=with_entropy,
             vocab=self._shard,
+            token_filter=token_filter,
         )
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(len(inputs.labels)).index_copy(0, positions, values)
-
-        return spread(logprobs), None if entropy is None else spread(entropy)
+        return spread_scores(scores, positions, len(inputs.labels))
 
     def _weight(self) -> Tensor:
         """Without the padding of the vocabulary."""

@@ -1,4 +1,4 @@
-"""The arithmetic ceiling of one worker's device: what model FLOPs utilisation (MFU) is measured against."""
+"""Peaks of one worker's device: its FLOP/s, which model FLOPs utilisation (MFU) is relative to, and its memory in use."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best, f"measured, float32 matrix product of {size}"
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new maximum for `peak_memory_bytes`, where the device counts memory."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most bytes of tensors on `device` at once since `reset_peak_memory`; None on CPU, which does not count them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

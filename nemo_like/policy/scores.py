@@ -11,9 +11,16 @@ from torch import Tensor
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.packing.layout import ModelInputs, cp_gather_positions, segment_lengths, unpack_tokens
 from nemo_like.policy.engine import Engine, TokenScores
+from nemo_like.sampling_filter import SamplingFilter
 
 
-def score_rows(engine: Engine, microbatches: Iterable[ModelInputs], *, temperature: float = 1.0) -> list[Jagged]:
+def score_rows(
+    engine: Engine,
+    microbatches: Iterable[ModelInputs],
+    *,
+    temperature: float = 1.0,
+    token_filter: SamplingFilter | None = None,
+) -> list[Jagged]:
     """One Jagged of float32 log-probs per microbatch, its rows in their order; 0 where `label_mask` is False.
 
     Every rank calls; on pipeline stages but the last the list is empty.
@@ -22,7 +29,7 @@ def score_rows(engine: Engine, microbatches: Iterable[ModelInputs], *, temperatu
     def in_rows(inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor | None, Jagged]:
         return None, unpack_tokens(_in_order(engine, inputs, scores.logprobs), inputs)
 
-    return engine.run(microbatches, in_rows, backward=False, temperature=temperature)
+    return engine.run(microbatches, in_rows, backward=False, temperature=temperature, token_filter=token_filter)
 
 
 def _in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:

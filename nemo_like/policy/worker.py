@@ -8,7 +8,6 @@ loss_sum / count, and the engine sums gradients.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -32,9 +31,10 @@ from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.engine import Engine, Sync, TokenScores
 from nemo_like.policy.optim import learning_rate
-from nemo_like.policy.peak import peak_flops
+from nemo_like.policy.peak import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.probe import IsolationReport, probe_isolation
 from nemo_like.policy.scores import score_rows
+from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.stream import Bucket, plan_buckets
 
 Columns = Mapping[str, np.ndarray | Jagged]
@@ -68,17 +68,18 @@ class PolicyWorker:
     def score(self, shard: SlicedDataDict) -> dict[str, Jagged]:
         """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its order.
 
-        Float32 per token at the sampling temperature; 0 for tokens that are not trained.
+        Float32 per token at the sampling temperature; 0 for tokens that are not trained. `prev_logprobs` are those of the
+        distribution that is sampled from, `reference_logprobs` those of the reference's whole distribution.
         """
         plan = _score_plan(shard)
         rows = self._rows(shard, plan.spec)
-        engines = {"prev_logprobs": self._policy}
+        engines = {"prev_logprobs": (self._policy, self._sampling_filter)}
         if self._reference is not None:
-            engines["reference_logprobs"] = self._reference
+            engines["reference_logprobs"] = (self._reference, None)
         scores = {}
-        for name, engine in engines.items():
+        for name, (engine, token_filter) in engines.items():
             inputs = map(rows.inputs, plan.microbatches)
-            parts = score_rows(engine, inputs, temperature=self._sampling_temperature)
+            parts = score_rows(engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter)
             if parts:  # only the last pipeline stage has them, and only its results are fetched
                 scores[name] = rows.in_shard_order(plan.microbatches, parts)
         return scores
@@ -177,19 +178,29 @@ class PolicyWorker:
         # Temperature 0 is greedy decoding; the distribution it was taken from is the model's own.
         return self.config.generation.temperature or 1.0
 
+    @property
+    def _sampling_filter(self) -> SamplingFilter | None:
+        return SamplingFilter.from_config(self.config.generation)
+
     def _score_options(self, loss: Loss) -> dict[str, Any]:
         """Likelihood is of the model's own distribution, a policy gradient of the one that was sampled from."""
-        temperature = 1.0 if isinstance(loss, NllLoss) else self._sampling_temperature
-        return {"temperature": temperature, "with_entropy": loss.needs_entropy}
+        if isinstance(loss, NllLoss):
+            return {"temperature": 1.0, "with_entropy": loss.needs_entropy}
+        return {
+            "temperature": self._sampling_temperature,
+            "with_entropy": loss.needs_entropy,
+            "token_filter": self._sampling_filter,
+        }
 
     def _train_step(self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss) -> Metrics:
         counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
         lr = learning_rate(self._policy.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
         step_fn = _LossStep(loss, counts.denominator(loss.normalization))
-        start = _compute_seconds(self._policy.device)
+        reset_peak_memory(self._policy.device)
+        self._policy.clock.pop_seconds()
         inputs = map(rows.inputs, microbatches)
         parts = self._policy.run(inputs, step_fn, backward=True, **self._score_options(loss))
-        seconds = _compute_seconds(self._policy.device) - start
+        seconds = self._policy.clock.pop_seconds()
         grad_norm = self._policy.optimizer_step(lr)
         gathered = self._policy.gather_over_dp_cp((merge_metrics(parts), seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
@@ -200,9 +211,18 @@ class PolicyWorker:
         metrics["policy/num_rows"] = Sum(counts.num_rows)
         mean_seconds = sum(rank_seconds) / len(rank_seconds)
         metrics["policy/rank_time_worst_over_mean"] = Mean(max(rank_seconds) / mean_seconds if mean_seconds else 1.0)
-        if self._policy.device.type == "cuda":
-            metrics["policy/peak_memory_gb"] = Max(torch.cuda.max_memory_allocated(self._policy.device) / 1e9)
-        return metrics
+        return metrics | self._memory_metrics()
+
+    def _memory_metrics(self) -> Metrics:
+        """The peak memory of the step: the largest of all ranks and their mean. None on a device that does not count it."""
+        peak = peak_memory_bytes(self._policy.device)
+        if peak is None:
+            return {}
+        peaks = self._policy.gather_over_world(peak)
+        return {
+            "policy/peak_memory_gb": Max(max(peaks) / 1e9),
+            "policy/peak_memory_mean_gb": Mean(sum(peaks) / 1e9, len(peaks)),
+        }
 
 
 @dataclass(frozen=True)
@@ -264,6 +284,7 @@ class _LossStep:
         terms = self.loss(
             LossInputs(
                 policy_logprobs=scores.logprobs,
+                unfiltered_logprobs=scores.unfiltered_logprobs,
                 token_mask=inputs.label_mask,
                 row_ids=inputs.row_ids,
                 row_num_tokens=inputs.row_columns[_NUM_TRAINED],
@@ -287,11 +308,3 @@ def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
         if column.is_floating_point() and name != _NUM_TRAINED:
             columns[name] = column.float()[inputs.row_ids]
     return columns
-
-
-def _compute_seconds(device: torch.device) -> float:
-    """A clock of this rank's own work. On CPU that is CPU time, which does not pass while it waits for the others."""
-    if device.type == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()

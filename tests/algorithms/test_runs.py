@@ -122,6 +122,35 @@ def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
     assert versions == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("token_filter", "reference_kl"),
+    [("{top_p: 0.8}", 0.01), ("{top_k: 50}", 0.0), ("{min_p: 0.05}", 0.0)],
+)
+def test_filtered_sampling_and_the_policy_have_one_distribution(
+    recipe: Recipe, token_filter: str, reference_kl: float
+) -> None:
+    """Equal weights, so sampler and policy may differ by rounding only; the KL to equal weights is 0."""
+    options = [f"policy.generation.{item.strip()}".replace(": ", "=") for item in token_filter[1:-1].split(",")]
+    result = run_grpo(
+        recipe.grpo(
+            *options,
+            f"loss_fn.reference_policy_kl_penalty={reference_kl}",
+            "grpo.max_num_steps=1",
+            "grpo.val_at_start=false",
+            "grpo.val_period=0",
+            "data.validation_path=null",
+            "policy.train_global_batch_size=32",
+            "checkpointing.enabled=false",
+        )
+    )
+    assert result.last["mismatch/token_mult_prob_error"] <= 1.001
+    assert result.last["mismatch/importance_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert result.last["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    if reference_kl > 0:
+        assert abs(result.last["policy/reference_kl_k3"]) < 1e-6
+    assert result.last["policy/grad_norm"] > 0
+
+
 def test_a_run_name_is_reused_only_with_resume(recipe: Recipe):
     run_sft(recipe.sft("sft.max_num_steps=1"))
     with pytest.raises(ConfigError, match="resume=true"):

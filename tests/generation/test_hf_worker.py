@@ -24,7 +24,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.interface import Completions, SamplingParams
-from nemo_like.generation.sampling import filter_logits
+from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.stream import Bucket
 
 _TEXT = [
@@ -107,7 +107,7 @@ def _same(left: Completions, right: Completions) -> None:
     "sampling",
     [
         SamplingParams(max_new_tokens=12),
-        SamplingParams(max_new_tokens=12, temperature=0.7, top_k=20, top_p=0.9),
+        SamplingParams(max_new_tokens=12, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02),
         SamplingParams(max_new_tokens=12, temperature=0.0),
     ],
 )
@@ -120,7 +120,7 @@ def test_logprobs_equal_a_full_forward(model_directory: Path, sampling: Sampling
         with torch.no_grad():
             logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
         if sampling.temperature:
-            logits = filter_logits(logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            logits = filter_logits(logits / sampling.temperature, sampling.token_filter)
         expected = logits.log_softmax(dim=-1).gather(-1, row[len(prompt) :, None]).squeeze(-1)
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
 

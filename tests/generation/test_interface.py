@@ -100,7 +100,7 @@ def test_completions_of_two_versions_are_not_mixed() -> None:
 
 
 def test_sampling_follows_the_config() -> None:
-    config = GenerationConfig(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, stop_strings=("\n\n",))
+    config = GenerationConfig(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",))
     sampling = SamplingParams.from_config(config)
-    assert sampling == SamplingParams(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, stop_strings=("\n\n",))
+    assert sampling == SamplingParams(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",))
     assert SamplingParams.from_config(config, temperature=0.0).temperature == 0.0

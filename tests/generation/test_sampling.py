@@ -1,40 +1,18 @@
-"""Token choice: filters as transformers has them, draws that follow the distribution and depend on nothing else."""
+"""Token choice: draws that follow the distribution and depend on nothing else."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from nemo_like.generation.interface import SamplingParams
-from nemo_like.generation.sampling import filter_logits, row_uniforms, sample_tokens
+from nemo_like.generation.sampling import row_uniforms, sample_tokens
+from nemo_like.sampling_filter import filter_logits
 
 
 def _logits(seed: int, num_rows: int = 5, vocabulary: int = 37) -> torch.Tensor:
     return torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), top_k=st.integers(1, 40), top_p=st.floats(0.05, 0.99))
-def test_filters_equal_those_of_transformers(seed: int, top_k: int, top_p: float) -> None:
-    logits = _logits(seed)
-    ids = torch.LongTensor([[0]] * len(logits))
-    expected = TopPLogitsWarper(top_p=top_p)(ids, TopKLogitsWarper(top_k=top_k)(ids, logits))
-    assert torch.equal(filter_logits(logits, top_k=top_k, top_p=top_p), expected)
-
-
-def test_filters_that_are_off_change_nothing() -> None:
-    logits = _logits(0)
-    assert torch.equal(filter_logits(logits, top_k=None, top_p=1.0), logits)
-
-
-def test_top_p_keeps_the_likeliest_token_however_small_the_mass() -> None:
-    kept = filter_logits(_logits(1), top_k=None, top_p=1e-6).isfinite()
-    assert torch.equal(kept.sum(dim=-1), torch.ones(5, dtype=torch.long))
-    assert torch.equal(kept.float().argmax(dim=-1), _logits(1).argmax(dim=-1))
 
 
 def test_uniforms_are_a_function_of_seed_and_token_index() -> None:
@@ -61,6 +39,7 @@ def test_uniforms_never_change_between_versions() -> None:
         SamplingParams(max_new_tokens=1, temperature=1.5, top_k=6),
         SamplingParams(max_new_tokens=1, temperature=0.9, top_p=0.8),
         SamplingParams(max_new_tokens=1, temperature=1.2, top_k=12, top_p=0.9),
+        SamplingParams(max_new_tokens=1, temperature=1.2, min_p=0.1),
     ],
 )
 def test_frequencies_follow_the_filtered_distribution(params: SamplingParams) -> None:
@@ -68,7 +47,7 @@ def test_frequencies_follow_the_filtered_distribution(params: SamplingParams) ->
     logits = _logits(3, 1, vocabulary) / 2
     uniforms = torch.from_numpy(row_uniforms(np.array([11], np.uint64), num_draws)[0])
     token_ids, logprobs = sample_tokens(logits.expand(num_draws, -1), uniforms, params)
-    filtered = filter_logits(logits / params.temperature, top_k=params.top_k, top_p=params.top_p)[0]
+    filtered = filter_logits(logits / params.temperature, params.token_filter)[0]
     probabilities = filtered.softmax(dim=-1)
     counts = torch.bincount(token_ids, minlength=vocabulary)
     assert counts[probabilities == 0].sum() == 0
@@ -105,7 +84,9 @@ def test_a_token_without_mass_is_never_drawn(uniform: float) -> None:
         ("temperature", -0.1),
         ("top_p", 0.0),
         ("top_p", 1.1),
-        ("top_k", 0),
+        ("top_k", -2),
+        ("min_p", 1.1),
+        ("min_p", -0.1),
         ("stop_strings", ("a", "")),
     ],
 )

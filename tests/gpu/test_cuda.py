@@ -19,9 +19,11 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
 from nemo_like.policy.attention import _flash_varlen, _segmented, _Spans, varlen_attention
+from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.context_parallel import _make_exchange
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
 from nemo_like.policy.megatron_worker import MegatronPolicyWorker
+from nemo_like.policy.peak import peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.conftest import model_dir  # noqa: F401  (a fixture)
@@ -132,3 +134,31 @@ def test_asleep_the_policy_holds_almost_nothing_on_the_device(model_dir: Callabl
     policy.group.run_all_workers("wake")
     np.testing.assert_array_equal(policy.score(placed)["prev_logprobs"].values, before.values)
     policy.shutdown()
+
+
+def test_the_clock_times_kernels_and_not_what_is_excluded():
+    """`_sleep` occupies the stream as waiting for a collective does."""
+    device = torch.device("cuda")
+    clock = ComputeClock(device)
+
+    def occupy() -> None:
+        torch.cuda._sleep(200_000_000)
+
+    with clock.running():
+        occupy()
+    busy_s = clock.pop_seconds()
+    with clock.running():
+        clock.excluded(occupy)()
+    assert busy_s > 0.02
+    assert clock.pop_seconds() < busy_s / 4
+
+
+def test_peak_memory_is_that_since_the_reset():
+    device = torch.device("cuda")
+    large = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    with_large = peak_memory_bytes(device)
+    del large
+    reset_peak_memory(device)
+    without_large = peak_memory_bytes(device)
+    assert with_large is not None and without_large is not None
+    assert with_large - without_large >= 64 << 20

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.sampling_filter import SamplingFilter
+from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks
 
 
@@ -49,7 +51,7 @@ def test_values_and_gradients_equal_the_naive_ones(num_tokens, chunk_size, tempe
         return torch.autograd.grad(loss, parameters)
 
     expected = naive_logprobs(hidden, weight, labels, temperature, bias if with_bias else None)
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, _ = token_logprobs(
         hidden,
         weight,
         labels,
@@ -67,7 +69,7 @@ def test_values_and_gradients_equal_the_naive_ones(num_tokens, chunk_size, tempe
 
 def test_without_entropy_none_is_computed_and_the_gradient_is_the_same():
     hidden, weight, _, labels = random_inputs(11, 8, 33)
-    logprobs, entropy = token_logprobs(hidden, weight, labels, chunk_size=4)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, labels, chunk_size=4)
     assert entropy is None
     expected, _ = naive_logprobs(hidden, weight, labels, 1.0)
     found = torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -78,7 +80,7 @@ def test_impossible_tokens_leave_values_and_gradients_finite():
     hidden, weight, _, labels = random_inputs(6, 8, 33)
     bias = torch.zeros(33)
     bias[20:] = float("-inf")
-    logprobs, entropy = token_logprobs(hidden, weight, labels % 20, with_entropy=True, bias=bias)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, labels % 20, with_entropy=True, bias=bias)
     assert entropy is not None
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in (logprobs, entropy, *gradients))
@@ -87,7 +89,7 @@ def test_impossible_tokens_leave_values_and_gradients_finite():
 
 def test_half_precision_hidden_states_give_float32_logprobs_near_the_exact_ones():
     hidden, weight, _, labels = random_inputs(40, 16, 64, dtype=torch.bfloat16)
-    logprobs, _ = token_logprobs(hidden, weight, labels, chunk_size=16)
+    logprobs, _, _ = token_logprobs(hidden, weight, labels, chunk_size=16)
     exact, _ = naive_logprobs(hidden.float(), weight.float(), labels, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.1)
@@ -140,7 +142,7 @@ def test_peak_memory_is_a_fraction_of_the_naive_one():
         torch.stack(naive_logprobs(hidden, weight, labels, 1.0)).sum().backward()
     assert naive.peak > 3 * all_logits
     with Recorder() as chunked:
-        logprobs, entropy = token_logprobs(hidden, weight, labels, chunk_size=128, with_entropy=True)
+        logprobs, entropy, _ = token_logprobs(hidden, weight, labels, chunk_size=128, with_entropy=True)
         assert entropy is not None
         (logprobs + entropy).sum().backward()
     assert chunked.largest == one_chunk
@@ -162,7 +164,7 @@ def test_a_vocabulary_spread_over_ranks_gives_the_same(num_tokens, chunk_size, c
 
     def score(rows: slice, vocab: VocabShard | None) -> tuple[Tensor, ...]:
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, _ = token_logprobs(
             leaves[0],
             leaves[1],
             labels,
@@ -201,7 +203,7 @@ def test_no_rank_holds_logits_of_the_whole_vocabulary_and_collectives_are_two():
         with Recorder() as recorder:
             shard = VocabShard(group, start=group.rank() * len(rows))
             leaf = hidden.detach().requires_grad_()
-            logprobs, entropy = token_logprobs(leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard)
+            logprobs, entropy, _ = token_logprobs(leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard)
             assert entropy is not None
             torch.autograd.grad(logprobs.sum() + entropy.sum(), (leaf, rows))
         return recorder
@@ -216,7 +218,8 @@ def test_the_parts_of_the_hidden_gradient_add_up_where_the_caller_sums_them():
 
     def grad(group: dist.ProcessGroup, partial: bool) -> Tensor:
         rows, leaf = weight.detach().chunk(2)[group.rank()], hidden.detach().requires_grad_()
-        logprobs, _ = token_logprobs(leaf, rows, labels, vocab=VocabShard(group, 17 * group.rank(), partial_hidden_grad=partial))
+        shard = VocabShard(group, 17 * group.rank(), partial_hidden_grad=partial)
+        logprobs, _, _ = token_logprobs(leaf, rows, labels, vocab=shard)
         return torch.autograd.grad(logprobs.sum(), leaf)[0]
 
     whole, same = run_thread_ranks(2, lambda group: grad(group, partial=False))
@@ -234,7 +237,7 @@ def test_a_rank_whose_tokens_are_all_impossible_adds_nothing():
     def score(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         rows = weight.detach().chunk(2)[group.rank()].clone().requires_grad_()
         shard = VocabShard(group, 16 * group.rank())
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, _ = token_logprobs(
             hidden.detach(), rows, labels, with_entropy=True, bias=bias.chunk(2)[group.rank()], vocab=shard
         )
         assert entropy is not None
@@ -256,3 +259,110 @@ def test_a_label_that_no_rank_has_is_impossible():
 
     for logprobs in run_thread_ranks(2, score):
         assert torch.isinf(logprobs).tolist() == [False, True, False]
+
+
+FILTERS = st.builds(
+    SamplingFilter,
+    top_k=st.sampled_from([None, 1, 4, 12, 40]),
+    top_p=st.sampled_from([1.0, 0.3, 0.8]),
+    min_p=st.sampled_from([0.0, 0.05]),
+)
+
+
+def filtered_by_definition(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, token_filter: SamplingFilter
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Filtered log-probs, entropy and unfiltered log-probs, each [T] in float64 and by plain autograd."""
+    logits = hidden.double() @ weight.double().t() / temperature
+    kept = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, label in enumerate(labels.tolist()):
+        kept[row, [*kept_tokens(logits[row].tolist(), token_filter), label]] = True
+    index = labels[:, None]
+    unfiltered = logits.log_softmax(-1)
+    filtered = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    entropy = -(unfiltered.exp() * unfiltered).sum(-1)
+    return filtered.gather(1, index).squeeze(1), entropy, unfiltered.gather(1, index).squeeze(1)
+
+
+def filtered_loss(outputs: tuple[Tensor | None, ...], with_entropy: bool) -> Tensor:
+    """A loss of all outputs with another weight at each position."""
+    filtered, entropy, unfiltered = outputs
+    assert filtered is not None and unfiltered is not None
+    token_weights = torch.linspace(-1, 1, len(filtered), dtype=filtered.dtype)
+    loss = (token_weights * filtered).sum() + 0.7 * (token_weights.square() * unfiltered).sum()
+    if with_entropy:
+        assert entropy is not None
+        loss = loss + 0.3 * (token_weights * entropy).sum()
+    return loss
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(1, 20),
+    chunk_size=st.sampled_from([3, 24]),
+    temperature=st.sampled_from([0.7, 1.0]),
+    with_entropy=st.booleans(),
+    cuts=st.one_of(st.none(), st.lists(st.integers(0, 33), min_size=1, max_size=2).map(sorted)),
+    token_filter=FILTERS.filter(lambda token_filter: token_filter.is_active),
+    seed=st.integers(0, 1000),
+)
+def test_filtered_values_and_gradients_equal_the_definition_in_float64(
+    num_tokens, chunk_size, temperature, with_entropy, cuts, token_filter, seed
+):
+    """On one rank and with a vocabulary sharded unevenly; labels are inside and outside of what is kept."""
+    hidden, weight, _, labels = random_inputs(num_tokens, 8, 33, seed=seed)
+    expected = filtered_by_definition(hidden, weight, labels, temperature, token_filter)
+    wanted = torch.autograd.grad(filtered_loss(expected, with_entropy), (hidden, weight))
+    bounds = [0, *(cuts or []), 33]
+
+    def score(group: dist.ProcessGroup | None) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        start, stop = (0, 33) if group is None else bounds[group.rank() : group.rank() + 2]
+        leaves = [hidden.detach().clone().requires_grad_(), weight.detach()[start:stop].clone().requires_grad_()]
+        scores = token_logprobs(
+            leaves[0],
+            leaves[1],
+            labels,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+            vocab=None if group is None else VocabShard(group, start),
+            token_filter=token_filter,
+        )
+        found = [scores.logprobs.detach(), *([scores.entropy.detach()] if scores.entropy is not None else [])]
+        assert scores.unfiltered_logprobs is not None
+        found.append(scores.unfiltered_logprobs.detach())
+        return found, torch.autograd.grad(filtered_loss(scores, with_entropy), leaves)
+
+    ranks = [score(None)] if cuts is None else run_thread_ranks(len(bounds) - 1, score)
+    for values, _ in ranks:
+        exact = [value.detach() for index, value in enumerate(expected) if with_entropy or index != 1]
+        torch.testing.assert_close([value.double() for value in values], exact, rtol=1e-5, atol=1e-5)
+        assert bool(torch.isfinite(values[0]).all()), "the sampled token is always kept"
+    grad_hidden, grad_weight = ranks[0][1][0], torch.cat([gradients[1] for _, gradients in ranks])
+    assert float((grad_hidden - wanted[0]).norm()) <= 1e-5 * max(1.0, float(wanted[0].norm()))
+    assert float((grad_weight - wanted[1]).norm()) <= 1e-5 * max(1.0, float(wanted[1].norm()))
+
+
+def test_a_filter_that_removes_nothing_costs_nothing():
+    hidden, weight, _, labels = random_inputs(64, 8, 512)
+
+    def record(token_filter: SamplingFilter | None) -> tuple[Recorder, Tensor]:
+        with Recorder() as recorder:
+            scores = token_logprobs(hidden, weight, labels, chunk_size=16, token_filter=token_filter)
+            assert scores.unfiltered_logprobs is None
+            (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
+        return recorder, gradient
+
+    (plain, expected), (off, found) = record(None), record(SamplingFilter(top_k=-1))
+    assert torch.equal(found, expected)
+    assert (off.peak, off.largest) == (plain.peak, plain.largest)
+
+
+def test_filtered_logprobs_need_a_few_chunks_and_no_collective_of_vocabulary_size():
+    hidden, weight, _, labels = random_inputs(256, 8, 4096)
+    one_chunk = 32 * 4096 * 4
+    with Recorder() as recorder:
+        scores = token_logprobs(hidden, weight, labels, chunk_size=32, token_filter=SamplingFilter(top_k=50, top_p=0.8))
+        scores.logprobs.sum().backward()
+    assert recorder.largest <= 2 * one_chunk
+    assert recorder.peak < 6 * one_chunk

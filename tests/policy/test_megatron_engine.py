@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -17,10 +18,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
+from nemo_like.policy import megatron_engine
+from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.engine import TokenScores
 from nemo_like.policy.megatron_engine import MegatronEngine
 from nemo_like.policy.megatron_model import SegmentAttention
 from tests.policy.megatron_ranks import Step, as_tensors, joined, meeting_in, of_model, open_pool, take_steps
+from tests.policy.test_filtered_policy import DYNAMIC, FILTERED_LOSS, PACKED, filtered, gradients_by_definition
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, POLICY_GRADIENT, TOLERANCE, assert_same_metrics
 from tests.policy.tiny import random_batch, relative_error, row_loss, run_ranks
 
@@ -119,6 +124,47 @@ def test_a_rank_without_rows_runs_dummies_and_changes_nothing(parallel, model_di
     ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
     assert relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients)) < TOLERANCE
     assert_same_metrics(ranks[-1][0].metrics, alone[0].metrics)
+
+
+class WallClock(ComputeClock):
+    """Wall-clock time, as on CUDA: it passes while a rank waits."""
+
+    def _now(self) -> float:
+        return time.perf_counter()
+
+
+def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay_s: float) -> float:
+    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1 waits for it."""
+    with pytest.MonkeyPatch.context() as patch, joined(context, ParallelConfig()) as rank:
+        patch.setattr(megatron_engine, "ComputeClock", WallClock)
+        worker = rank.worker(config)
+        engine: Any = worker._policy
+        if context.rank == 0:
+            engine._model.register_forward_hook(lambda *_: time.sleep(delay_s))
+        (metrics,) = worker.train(rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss())
+        assert engine.gather_over_world(context.rank) == [0, 1]
+    return metrics["policy/rank_time_worst_over_mean"].value
+
+
+def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, pool, tmp_path) -> None:
+    config = dataclasses.replace(of_model(LAYOUTS["padded, 1 row"], model_dir("llama")), train_global_batch_size=4)
+    for imbalance in run_ranks(pool, train_beside_a_slow_rank, 2, meeting_in(tmp_path), config, 1.0):
+        assert imbalance > 1.2
+
+
+def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) -> None:
+    """Against transformers in float64: tensor, sequence, context and pipeline parallelism, packed and padded."""
+    batch = random_batch(LENGTHS)
+    expected, loss, _ = gradients_by_definition(model_dir("qwen3_tied"), batch)
+    layouts = (PACKED, DYNAMIC)
+    steps = [Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS) for layout in layouts]
+    for name in ("tp2", "tp2 + sp", "cp2", "pp2"):
+        world_size, degrees = PARALLEL[name]
+        ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+        for index, layout in enumerate(layouts):
+            assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (name, layout)
+            found = as_tensors(ranks[0][index].gradients)
+            assert relative_error(found, expected) < TOLERANCE, (name, layout)
 
 
 def look_around(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Top-k, top-p and min-p: which tokens of a distribution may be sampled.
+
+The sampler and the policy's log-probs both use this module, so that both see one distribution.
+A filter is expressed as one threshold per position: a token is kept if its logit is at least that.
+Tokens with equal logits are therefore kept or removed together, and the result does not depend on
+a sort order or on how the vocabulary is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.config.schema import GenerationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFilter:
+    """Filters in the order in which vLLM applies them, after the temperature.
+
+    First `min_p`, then `top_k` of what is left, then the nucleus of mass `top_p` of what is left
+    then (renormalized). The most likely token is always kept.
+
+    Example: with probabilities [0.5, 0.3, 0.15, 0.05], `top_k=3, top_p=0.8` keeps the first two:
+    0.5 / 0.95 = 0.53 is below 0.8, and 0.8 / 0.95 = 0.84 is not.
+    """
+
+    top_k: int | None = None
+    """Keep the k most likely tokens, and every token as likely as the k-th; None, 0 or -1 is off."""
+    top_p: float = 1.0
+    """Keep the fewest tokens with at least this mass, in (0, 1]; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the largest probability, in [0, 1]; 0 is off."""
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig) -> SamplingFilter | None:
+        """The filter of training rollouts; None if nothing is filtered or sampling is greedy."""
+        if config.temperature == 0:
+            return None
+        token_filter = cls(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+        return token_filter if token_filter.is_active else None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any token can be removed."""
+        return self.has_top_k or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def has_top_k(self) -> bool:
+        """Whether `top_k` is on."""
+        return self.top_k is not None and self.top_k > 0
+
+    def thresholds(self, logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The smallest logit that is kept at each position, float32 [T]; -inf where all are.
+
+        `logits` is float32 [T, V] after the temperature and is not modified. With `group`,
+        `logits` holds this rank's part of the vocabulary, of any size; all ranks of the group call
+        with the same T and get the same result. No tensor of vocabulary size is communicated:
+        top-k and top-p each sum one number per position, 32 times.
+        """
+        highest = _highest(logits, group)
+        threshold = torch.full_like(highest, -torch.inf)
+        if self.min_p > 0:
+            threshold = highest + math.log(self.min_p)
+        if self.top_k is not None and self.has_top_k:
+            threshold = torch.maximum(threshold, _kth_largest(logits, highest, self.top_k, group))
+        if self.top_p < 1:
+            threshold = _nucleus_threshold(logits, highest, threshold, self.top_p, group)
+        return threshold
+
+
+def filter_logits(logits: Tensor, token_filter: SamplingFilter) -> Tensor:
+    """`logits` [T, V] with -inf for every removed token; the same tensor if nothing is filtered.
+
+    Logits that are not a number stay as they are.
+    """
+    if not token_filter.is_active:
+        return logits
+    return logits.masked_fill(logits < token_filter.thresholds(logits)[:, None], -torch.inf)
+
+
+def _highest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest logit of each position over all ranks, [T]."""
+    highest = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def _kth_largest(
+    logits: Tensor, highest: Tensor, k: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The k-th largest logit of each position over all ranks, [T]; -inf if there are fewer."""
+    lowest = torch.full_like(highest, -torch.inf)
+    if group is None:
+        return logits.topk(k, dim=1).values[:, -1] if k <= logits.shape[1] else lowest
+
+    def num_from(threshold: Tensor) -> Tensor:
+        return _sum((logits >= threshold[:, None]).sum(dim=1), group)
+
+    return _largest_threshold(num_from, torch.full_like(highest, k), lowest, highest)
+
+
+def _nucleus_threshold(
+    logits: Tensor,
+    highest: Tensor,
+    lowest: Tensor,
+    top_p: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The largest t [T] with sum(exp(z) for z >= t) at least `top_p` of that for z >= `lowest`.
+
+    The tokens above t alone have less than this mass, so t is the smallest logit of the nucleus.
+    Sums are float64, so that their order does not change the result.
+    """
+    weights = (logits - highest[:, None]).exp_()
+
+    def mass_from(threshold: Tensor) -> Tensor:
+        is_below = logits < threshold[:, None]
+        return _sum(weights.masked_fill(is_below, 0.0).sum(dim=1, dtype=torch.float64), group)
+
+    return _largest_threshold(mass_from, top_p * mass_from(lowest), lowest, highest)
+
+
+def _largest_threshold(
+    measure: Callable[[Tensor], Tensor], target: Tensor, lowest: Tensor, highest: Tensor
+) -> Tensor:
+    """The largest t [T] in [lowest, highest] with measure(t) >= target; `lowest` if there is none.
+
+    `measure` does not increase with t. The float32 numbers are bisected in their order, which
+    takes 32 halvings for any range.
+    """
+    low, high = _ordinal(lowest), _ordinal(highest)
+    for _ in range(32):
+        middle = low + (high - low + 1) // 2
+        is_enough = measure(_from_ordinal(middle)) >= target
+        low = torch.where(is_enough, middle, low)
+        high = torch.where(is_enough, high, middle - 1)
+    return _from_ordinal(low)
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`values` summed over the ranks, in place."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def _ordinal(values: Tensor) -> Tensor:
+    """int64 numbers in the order of the float32 `values`, consecutive for consecutive floats."""
+    bits = values.contiguous().view(torch.int32).long()
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+def _from_ordinal(ordinals: Tensor) -> Tensor:
+    """The float32 numbers of which `_ordinal` gives `ordinals`."""
+    bits = torch.where(ordinals >= 0, ordinals, ordinals ^ 0x7FFFFFFF)
+    return bits.to(torch.int32).view(torch.float32)

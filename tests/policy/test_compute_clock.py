@@ -1,0 +1,76 @@
+"""The clock of a rank's own work: waiting for other ranks does not count, in either engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.distributed import mesh
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
+from nemo_like.policy import dtensor_engine, dtensor_model
+from nemo_like.policy.compute_clock import ComputeClock
+from tests.policy.test_dtensor_layouts import Rank
+from tests.policy.tiny import random_batch, run_ranks
+
+LENGTHS = [9, 14, 6, 23]
+
+
+class WallClock(ComputeClock):
+    """Wall-clock time, as on CUDA: it passes while a rank waits."""
+
+    def _now(self) -> float:
+        return time.perf_counter()
+
+
+def test_intervals_add_up_and_excluded_calls_do_not_count() -> None:
+    clock = WallClock(torch.device("cpu"))
+    nap = clock.excluded(time.sleep)
+    nap(0.01)
+    assert clock.pop_seconds() == 0.0, "an excluded call does not start a clock that does not run"
+    with clock.running():
+        clock.start()
+        time.sleep(0.05)
+        nap(0.4)
+        time.sleep(0.05)
+    assert 0.1 <= clock.pop_seconds() < 0.4
+    assert clock.pop_seconds() == 0.0
+
+
+def test_cpu_time_does_not_pass_while_a_rank_sleeps() -> None:
+    clock = ComputeClock(torch.device("cpu"))
+    with clock.running():
+        time.sleep(0.3)
+    assert clock.pop_seconds() < 0.2
+
+
+def train_beside_a_slow_rank(worker_context: WorkerContext, config: PolicyConfig, delay_s: float) -> float:
+    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1 waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dtensor_engine, "ComputeClock", WallClock)
+        patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # collectives in every microbatch
+        mesh.init_process_group(worker_context)
+        try:
+            rank = Rank(worker_context, ParallelConfig())
+            worker = rank.worker(config)
+            engine: Any = worker._policy
+            if worker_context.rank == 0:
+                engine._scorer.causal_lm.base_model.register_forward_hook(lambda *_: time.sleep(delay_s))
+            (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())
+            assert worker._policy.gather_over_world(worker_context.rank) == [0, 1]
+        finally:
+            mesh.destroy()
+    return metrics["policy/rank_time_worst_over_mean"].value
+
+
+def test_a_rank_that_waits_in_collectives_is_not_busy(model_dir, rank_pool, meeting) -> None:
+    """By the wall clock both ranks take equally long; rank 0 alone works."""
+    config = PolicyConfig(
+        model_name=model_dir("llama"), train_global_batch_size=4, logprob_chunk_size=16, train_micro_batch_size=1
+    )
+    for imbalance in run_ranks(rank_pool, train_beside_a_slow_rank, 2, meeting, config, 1.0):
+        assert imbalance > 1.2
