@@ -68,7 +68,7 @@ def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
         kept = ["the model and the data in runs/demo"]
         if kind == "grpo":
             kept.append("the finished SFT run in runs/demo_sft, with its model in runs/demo_sft/hf")
-        latest = Path("runs", config.run_name, "latest")
+        latest = Path(config.output_dir, config.run_name, "latest")
         resume = " resume=true" if latest.exists() else ""
         if resume:
             kept.append(f"the last checkpoint of {latest.parent}")

@@ -285,6 +285,9 @@ class RayWorkerGroup:
                 rank=min(_ranks(pending)),
                 method=_method(pending),
             )
+            # At once, because Ray ends this process with a message of its own when a later call
+            # waits for the head for a minute.
+            logger.error("%s", self._failure)
             self._actors = []  # they cannot be stopped without the head; they end with the session
             raise self._failure
         silence = self._monitor.check(_ranks(pending))
