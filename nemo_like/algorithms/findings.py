@@ -66,5 +66,5 @@ class Findings:
             return None
 
     def report(self) -> Report:
-        sections = {title: tuple(lines) for title, lines in self.sections.items()}
+        sections = {title: tuple(lines) for title, lines in self.sections.items() if lines}
         return Report(sections, tuple(self.samples), tuple(self.problems), tuple(self.warnings))

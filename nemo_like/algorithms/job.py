@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.algorithms.run_warnings import precision_warnings
 from nemo_like.algorithms.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.algorithms.throughput import throughput_metrics
 from nemo_like.algorithms.workplace import Workplace, open_workplace
@@ -253,6 +254,8 @@ def open_job(
         logger.info("process %d on host %s starts, resume=%s", os.getpid(), socket.gethostname(), config.resume)
         checkpointer = Checkpointer(run.path, config.checkpointing)
         check_logger(config.logger)
+        for warning in precision_warnings(config):
+            logger.warning(warning)  # on the console and in driver.log
         resumed = None
         if config.resume:
             resumed = checkpointer.find_latest(lambda folder: checkpoint_problem(folder / "policy"))

@@ -17,6 +17,7 @@ import numpy as np
 from nemo_like.algorithms.findings import Findings, Report
 from nemo_like.algorithms.pretrained import import_transformers_without_torch
 from nemo_like.algorithms.prompt import Prompt
+from nemo_like.algorithms.run_warnings import config_warnings, rows_warnings, step_warnings
 from nemo_like.algorithms.source import PromptSource, SftSource, load_validation, open_encoder, open_model_config
 from nemo_like.config.check import batching_section, derivation
 from nemo_like.config.errors import ConfigError
@@ -51,12 +52,15 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     """
     findings = Findings()
     findings.say("batches", *derivation(config).splitlines())
+    findings.say("model")  # sections are shown in the order in which they are first named
+    findings.warnings += config_warnings(config)
     purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
     train = findings.attempt(lambda: load_rows(config.data.train_path, purpose=purpose, max_rows=config.data.max_train_rows))
     validation = findings.attempt(lambda: load_validation(config, purpose))
     for path, rows in ((config.data.train_path, train), (config.data.validation_path, validation)):
         if rows is not None:
             findings.say("data", f"{path}: {len(rows):,} rows of {' + '.join(rows.format)}")
+            findings.warnings += rows_warnings(config, rows) if rows is train else ()
     findings.attempt(lambda: check_logger(config.logger))
     _try_rewards(config, train if purpose == "rl" else validation, findings)
     if without_torch:
@@ -116,6 +120,7 @@ def _look_at_rows(
     if isinstance(config, SftRunConfig):
         source = SftSource(config, encoder, train, validation)
         findings.say("data", f"{source.num_steps:,} steps of {config.policy.train_global_batch_size} rows")
+        findings.warnings += step_warnings(config, source.num_steps)
         _look_at_conversations(config, encoder, train, model, findings)
         if validation is not None:
             held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row)), findings)
