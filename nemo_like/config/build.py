@@ -17,11 +17,13 @@ from nemo_like.config.compose import MISSING
 from nemo_like.config.errors import Problem
 from nemo_like.config.keys import child_types, field_types, is_open_section, is_section, without_none
 from nemo_like.config.source import Sources
+from nemo_like.config.text import shortened, shown_value
 
 Config = TypeVar("Config")
 
 _INT = re.compile(r"[-+]?\d+")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_MAX_INTEGER_DIGITS = 40
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -51,7 +53,7 @@ class _Builder:
         """An instance of the dataclass `section`; None after a problem, which is then in `problems`."""
         if not isinstance(values, Mapping):
             keys = ", ".join(list(field_types(section))[:4])
-            return self._reject(path, f"{path} is {values!r}; it is a section with keys ({keys}, ...)")
+            return self._reject(path, f"{path} is {_shown(values)}; it is a section with keys ({keys}, ...)")
         before = len(self.problems)
         built = {}
         for field in dataclasses.fields(section):
@@ -88,7 +90,7 @@ class _Builder:
         for name in value:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 rule = "names start with a letter and go on with letters, digits, '_' and '-'"
-                self._reject(path, f"{path} has the name {name!r}; {rule}")
+                self._reject(path, f"{path} has the name {shown_value(name)}; {rule}")
         return {name: self.value(annotation, inner, f"{path}.{name}") for name, inner in value.items()}
 
     def _tuple(self, annotation: Any, value: Any, path: str) -> tuple[Any, ...] | None:
@@ -112,10 +114,10 @@ def _scalar(annotation: Any, value: Any, spelled: str | None) -> Any:
     elif annotation is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        if isinstance(value, str) and _INT.fullmatch(value):
+        if isinstance(value, str) and len(value) <= _MAX_INTEGER_DIGITS and _INT.fullmatch(value):
             return int(value)
         if isinstance(value, float) and value.is_integer():
-            raise _Rejected(f"an integer: write {int(value)}")
+            raise _Rejected(f"an integer: write {_shown(int(value))}")
     elif annotation is float:
         return _number(value)
     raise _Rejected(_TYPE_NAMES[annotation])
@@ -124,7 +126,10 @@ def _scalar(annotation: Any, value: Any, spelled: str | None) -> Any:
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number or (isinstance(value, str) and _FLOAT.fullmatch(value)):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
         if math.isfinite(number):
             return number
         raise _Rejected("a finite number")
@@ -143,6 +148,7 @@ def _text(value: Any, spelled: str | None) -> str:
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:
     if isinstance(value, str) and value in choices:
         return value
+    value = shortened(str(value)) if isinstance(value, str | int | float) else ""
     abbreviated = [choice for choice in choices if str(value).lower() == "".join(word[0] for word in choice.split("_"))]
     nearest = abbreviated or difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
     raise _Rejected(f"one of {', '.join(choices)}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
@@ -152,7 +158,7 @@ def _shown(value: Any) -> str:
     """The value as YAML has it: `null`, `true`, 'text', 3."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    return shown_value(value)
 
 
 def _to_plain(value: Any) -> Any:

@@ -27,14 +27,17 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_order, merged
+from nemo_like.config.interpolations import check_interpolations
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
 from nemo_like.config.source import Sources, read_yaml
+from nemo_like.config.text import shortened
 
 _DEFAULTS_NAME = "_nemo_like_schema_defaults"
 _PRIMARY_NAME = "_nemo_like_primary"
 _MERGED_NAME = "_nemo_like_merged"
 _ENTRY = re.compile(r"^(?P<keywords>(?:(?:optional|override)\s+)*)(?P<name>[^@]+)(?P<package>@.*)?$")
 _ARITHMETIC = re.compile(r"\$\{(add|mul|div):")
+MAX_FILES = 50
 MISSING = "???"
 """What a required key holds until it is set."""
 
@@ -78,21 +81,35 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
     register_arithmetic()
     if inherits_by_path(path, read_yaml(path)):
         primary = _MERGED_NAME
-        store.store(name=_MERGED_NAME, node=merged(merge_order(path)))
+        with _hydra_errors(path):
+            store.store(name=_MERGED_NAME, node=merged(merge_order(path)))
     store.store(name=_PRIMARY_NAME, node={"defaults": [_DEFAULTS_NAME, primary, "_self_"]})
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{shown_path(path)}: {_first_paragraph(error)}") from error
+        raise ConfigError(f"{shown_path(path)}: {shortened(_first_paragraph(error), 500)}") from error
+
+
+@contextmanager
+def _hydra_errors(path: Path | None) -> Iterator[None]:
+    """Whatever Hydra raises becomes a ConfigError: for odd input these are errors of YAML, antlr and Python as well."""
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException):
+        raise
+    except Exception as error:
+        name = "the config" if path is None else shown_path(path)
+        raise ConfigError(f"{name} cannot be composed: {shortened(_first_paragraph(error), 500)}") from error
 
 
 def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
     """The files that are merged, in the order in which they are. Call it inside `hydra_session`."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoader)
-    defaults = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN).defaults
+    with _hydra_errors(path):
+        defaults = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN).defaults
     layers = []
     if inherits_by_path(path, read_yaml(path)):
         layers += [Layer(file, "") for file in merge_order(path)]
@@ -105,9 +122,12 @@ def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
 
 def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
     """Everything merged and resolved; call it inside `hydra_session`. ConfigError where an interpolation fails."""
-    config = compose(_PRIMARY_NAME, list(overrides))
+    with _hydra_errors(None):
+        config = compose(_PRIMARY_NAME, list(overrides))
+        check_interpolations(OmegaConf.to_container(config, resolve=False))
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        with _hydra_errors(None):
+            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         raise ConfigError(_interpolation_text(error, sources)) from error
     assert isinstance(plain, dict)
@@ -130,7 +150,7 @@ def _first_paragraph(error: Exception) -> str:
     texts = [str(error), str(error.__cause__ or "")]
     paragraphs = [re.split(r"\n\s*\n|\n\s+full_key:", text.strip())[0] for text in texts]
     lines = [line.strip() for paragraph in dict.fromkeys(filter(None, paragraphs)) for line in paragraph.splitlines()]
-    return ": ".join(line for line in lines if "https://" not in line)
+    return ": ".join(line for line in lines if "https://" not in line) or type(error).__name__
 
 
 def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False) -> list[Path]:
@@ -147,12 +167,20 @@ def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bo
             if not target.is_file():
                 raise ConfigError(f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}")
             files += _chain(target, config_dir, (*trail, path), by_path=True)
+            _check_num_files(files)
         return files
     for key, value in root.value if root is not None else ():
         if key.value == "defaults":
             for target in _targets(value, path, config_dir):
                 files += _chain(target, config_dir, (*trail, path))
+                _check_num_files(files)
     return files
+
+
+def _check_num_files(files: Sequence[Path]) -> None:
+    """Files that each name the next one twice would be read exponentially often."""
+    if len(files) > MAX_FILES:
+        raise ConfigError(f"the defaults of {shown_path(files[0])} name more than {MAX_FILES} files")
 
 
 def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_like.config.text import shortened
+
+MAX_LISTED_CHARACTERS = 1_800
+"""Of all problems in one message."""
+
 
 class ConfigError(ValueError):
     """The user's input is wrong: a key, a file, a row of data. The message is all a user needs; the exit code is 2."""
@@ -40,11 +45,20 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise one ConfigError that lists all `problems`; do nothing if there are none."""
+    """Raise one ConfigError that lists `problems`, the first ones if they are many; do nothing if there are none."""
     if len(problems) == 1:
-        raise ConfigError(str(problems[0]))
-    if problems:
-        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(shortened(str(problems[0]), MAX_LISTED_CHARACTERS))
+    if not problems:
+        return
+    shown, num_characters = [], 0
+    for problem in problems:
+        line = f"  - {shortened(str(problem), MAX_LISTED_CHARACTERS // 2)}"
+        num_characters += len(line)
+        if num_characters > MAX_LISTED_CHARACTERS:
+            shown.append(f"  - and {len(problems) - len(shown)} more")
+            break
+        shown.append(line)
+    raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(shown))
 
 
 def shown_path(path: Path) -> str:

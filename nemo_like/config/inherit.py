@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.source import read_yaml
+from nemo_like.config.text import shown_value
 
 _SELF = "_self_"
 _SUFFIXES = (".yaml", ".yml")
@@ -65,8 +66,9 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
 
 def resolved(path: Path, name: str) -> Path:
     """The file that `name` means in `path`; the suffix may be left out."""
-    file = Path(name).expanduser()
-    file = file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
+    file = _with_suffix(name)
+    if file is None:
+        raise ConfigError(f"{shown_path(path)}: defaults entry {shown_value(name)} is no path of a YAML file")
     return file if file.is_absolute() else path.parent / file
 
 
@@ -100,6 +102,14 @@ def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
 
 def _absolute(name: str) -> Path | None:
     """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts at its folder."""
-    file = Path(name).expanduser()
-    file = file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
-    return file if file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES)) else None
+    file = _with_suffix(name)
+    return file if file is not None and file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES)) else None
+
+
+def _with_suffix(name: str) -> Path | None:
+    """The path `name` with a suffix of YAML files; None if there is no such path, as for `/` or `~nobody`."""
+    try:
+        file = Path(name).expanduser()
+        return file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
+    except (ValueError, RuntimeError):
+        return None

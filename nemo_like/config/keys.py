@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.text import shortened
 
 Kind = Literal["sft", "grpo"]
 
@@ -68,6 +69,8 @@ _FOREIGN_NAMES = {
 """What other tools call it -> our key, or its end where several sections have it. Suggested, never accepted."""
 
 _MAX_SUGGESTIONS = 3
+_MAX_PATH_CHARACTERS = 150
+"""No key of the schema is as long; a search for similar ones would take long."""
 
 
 @cache
@@ -135,6 +138,8 @@ def leaf_keys(root: type) -> list[str]:
 def unknown_key_text(kind: Kind, path: str) -> str:
     """The message for a key that the schema of `kind` has not: the nearest spelling, or where the key lives."""
     root = RUN_CONFIGS[kind]
+    if len(path) > _MAX_PATH_CHARACTERS:
+        return f"unknown key {shortened(path)}"
     for other, config in RUN_CONFIGS.items():
         if other != kind and type_at(config, path) is not None:
             return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,10 @@ from nemo_like.config.keys import (
     without_none,
 )
 from nemo_like.config.source import Sources, Written
+from nemo_like.config.text import shortened, shown_value
 
+MAX_OVERRIDE_CHARACTERS = 4_000
+MAX_OVERRIDE_DEPTH = 12
 COMMAND_LINE = Location("the command line")
 
 
@@ -57,13 +61,15 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
     parser = OverridesParser.create()
     parsed = []
     for text in texts:
+        shown = shown_value(text)
+        _check_size(text, shown)
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"override {text!r} does not parse: {_syntax_hint(text)}") from error
+            parsed.append(_parsed(override, text, config_dir))
+        except (HydraException, ValueError, RecursionError, OSError) as error:
+            raise ConfigError(f"override {shown} does not parse: {_syntax_hint(text)}") from error
         if override.is_sweep_override():
-            raise ConfigError(f"override {text!r} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text")
-        parsed.append(_parsed(override, text, config_dir))
+            raise ConfigError(f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text")
     return parsed
 
 
@@ -98,12 +104,26 @@ def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
     )
 
 
+def _check_size(text: str, shown: str) -> None:
+    """The parser recurses into brackets and is slow on long texts."""
+    if len(text) > MAX_OVERRIDE_CHARACTERS:
+        raise ConfigError(f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in the YAML file")
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    if deepest > MAX_OVERRIDE_DEPTH:
+        raise ConfigError(f"override {shown} is nested more than {MAX_OVERRIDE_DEPTH} levels deep")
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(f"override {shown} is not UTF-8 text, or has half of a surrogate pair; remove it")
+
+
 def _syntax_hint(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
-        return f"write {text}=VALUE"
+        return f"write {shortened(text)}=VALUE"
     value = text.partition("=")[2]
     if any(character in value for character in "=,:'\"()[]{}\\ ") and not value.startswith(("[", "{", "'", '"')):
-        return f"quote the value twice, once for the shell: {text.partition('=')[0]}=\"'...'\""
+        return f"quote the value twice, once for the shell: {shortened(text.partition('=')[0])}=\"'...'\""
     return "write key=value, +key=value or ~key, with dots between sections, e.g. policy.optimizer.lr=1e-4"
 
 

@@ -25,6 +25,8 @@ from nemo_like.config.keys import (
     unknown_key_text,
     without_none,
 )
+from nemo_like.config.safe_yaml import MAX_BYTES, compose_yaml
+from nemo_like.config.text import shortened, shown_value
 
 _STR_TAG = "tag:yaml.org,2002:str"
 _NULL_TAG = "tag:yaml.org,2002:null"
@@ -71,9 +73,8 @@ def read_yaml(path: Path) -> yaml.MappingNode | None:
     """
     name = shown_path(path)
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not a YAML text file: {error}") from error
+        with path.open("rb") as file:
+            root = compose_yaml(file.read(MAX_BYTES + 1), name)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -90,7 +91,7 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
     """One line for what the YAML parser found."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is None:
-        return f"{shown_path(path)} is not valid YAML: {error}"
+        return f"{shown_path(path)} is not valid YAML: {' '.join(str(error).split())}"
     problem = f"{error.problem}" + (f" ({error.context})" if error.context else "")  # type: ignore[union-attr]
     hint = "; indent with spaces" if "'\\t'" in problem else ""
     return f"{shown_path(path)}:{mark.line + 1} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
@@ -172,11 +173,12 @@ def _items(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]
     yield from own
 
 
-def _refuse_duplicates(node: yaml.Node, path: Path, ancestors: set[int]) -> None:
-    """Also refuses keys that are no scalars, and an anchor that contains itself."""
-    if id(node) in ancestors:
-        raise ConfigError(f"{shown_path(path)}:{node.start_mark.line + 1} contains itself through an alias")
-    children = node.value if isinstance(node, yaml.SequenceNode) else []
+def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
+    """Also refuses keys that are no scalars. A node with several aliases is visited once."""
+    if id(node) in visited:
+        return
+    visited.add(id(node))
+    children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
         first_lines: dict[str, int] = {}
         for key, value in node.value:
@@ -184,15 +186,15 @@ def _refuse_duplicates(node: yaml.Node, path: Path, ancestors: set[int]) -> None
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{shown_path(path)}:{line} has {_kind_of(key)} as a key; keys are plain words")
             if key.value in first_lines and key.tag != _MERGE_TAG:
-                first = first_lines[key.value]
-                raise ConfigError(f"{shown_path(path)}:{line} has the key {key.value} again; it is in line {first} already")
+                first, shown = first_lines[key.value], shortened(key.value)
+                raise ConfigError(f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first} already")
             first_lines[key.value] = line
             children.append(value)
     for child in children:
-        _refuse_duplicates(child, path, ancestors | {id(node)})
+        _refuse_duplicates(child, path, visited)
 
 
 def _kind_of(node: yaml.Node) -> str:
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"the value {node.value!r}"
+    return "a list" if isinstance(node, yaml.SequenceNode) else f"the value {shown_value(node.value)}"

@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Message
+from nemo_like.data.template_limits import check_chat_template, check_prompt_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,9 @@ class ChatEncoder:
         self._special_texts = tuple({*tokenizer.all_special_tokens, *added})
         self._marks_generation = bool(tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template)))
         self._bos_text = _bos_text(tokenizer)
-        _check_prompt_template(prompt_template)
+        check_prompt_template(prompt_template)
+        if isinstance(tokenizer.chat_template, str):
+            check_chat_template(tokenizer.chat_template, repr(tokenizer.name_or_path))
 
     @property
     def eos_token_id(self) -> int:
@@ -238,17 +241,3 @@ def _token_id(value: object) -> int:
 def _bos_text(tokenizer: PreTrainedTokenizerBase) -> str:
     begins = tokenizer("")["input_ids"]
     return str(tokenizer.bos_token) if tokenizer.bos_token_id is not None and tokenizer.bos_token_id in begins else ""  # type: ignore[operator]
-
-
-def _check_prompt_template(template: str | None) -> None:
-    if template is None:
-        return
-    try:
-        formatted = template.format(prompt="\0")
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(
-            f"data.prompt_template {template!r} is not a format string: {error!r}; "
-            "braces that are not {prompt} are written twice: {{ and }}"
-        ) from error
-    if "\0" not in formatted:
-        raise ConfigError(f"data.prompt_template {template!r} has no {{prompt}}, so the question would be lost")

@@ -8,6 +8,7 @@ Nothing is tokenised here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,12 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.text import printable, shortened, shown_value
 
 Row = dict[str, Any]
 Message = dict[str, Any]
 """`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat template as they are."""
 
 UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; question + answer with '#### result' (GSM8K)"
+_SURROGATE = re.compile("[\\ud800-\\udfff]")
+_MAX_LISTED = 10_000
+# pyarrow's own errors derive from these; conversions to Python add OverflowError and UnicodeDecodeError (a ValueError).
+_ARROW_ERRORS = (ValueError, OSError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError)
 _FORMATS = (("messages",), ("prompt", "completion"), ("prompt", "answer"), ("prompt",), ("question", "answer"))
 _SUFFIXES = ".jsonl, .json, .parquet, or a directory with an Arrow dataset (datasets.save_to_disk) or parquet files"
 
@@ -114,7 +120,7 @@ def question(row: Row) -> Question:
         messages = _before_last_answer(conversation(row))
     else:
         messages = _turns(row["prompt"], "user")
-    text = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    text = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
     return Question(messages, text, None if answer is None else str(answer), row)
 
 
@@ -122,21 +128,21 @@ def _recognise(row: Row, place: str) -> tuple[str, ...]:
     for columns in _FORMATS:
         if all(row.get(column) is not None for column in columns):
             return columns
-    raise ConfigError(f"{place}: columns {sorted(row)} are no format that is understood. Understood: {UNDERSTOOD}")
+    raise ConfigError(f"{place}: columns {_names(row)} are no format that is understood. Understood: {UNDERSTOOD}")
 
 
 def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
     """What is wrong with a row of this format, or None."""
     for column in columns:
         if row.get(column) is None:
-            return f"column {column!r} is missing; the rows before have {' + '.join(columns)}, this one has {sorted(row)}"
-        problem = _text_problem(row[column], column)
+            return f"column {column!r} is missing; the rows before have {' + '.join(columns)}, this one has {_names(row)}"
+        problem = _text_problem(row[column], column) or surrogate_problem(row[column], column)
         if problem:
             return problem
     if _recognise(row, "row") != columns:
-        return f"columns {sorted(row)} are another format than {' + '.join(columns)}, which the rows before have"
+        return f"columns {_names(row)} are another format than {' + '.join(columns)}, which the rows before have"
     if columns == ("question", "answer"):
-        if "####" not in row["answer"]:
+        if not isinstance(row["answer"], str) or "####" not in row["answer"]:
             return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
         return None
     if purpose == "sft" and not any(message["role"] == "assistant" for message in conversation(row)):
@@ -165,8 +171,25 @@ def _text_problem(value: Any, column: str) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = printable(json.dumps(value, ensure_ascii=False, default=str))
+    except (ValueError, TypeError, RecursionError):
+        text = shown_value(value)
     return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+
+
+def _names(row: Row) -> str:
+    """The columns of a row for a message."""
+    return shortened(printable(str(sorted(map(str, row)))), 300)
+
+
+def surrogate_problem(value: Any, name: str) -> str | None:
+    """Where a text of a nested value has a surrogate without its pair, which no tokenizer encodes; None if none has."""
+    if isinstance(value, str):
+        match = None if value.isascii() else _SURROGATE.search(value)
+        return match and f"{name} has half of a surrogate pair at character {match.start() + 1}, which is no text; remove it"
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next(filter(None, (surrogate_problem(part, f"{name}[{key}]") for key, part in inner)), None)
 
 
 def _turns(value: Any, role: str) -> list[Message]:
@@ -223,6 +246,9 @@ def _parse(data: bytes, place: str) -> Any:
         at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
         raise ConfigError(f"{place}: not valid JSON at {at}: {error.msg}, near {near!r}") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deep nesting
+        reason = "too deeply nested" if isinstance(error, RecursionError) else "a number is too long"
+        raise ConfigError(f"{place}: not readable as JSON: {reason}") from error
 
 
 def _object(value: Any, place: str) -> Row:
@@ -239,20 +265,20 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             batches = file.iter_batches()
             yield from _batch_rows(batches, shown_path(path))
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{shown_path(path)}: not a parquet file: {error}") from error
+    except (pyarrow.lib.ArrowException, *_ARROW_ERRORS) as error:
+        raise ConfigError(f"{shown_path(path)}: not a parquet file: {_first_line(error)}") from error
 
 
 def _read_directory(path: Path) -> Iterator[tuple[str, Row]]:
     """What `datasets.save_to_disk` writes (Arrow streams listed in state.json), or parquet files in order of name."""
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = _listed(path / "dataset_dict.json", "splits")
         raise ConfigError(
             f"{shown_path(path)} holds several splits; name one: " + ", ".join(shown_path(path / split) for split in splits)
         )
     if (path / "state.json").exists():
-        for file in json.loads((path / "state.json").read_text())["_data_files"]:
-            yield from _read_arrow(path / file["filename"])
+        for file in _listed(path / "state.json", "_data_files"):
+            yield from _read_arrow(path / file)
         return
     files = sorted(path.glob("*.parquet"))
     if not files:
@@ -261,19 +287,41 @@ def _read_directory(path: Path) -> Iterator[tuple[str, Row]]:
         yield from _read_parquet(file)
 
 
+def _listed(path: Path, key: str) -> list[str]:
+    """Names of files or folders in the same directory that a JSON file of `datasets` lists under `key`."""
+    content = _parse(path.read_bytes(), shown_path(path))
+    entries = content.get(key) if isinstance(content, dict) else None
+    names = (
+        [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries or ()]
+        if isinstance(entries, list)
+        else [None]
+    )
+    if not all(isinstance(name, str) and name == Path(name).name and name.isprintable() for name in names):
+        raise ConfigError(
+            f"{shown_path(path)}: {key} is not a list of names in this directory; write it with datasets.save_to_disk"
+        )
+    return [str(name) for name in names][:_MAX_LISTED]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return shortened(printable(lines[0] if lines else type(error).__name__), 300)
+
+
 def _read_arrow(path: Path) -> Iterator[tuple[str, Row]]:
     import pyarrow
 
     try:
         with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from _batch_rows(batches, shown_path(path))
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {error}") from error
+    except (pyarrow.lib.ArrowException, *_ARROW_ERRORS) as error:
+        raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}") from error
 
 
 def _batch_rows(batches: Any, shown: str) -> Iterator[tuple[str, Row]]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # a damaged file could make the conversion read outside of its buffers
         for row in batch.to_pylist():
             yield f"{shown} row {number}", row
             number += 1

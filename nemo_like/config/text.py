@@ -1,0 +1,37 @@
+"""Texts of unknown origin made fit to be shown: control characters as escapes, long values cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# C0 without tab and line feed, DEL and C1, the marks that change the direction of text, line and paragraph
+# separators, invisible tags, and surrogates, which no stream can encode.
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ufeff"
+    "\\ud800-\\udfff\\U000e0000-\\U000e007f]"
+)
+_MAX_SHOWN = 80
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    r"""`text` with control characters, and what `encoding` lacks, as escapes. Example: ESC becomes `\x1b`.
+
+    Tabs and line feeds stay. The result cannot move the cursor, change colors or reverse the direction of other text.
+    """
+    visible = _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return visible.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def shown_value(value: Any) -> str:
+    """`repr(value)` for a message: of at most 80 characters, and for numbers too long for Python to print as well."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a value of type {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
+    """`text` if it has at most `limit` characters, else its beginning and its length."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

@@ -1,0 +1,132 @@
+"""Limits on templates from config and tokenizer files: what they may contain, and what rendering them may take."""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+import sys
+from functools import lru_cache
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import shown_value
+
+CPU_LIMIT_S = 2
+MEMORY_LIMIT_BYTES = 1 << 30
+MAX_TEMPLATE_CHARACTERS = 256 * 1024
+_WALL_LIMIT_S = 60
+_MAX_RENDERED_CHARACTERS = 1 << 20
+
+# Runs in the child process: the environment in which transformers renders chat templates, without its dependencies.
+_RENDER = f"""
+import json, resource, sys
+import jinja2, jinja2.ext, jinja2.sandbox
+
+class Generation(jinja2.ext.Extension):
+    tags = {{"generation"}}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+def refuse(message):
+    raise jinja2.TemplateError(message)
+
+template, variables = json.load(sys.stdin)
+environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+)
+environment.filters["tojson"] = lambda value, **options: json.dumps(value)
+environment.globals.update(raise_exception=refuse, strftime_now=lambda form: form)
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+used = resource.getrusage(resource.RUSAGE_SELF)
+limit = int(used.ru_utime + used.ru_stime) + {CPU_LIMIT_S}
+resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+size = 0
+try:
+    for part in environment.from_string(template).generate(**variables):
+        size += len(part)
+        if size > {_MAX_RENDERED_CHARACTERS}:
+            print("size")
+            sys.exit()
+except (MemoryError, RecursionError, OverflowError) as error:
+    print("memory")
+except Exception:
+    pass  # reported where the template is used, with the messages that it refuses
+print("done")
+"""
+
+_VARIABLES = {
+    "messages": [
+        {"role": "user", "content": "2+2=?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "3+3=?"},
+    ],
+    "add_generation_prompt": True,
+    "tools": None,
+    "documents": None,
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+}
+
+
+def check_prompt_template(template: str | None) -> None:
+    """Raises ConfigError unless `template` is None or a format string whose only field is a plain `{prompt}`.
+
+    Format specifications and conversions are refused: `{prompt:>9999999999}` would fill the memory.
+    """
+    if template is None:
+        return
+    name = f"data.prompt_template {shown_value(template)}"
+    try:
+        fields = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} is not a format string: {error}; braces that are not {{prompt}} are written twice: {{{{ and }}}}"
+        ) from error
+    for field, specification, conversion in fields:
+        if field != "prompt" or specification or conversion:
+            written = shown_value(
+                (field or "") + (f"!{conversion}" if conversion else "") + (f":{specification}" if specification else "")
+            )
+            raise ConfigError(
+                f"{name} has the field {written}; the only field is {{prompt}},"
+                " braces that are not {prompt} are written twice: {{ and }}"
+            )
+    if not fields:
+        raise ConfigError(f"{name} has no {{prompt}}, so the question would be lost")
+
+
+@lru_cache(maxsize=64)
+def check_chat_template(template: str, source: str) -> None:
+    """Raises ConfigError if rendering a conversation of three short turns takes more time or memory than the limits.
+
+    The template runs in a child process that the kernel ends, so that neither nested loops nor `'x' * 10**10` harm this
+    one. Templates that refuse the conversation pass. `source` names the tokenizer in the message.
+    """
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise ConfigError(
+            f"the chat template of {source} has {len(template):,} characters; at most {MAX_TEMPLATE_CHARACTERS:,} are read"
+        )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _RENDER],
+            input=json.dumps([template, _VARIABLES]),
+            capture_output=True,
+            text=True,
+            timeout=_WALL_LIMIT_S,
+            check=False,
+        )
+        outcome = done.stdout
+        if not outcome and done.returncode > 0:
+            raise RuntimeError(f"the process that checks chat templates failed: {done.stderr.strip()[-500:]}")
+    except subprocess.TimeoutExpired:
+        outcome = ""
+    if outcome.strip() != "done":
+        raise ConfigError(
+            f"the chat template of {source} does not render three short turns within {CPU_LIMIT_S} s of CPU time,"
+            f" {MEMORY_LIMIT_BYTES >> 20} MiB and {_MAX_RENDERED_CHARACTERS:,} characters; set policy.chat_template"
+        )

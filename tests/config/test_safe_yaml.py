@@ -1,0 +1,100 @@
+"""Hostile YAML, interpolations and overrides: refused within the limits, with file and line."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_like.config.errors import ConfigError, Problem, raise_problems
+from nemo_like.config.load import detect_kind, load_config
+from nemo_like.config.text import printable, shown_value
+from tests.fuzz.cases import BASE_CONFIGS, BOMB
+
+DOUBLING = "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x"
+REFERENCE = "${{reward.functions.f{0}.path}}"
+NAMED = "\n".join(f"    f{n}: {{path: '{REFERENCE.format(n + 1) * 2}'}}" for n in range(40))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "once its aliases are expanded"),
+        ("seed: &s [*s]", "contains itself"),
+        ("seed: " + "[" * 20_000, "nested more than"),
+        ("seed: " + "{a: " * 10_000, "nested more than"),
+        ("\n".join(f"k{n}: 1" for n in range(5_000)), "the limit for a config"),
+        ("seed: " + "9" * 5_000, "digits"),
+        ("seed: 0x" + "f" * 300, "bits"),
+        ("seed: !!int abc", ":1 has 'abc'"),
+        ("run_name: 2024-13-45", "2024-13-45"),
+        ("run_name: !!python/object/apply:os.system ['true']", "tag"),
+        ('run_name: "\\ud83d"', "surrogate"),
+        ("x: " + "y" * 100_000, "bytes"),
+        ("<<: x", "merges"),
+        (DOUBLING, "unknown key"),
+        ("reward:\n  functions:\n" + NAMED + "\n    f40: {path: a.b}\ngrpo: {max_num_steps: 1}", "expands to more than"),
+    ],
+)
+def test_hostile_yaml_is_refused_in_little_time(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    start = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", path)
+    assert time.process_time() - start < 2
+    assert words in str(caught.value) and len(str(caught.value)) < 2_000
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_other_encodings_are_named(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1", encoding=encoding)
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config("sft", path)
+
+
+@pytest.mark.parametrize("text", BASE_CONFIGS)
+def test_a_byte_order_mark_is_no_part_of_the_config(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8-sig")
+    assert load_config(detect_kind(path), path).run_name in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a=" + "{b:" * 50 + "1" + "}" * 50,
+        "a=" + "[" * 400,
+        "run_name=" + "x" * 50_000,
+        "seed=" + "9" * 3_000,
+        "run_name='\ud83d'",
+    ],
+)
+def test_hostile_overrides_are_refused_in_little_time(override: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(BASE_CONFIGS[1])
+    start = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", path, [override])
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 2_000
+
+
+def test_many_problems_make_one_message_of_readable_length() -> None:
+    with pytest.raises(ConfigError) as caught:
+        raise_problems([Problem((f"k{n}",), f"k{n} " + "x" * 100) for n in range(1_000)])
+    assert len(str(caught.value)) < 2_000
+    assert "1000 problems" in str(caught.value) and "more" in str(caught.value)
+
+
+def test_printable_text_cannot_control_a_terminal() -> None:
+    hostile = "a\x1b[31mb\x9bc\u202ed\u2066e\ud83df\x00g\rh\ti\nj\u2028"
+    assert printable(hostile) == "a\\x1b[31mb\\x9bc\\u202ed\\u2066e\\ud83df\\x00g\\rh\ti\nj\\u2028"
+    assert printable("\u00e9\u4e2d", "ascii") == "\\xe9\\u4e2d"
+
+
+def test_values_of_any_size_can_be_shown() -> None:
+    assert shown_value(16**5_000) == "a value of type int"
+    assert len(shown_value("x" * 10_000)) < 120
