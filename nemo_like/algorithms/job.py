@@ -268,7 +268,11 @@ def open_job(
             generates=generates,
             needs_reference=needs_reference,
             logs=run.logs / "ray",
+            end_token_ids=encoder.end_token_ids,
         ) as workplace:
+            difference = encoder.prompt_difference()
+            if difference is not None:
+                logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
             if config.checkpointing.enabled or config.checkpointing.export_hf:
                 workplace.policy.check_shared_directory(run.path)
             with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():

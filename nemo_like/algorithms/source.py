@@ -19,6 +19,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
+from nemo_like.data.tools import row_tools
 from nemo_like.policy.megatron_support import check_model_config
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow:
     """One SFT row; raises ConfigError if it is longer than `policy.max_total_sequence_length` and that is an error."""
-    encoded = encoder.encode_sft(conversation(row))
+    encoded = encoder.encode_sft(conversation(row), row_tools(row))
     limit, length = config.policy.max_total_sequence_length, len(encoded.input_ids)
     if length <= limit or config.policy.oversize_rows == "singleton":
         return encoded
@@ -42,7 +43,7 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
 def encode_prompt(encoder: ChatEncoder, config: RunConfig, row: Row) -> Prompt:
     """One question; raises ConfigError if it leaves no room for a completion."""
     asked = question(row)
-    token_ids = encoder.encode_prompt(asked.messages)
+    token_ids = encoder.encode_prompt(asked.messages, asked.tools)
     limit = config.policy.max_total_sequence_length
     if len(token_ids) >= limit:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from nemo_like.algorithms.chat_findings import check_prompts_agree, check_texts
 from nemo_like.algorithms.findings import Findings, Report
 from nemo_like.algorithms.pretrained import import_transformers_without_torch
 from nemo_like.algorithms.prompt import Prompt
@@ -27,6 +28,7 @@ from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
 from nemo_like.data.packing.balance import few_plans
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
+from nemo_like.data.tools import row_tools
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
@@ -117,13 +119,16 @@ def _look_at_rows(
     """Lengths, budgets, samples and, if the rows are fine, the first step's plan."""
     cost = CostModel() if model is None else CostModel.from_model_config(model)
     num_problems = len(findings.problems)
+    is_sft = isinstance(config, SftRunConfig)
+    check_texts(encoder, train, findings, trains_answers=is_sft)
+    check_prompts_agree(encoder, train if is_sft else None, findings)
     if isinstance(config, SftRunConfig):
         source = SftSource(config, encoder, train, validation)
         findings.say("data", f"{source.num_steps:,} steps of {config.policy.train_global_batch_size} rows")
         findings.warnings += step_warnings(config, source.num_steps)
         _look_at_conversations(config, encoder, train, model, findings)
         if validation is not None:
-            held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row)), findings)
+            held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings)
             lengths_of = {index: len(row.input_ids) for index, row in held_out.items()}
             _check_lengths(config, validation, lengths_of, findings)
         if len(findings.problems) == num_problems:
@@ -131,11 +136,11 @@ def _look_at_rows(
             lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
             _preview(config, "the first step", lengths, cost, findings)
     elif isinstance(config, GrpoRunConfig):
-        prompts = _encode_some(train, lambda row: encoder.encode_prompt(question(row).messages), findings)
+        prompts = _encode_some(train, lambda row: _encode_question(encoder, row), findings)
         _check_prompts(config, train, {index: len(ids) for index, ids in prompts.items()}, findings)
         _check_vocabulary(model, prompts.values(), findings)
         if validation is not None:
-            held_out = _encode_some(validation, lambda row: encoder.encode_prompt(question(row).messages), findings)
+            held_out = _encode_some(validation, lambda row: _encode_question(encoder, row), findings)
             _check_prompts(config, validation, {index: len(ids) for index, ids in held_out.items()}, findings)
         if len(findings.problems) == num_problems:
             asked = findings.attempt(lambda: next(PromptSource(config, encoder, train, validation).loader())) or []
@@ -147,7 +152,7 @@ def _look_at_rows(
 def _look_at_conversations(
     config: RunConfig, encoder: ChatEncoder, train: Rows, model: PretrainedConfig | None, findings: Findings
 ) -> None:
-    rows = _encode_some(train, lambda row: encoder.encode_sft(conversation(row)), findings)
+    rows = _encode_some(train, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings)
     _check_lengths(config, train, {index: len(row.input_ids) for index, row in rows.items()}, findings)
     _check_vocabulary(model, [row.input_ids for row in rows.values()], findings)
     untrained = [train.places[index] for index, row in rows.items() if not row.token_mask.any()]
@@ -173,6 +178,11 @@ def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings)
         more = f" (and {len(failures) - 1} more of the {len(encoded) + len(failures)} rows looked at)" if failures[1:] else ""
         findings.problems.append(failures[0] + more)
     return encoded
+
+
+def _encode_question(encoder: ChatEncoder, row: Row) -> np.ndarray:
+    asked = question(row)
+    return encoder.encode_prompt(asked.messages, asked.tools)
 
 
 def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:

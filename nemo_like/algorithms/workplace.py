@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,18 @@ class Workplace:
 
 @contextmanager
 def open_workplace(
-    config: RunConfig, progress: Progress, *, generates: bool, needs_reference: bool, logs: Path | None = None
+    config: RunConfig,
+    progress: Progress,
+    *,
+    generates: bool,
+    needs_reference: bool,
+    logs: Path | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> Iterator[Workplace]:
     """Start every worker the run needs; stop them, and a Ray started here, when the block ends.
 
-    After a failure the logs of a Ray started here are copied to `logs`. Raises ConfigError for
+    After a failure the logs of a Ray started here are copied to `logs`. `end_token_ids` end a
+    completion, in addition to those that the model's files declare. Raises ConfigError for
     reward functions that cannot be imported, before anything is started, and ClusterError when the
     cluster has no room.
     """
@@ -77,7 +84,7 @@ def open_workplace(
             if not generates:
                 generator = rewards = None
             else:
-                generator = Generator(start("generation", worker_class, **_generation_arguments(config)))
+                generator = Generator(start("generation", worker_class, **_generation_arguments(config, end_token_ids)))
                 if shares_devices:
                     generator.group.run_all_workers("sleep")
                 phase.advance()
@@ -98,12 +105,13 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
     return MegatronPolicyWorker
 
 
-def _generation_arguments(config: RunConfig) -> dict[str, Any]:
+def _generation_arguments(config: RunConfig, end_token_ids: Sequence[int]) -> dict[str, Any]:
     return {
         "model_name": config.policy.model_name,
         "tokenizer_name": config.policy.tokenizer_name,
         "precision": config.policy.precision,
         "batch_size": config.policy.generation.batch_size,
+        "end_token_ids": tuple(end_token_ids),
     }
 
 

@@ -1,8 +1,8 @@
 """Rows of text from a file, taken as they are: the format is recognised from the columns, and a bad row is named.
 
 Understood: `messages` (optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's `question` and
-`answer` with `####`. Two shapes come out: `conversation` (what SFT learns) and `question` (what a rollout starts from).
-Nothing is tokenised here.
+`answer` with `####`; each optionally with `tools`, the functions that the model may call. Two shapes come out:
+`conversation` (what SFT learns) and `question` (what a rollout starts from). Nothing is tokenised here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any, Literal, overload
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import printable, shortened, shown_value
+from nemo_like.data.tools import Message, Tool, calls_problem, clean_message, row_tools, tools_problem, without_nulls
 
 Row = dict[str, Any]
-Message = dict[str, Any]
-"""`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat template as they are."""
-
 UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; question + answer with '#### result' (GSM8K)"
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _MAX_LISTED = 10_000
@@ -44,6 +42,7 @@ class Question:
     """The last user turn, as the file has it."""
     answer: str | None
     row: Row
+    tools: list[Tool] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def conversation(row: Row) -> list[Message]:
     """The turns SFT learns from; the last is an assistant's where the row gives a completion or an answer."""
     columns = _recognise(row, "row")
     if columns == ("messages",):
-        return [_without_none(message) for message in row["messages"]]
+        return [clean_message(message) for message in row["messages"]]
     if columns == ("question", "answer"):
         return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
     turns = _turns(row["prompt"], "user")
@@ -121,7 +120,7 @@ def question(row: Row) -> Question:
     else:
         messages = _turns(row["prompt"], "user")
     text = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
-    return Question(messages, text, None if answer is None else str(answer), row)
+    return Question(messages, text, None if answer is None else str(answer), row, row_tools(row))
 
 
 def _recognise(row: Row, place: str) -> tuple[str, ...]:
@@ -139,6 +138,9 @@ def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
         problem = _text_problem(row[column], column) or surrogate_problem(row[column], column)
         if problem:
             return problem
+    problem = tools_problem(row.get("tools")) or surrogate_problem(row.get("tools"), "tools")
+    if problem:
+        return problem
     if _recognise(row, "row") != columns:
         return f"columns {_names(row)} are another format than {' + '.join(columns)}, which the rows before have"
     if columns == ("question", "answer"):
@@ -165,7 +167,11 @@ def _text_problem(value: Any, column: str) -> str | None:
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"{column}[{index}] is {_shown(message)}, not an object with role and content"
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+        problem = calls_problem(message)
+        if problem:
+            return f"{column}[{index}].{problem}"
+        is_text = isinstance(message.get("content"), str)
+        if not is_text and not (message.get("content") is None and message.get("tool_calls")):
             return f"{column}[{index}].content is {_shown(message.get('content'))}, not a text"
     return None
 
@@ -194,12 +200,7 @@ def surrogate_problem(value: Any, name: str) -> str | None:
 
 def _turns(value: Any, role: str) -> list[Message]:
     """A text as one turn of `role`; a list of messages as it is."""
-    return [_without_none(message) for message in value] if isinstance(value, list) else [{"role": role, "content": str(value)}]
-
-
-def _without_none(message: Message) -> Message:
-    """Columnar files fill every key of every message; a key without a value is not there."""
-    return {key: value for key, value in message.items() if value is not None}
+    return [clean_message(message) for message in value] if isinstance(value, list) else [{"role": role, "content": str(value)}]
 
 
 def _before_last_answer(messages: list[Message]) -> list[Message]:
@@ -323,5 +324,5 @@ def _batch_rows(batches: Any, shown: str) -> Iterator[tuple[str, Row]]:
     for batch in batches:
         batch.validate(full=True)  # a damaged file could make the conversion read outside of its buffers
         for row in batch.to_pylist():
-            yield f"{shown} row {number}", row
+            yield f"{shown} row {number}", {key: without_nulls(value) for key, value in row.items()}
             number += 1

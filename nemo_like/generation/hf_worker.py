@@ -39,7 +39,12 @@ class HFGenerationWorker:
         tokenizer_name: str | None = None,
         precision: str = "float32",
         batch_size: int = 64,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
+        """`end_token_ids` end a completion in addition to those that model and tokenizer declare.
+
+        The chat template ends a turn with a token that neither may declare, such as `<|im_end|>` of Qwen2.5 base models.
+        """
         transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
         self._batch_size = batch_size
@@ -58,7 +63,7 @@ class HFGenerationWorker:
         )
         self._model.eval().requires_grad_(False)
         self._move(self._device)
-        self._end_ids = end_token_ids(self._model, self._tokenizer)
+        self._end_ids = declared_end_token_ids(self._model, self._tokenizer) | frozenset(end_token_ids)
         self._weight_version = 0
         self._missing: set[str] | None = None
         """Parameters an update in progress has not delivered yet; None between updates."""
@@ -184,8 +189,8 @@ class HFGenerationWorker:
         return [any(string in tail for string in stop_strings) for tail in tails]
 
 
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token id that ends a completion: the generation config's (one or several) and the tokenizer's."""
+def declared_end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion as declared: the generation config's (one or several) and the tokenizer's."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if isinstance(token_id, int))

@@ -106,6 +106,31 @@ def test_a_sound_grpo_config(model: Path, write: Write) -> None:
     assert report.samples[0].segments[1] == ("up to 16 sampled tokens", True)
 
 
+def test_control_tokens_in_texts_are_reported(model: Path, write: Write) -> None:
+    rows = [*ROWS, {**ROWS[0], "completion": "1<eos>"}, {**ROWS[0], "prompt": "0+1<assistant>1"}]
+    train = write(rows)
+    ended, forged = validate(sft(model, train)).warnings
+    assert ended.startswith(f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g. {train}:41")
+    assert forged.startswith("1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g. '<assistant>'")
+    assert f"in {train}:42;" in forged
+    assert validate(grpo(model, train)).warnings == (forged,)
+
+
+def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(model: Path, write: Write, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
+        "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>0+{% endif %}"
+    )
+    train = write(ROWS)
+    (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
+    assert warning.startswith(f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a rollout")
+    assert "<assistant>0+'" in warning
+    (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
+    assert warning.startswith("the chat template makes rollouts and SFT rows differ: the prompt of a rollout")
+
+
 def test_the_report_can_be_shown_as_a_run_shows_its_samples(model: Path, write: Write) -> None:
     report = validate(sft(model, write(ROWS)))
     stream = io.StringIO()

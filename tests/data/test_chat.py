@@ -17,6 +17,7 @@ from nemo_like.data.datasets import Message, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
 from tests.data.tiny_tokenizer import (
     CHATML,
+    ENDS_CONVERSATION,
     GENERATION_BLOCKS,
     NO_END_OF_TURN,
     OPENS_THINKING,
@@ -104,6 +105,63 @@ def test_a_prompt_may_open_more_than_a_finished_turn_shows() -> None:
     assert trained_parts(encoder, [USER, ASSISTANT]) == ["The answer is four.<|eos|>"]
 
 
+@pytest.mark.parametrize("text", ["<answer>4</answer>", "<think>4", "<", "0", "1", "four"])
+def test_the_mask_covers_the_answer_where_the_prompt_opens_more(text: str) -> None:
+    """The answer and the generation prompt may begin alike by chance; nothing of the answer is taken for the prompt."""
+    encoder = ChatEncoder(tiny_tokenizer(OPENS_THINKING))
+    answer = {"role": "assistant", "content": text}
+    for messages in ([USER, answer], [USER, answer, USER, answer], [answer, USER, answer]):
+        parts = trained_parts(encoder, messages)
+        assert parts == [f"{text}<|eos|>"] * len(parts) and len(parts) == len(messages) // 2 + len(messages) % 2
+    row = encoder.encode_sft([USER, answer])
+    start = np.flatnonzero(row.token_mask)[0]
+    assert row.input_ids[start:].tolist() == [*encoder.tokenizer.encode(text), encoder.eos_token_id]
+
+
+def test_an_answer_that_goes_on_where_the_prompt_ends_is_trained_from_there() -> None:
+    template = OPENS_THINKING.replace("message.content.split('</think>')[-1]", "message.content")
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    answer = {"role": "assistant", "content": "<think>\n1 + 1\n</think>four"}
+    assert trained_parts(encoder, [USER, answer]) == ["1 + 1\n</think>four<|eos|>"]
+    assert encoder.prompt_difference([USER, answer]) is None
+    assert encoder.prompt_difference([USER, ASSISTANT]) is not None
+
+
+def test_a_difference_between_rollouts_and_training_is_described() -> None:
+    for name in (*TEMPLATES, "plain"):
+        encoder = ChatEncoder(tiny_tokenizer(TEMPLATES.get(name)))
+        difference = encoder.prompt_difference([SYSTEM, *TWO_TURNS])
+        assert (difference is None) == (name != "opens_thinking"), (name, difference)
+        assert (encoder.prompt_difference() is None) == (name != "opens_thinking")
+    difference = ChatEncoder(tiny_tokenizer(OPENS_THINKING)).prompt_difference([USER, ASSISTANT])
+    assert difference is not None
+    assert "a rollout ends with" in difference and "<|Assistant|><think>\\n'" in difference
+    assert difference.endswith("<|Assistant|>'")
+
+
+def test_the_token_that_ends_the_conversation_is_not_trained_behind_the_end_of_the_turn() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(ENDS_CONVERSATION))
+    assert trained_parts(encoder, TWO_TURNS) == ["The answer is four.<|eot|>", "1 + 2 = 3<|eot|>"]
+    assert encoder.marked_text(encoder.encode_sft(TWO_TURNS)).endswith("⟧")
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, {"<|eos|>", "<|im_end|>"}),
+        (THINKING, {"<|eos|>", "<|im_end|>"}),
+        (GENERATION_BLOCKS, {"<|eos|>", "<|im_end|>"}),
+        (ENDS_CONVERSATION, {"<|eos|>", "<|eot|>"}),
+        (OPENS_THINKING, {"<|eos|>"}),
+        (NO_END_OF_TURN, {"<|eos|>"}),
+        (None, {"<|eos|>"}),
+    ],
+)
+def test_end_tokens_are_those_of_tokenizer_and_template(template: str | None, ends: set[str]) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    assert {encoder.tokenizer.convert_ids_to_tokens(token_id) for token_id in encoder.end_token_ids} == ends
+
+
 def test_a_turn_that_changes_once_it_is_not_the_last() -> None:
     """The reasoning of earlier turns is dropped by the template, and the loss covers what is left of them."""
     thinking = [USER, {"role": "assistant", "content": "<think>\n1 + 1\n</think>\n\nfour"}, *TWO_TURNS[2:]]
@@ -177,7 +235,7 @@ def test_what_cannot_be_encoded_is_named() -> None:
     with pytest.raises(ConfigError, match=r"mark no token of this conversation"):
         ChatEncoder(tiny_tokenizer(GENERATION_BLOCKS)).encode_sft([USER])
     silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ConfigError, match="turn 1 of the conversation cannot be found"):
+    with pytest.raises(ConfigError, match="drops the content of a message of role 'assistant', 'The answer is four"):
         ChatEncoder(tiny_tokenizer(silent)).encode_sft([USER, ASSISTANT])
 
 

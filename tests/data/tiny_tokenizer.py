@@ -32,7 +32,8 @@ THINKING = (
 OPENS_THINKING = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '<|User|>' + message.content }}"
     "{% elif message.role == 'assistant' %}{{ '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
 )
 """As DeepSeek-R1: the generation prompt opens a thought that a finished turn does not show."""
 
@@ -55,6 +56,12 @@ REFUSES_SYSTEM = (
     "{% for message in messages %}{{ message.role + message.content + eos_token }}{% endfor %}"
 )
 """As Gemma."""
+
+ENDS_CONVERSATION = (
+    "{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' + message.content + '<|eot|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""As Phi-3: the eos token ends the conversation, another token ends a turn."""
 
 TEMPLATES = {
     "chatml": CHATML,

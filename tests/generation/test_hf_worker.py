@@ -125,6 +125,19 @@ def test_logprobs_equal_a_full_forward(model_directory: Path, sampling: Sampling
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
 
 
+def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
+    """The chat template's end of a turn is passed where neither the model nor the tokenizer declares it."""
+    prompts, greedy = _prompts(4), SamplingParams(max_new_tokens=12, temperature=0.0)
+    free = _worker(model_directory).generate(prompts, _seeds(4), greedy, max_total_length=64)
+    end = int(free.token_ids[0][5])
+    worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), end_token_ids=(end,))
+    ended = worker.generate(prompts, _seeds(4), greedy, max_total_length=64)
+    assert ended.finish_reasons[0] == "stop"
+    for whole, cut in zip(free.token_ids, ended.token_ids, strict=True):
+        stops = np.flatnonzero(whole == end)
+        assert cut.tolist() == whole[: stops[0] + 1 if len(stops) else None].tolist()
+
+
 def test_greedy_equals_transformers_generate(model_directory: Path) -> None:
     prompts = _prompts(8, seed=1)
     sampling = SamplingParams(max_new_tokens=16, temperature=0.0)

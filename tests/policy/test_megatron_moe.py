@@ -112,6 +112,10 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
     exported = AutoModelForCausalLM.from_pretrained(saved / "hf")
     for name, parameter in exported.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), half[0].weights[name]), name
+    exported.save_pretrained(tmp_path / "by transformers")
+    found, expected = (load_file(folder / "model.safetensors") for folder in (saved / "hf", tmp_path / "by transformers"))
+    assert found.keys() == expected.keys() and "model.layers.0.mlp.experts.3.up_proj.weight" in found
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_scores_and_whole_weights(model_dir, pool, tmp_path):

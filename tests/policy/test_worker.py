@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,31 @@ def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_di
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False) == "w5 w6"
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3).shape[1] <= 5
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        (None, {"eos_token_id": [2, 1, 9]}),  # of the model's configuration, of the tokenizer, of the template
+        ({"eos_token_id": 1, "top_k": 5}, {"eos_token_id": [1, 9], "top_k": 5}),
+        ({"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5}, {"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5}),
+    ],
+)
+def test_an_export_declares_the_token_that_ends_a_turn(model_dir, tmp_path, declared, expected):
+    source = tmp_path / "model"
+    shutil.copytree(model_dir("llama_tied"), source)
+    (source / "generation_config.json").unlink()
+    if declared is not None:
+        (source / "generation_config.json").write_text(json.dumps(declared))
+    tokenizer = AutoTokenizer.from_pretrained(source, extra_special_tokens=["w9"])
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}w9\n{% endfor %}"
+    tokenizer.save_pretrained(source)
+    worker = DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(source)))
+    worker.export_hf(tmp_path / "hf")
+    written = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert {name: written.get(name) for name in expected} == expected
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.generation_config.eos_token_id == expected["eos_token_id"]
 
 
 def test_an_export_is_cut_into_files_of_bounded_size():

@@ -1,0 +1,137 @@
+"""Whether a rendered conversation contains all that its messages say; a chat template may drop what it does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.tools import Message, Tool, tool_name
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_THINK, _END_THINK = "<think>", "</think>"
+_WAY_OUT = "give a policy.chat_template that renders it, or remove it from the row"
+
+
+def check_rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool) -> None:
+    """Raise ConfigError if a content, a tool call or a tool does not appear in `text`.
+
+    White space is not compared. Strings may be escaped as in JSON, and a tool's JSON result may be written anew. Templates
+    drop the reasoning of earlier turns; with `trains` that of the last assistant turn must be there, as it is learned.
+    """
+    squeezed = _squeeze(text)
+    parts = list(_parts(messages, trains=trains))
+    position = 0
+    for index, (message, what, part) in enumerate(parts):
+        found = _find(part, squeezed, position)
+        if found is not None:
+            position = found
+        elif not _appears_often_enough([each for _, _, each in parts], index, squeezed) and not _is_rewritten(
+            message, part, squeezed
+        ):
+            raise ConfigError(
+                f"the chat template drops the {what} of a message of role {message['role']!r}, {_shown(part)}: it does not"
+                f" appear in the rendered text; {_WAY_OUT}"
+            )
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            _check_call(call["function"], squeezed)
+    for tool in tools or ():
+        if not _has(str(tool_name(tool)), squeezed):
+            raise ConfigError(
+                f"the chat template drops the tool {tool_name(tool)!r} of the row's tools: it does not appear in the rendered"
+                f" text; {_WAY_OUT}"
+            )
+
+
+def _parts(messages: Sequence[Message], *, trains: bool) -> Iterator[tuple[Message, str, str]]:
+    """(message, what it is, text) of everything that must be rendered, in order."""
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    for turn, message in enumerate(messages):
+        content = message.get("content")
+        content = content if isinstance(content, str) else ""
+        is_last = trains and turn == answers[-1] if answers else False
+        if is_last:
+            for key in REASONING_KEYS:
+                if isinstance(message.get(key), str):
+                    yield message, key, message[key]
+        if message["role"] == "assistant" and _END_THINK in content:
+            reasoning, _, content = content.rpartition(_END_THINK)
+            if is_last:
+                yield message, "reasoning", reasoning.strip().removeprefix(_THINK)
+        yield message, "content", content
+
+
+def _check_call(function: dict[str, Any], squeezed: str) -> None:
+    arguments = function.get("arguments", {})
+    leaves = [arguments] if isinstance(arguments, str) else list(_leaves(arguments))
+    for leaf in (function["name"], *leaves):
+        if not _has(leaf, squeezed):
+            raise ConfigError(
+                f"the chat template drops a part of the call of the tool {function['name']!r}, {_shown(leaf)}: it does not"
+                f" appear in the rendered text; {_WAY_OUT}"
+            )
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Names and values of a JSON value as text; true, false and null have no text that all templates share."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
+    """Whether `part` is JSON of which everything appears, in a message that is not the assistant's."""
+    if message["role"] == "assistant":
+        return False
+    try:
+        value = json.loads(part)
+    except (ValueError, RecursionError):
+        return False
+    leaves = list(_leaves(value)) if isinstance(value, dict | list) else []
+    return bool(leaves) and all(_has(leaf, squeezed) for leaf in leaves)
+
+
+def _appears_often_enough(parts: Sequence[str], index: int, squeezed: str) -> bool:
+    """Whether there are as many copies of a part as the parts have together, in whatever order."""
+    own = _squeeze(parts[index])
+    needed = sum(_squeeze(part).count(own) for part in parts)
+    return any(squeezed.count(form) >= needed for form in _forms(parts[index]))
+
+
+def _find(part: str, squeezed: str, position: int) -> int | None:
+    """Behind the first copy of `part` at or after `position`; None without one."""
+    for form in _forms(part):
+        found = squeezed.find(form, position)
+        if found >= 0:
+            return found + len(form)
+    return None
+
+
+def _has(text: str, squeezed: str) -> bool:
+    return any(form in squeezed for form in _forms(text))
+
+
+def _forms(text: str) -> Iterator[str]:
+    """`text` as it is and as it is written in JSON, without white space."""
+    yield _squeeze(text)
+    yield _squeeze(json.dumps(text, ensure_ascii=False)[1:-1])
+    yield _squeeze(json.dumps(text)[1:-1])
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def _shown(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

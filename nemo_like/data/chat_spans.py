@@ -1,0 +1,155 @@
+"""Where an assistant's parts begin and end in the text that a chat template renders.
+
+A part begins behind the generation prompt, and ends behind the token that ends the turn. The exact method renders the
+conversation several times per turn and compares the texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.chat_template import ChatTemplate
+from nemo_like.data.tools import Message, Tool
+
+Span = tuple[int, int]
+"""Characters [start, end) of the rendered text."""
+
+
+def exact_spans(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
+) -> list[Span]:
+    """The span of each assistant turn in `full`, the rendered conversation, in order.
+
+    Raises ConfigError for a turn that cannot be found.
+    """
+    spans: list[Span] = []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            behind = spans[-1][1] if spans else 0
+            spans.append(_Turn(template, messages, tools, full, turn, behind).span())
+    return spans
+
+
+class _Turn:
+    """One assistant turn of a rendered conversation."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        full: str,
+        turn: int,
+        behind: int,
+    ) -> None:
+        self._template = template
+        self._messages = list(messages)
+        self._tools = tools
+        self._full = full
+        self._turn = turn
+        self._behind = behind
+        """Where the assistant turn before this one ends."""
+
+    def span(self) -> Span:
+        start = self._start()
+        end = self._end(start)
+        if not self._behind <= start < end:
+            raise ConfigError(
+                f"turn {self._turn} of the conversation cannot be found in what the chat template renders; mark it in the "
+                "template with {% generation %}, or set data.train_on=all"
+            )
+        return start, self._trimmed(start, end)
+
+    def _start(self) -> int:
+        """Behind the generation prompt where the template renders the turn behind it; else where the turn's text begins.
+
+        Where a template opens more than a finished turn shows (`<think>` as DeepSeek-R1), or writes the turns before
+        differently once there are later ones, the two texts agree only by chance behind the turn's header. The header is
+        then found with other messages in this turn's place.
+        """
+        full, turn = self._full, self._turn
+        if turn:
+            opening = self._template.render(self._messages[:turn], self._tools, opening=True)
+            if full.startswith(opening):
+                return len(opening)
+        start = min(common_prefix(full, other) for other in self._with_other_messages())
+        prompt = self._template.generation_prompt
+        found = full.rfind(prompt, self._behind, start + len(prompt)) if prompt else -1
+        return start if found < 0 else found + len(prompt)
+
+    def _end(self, start: int) -> int:
+        full = self._full
+        up_to_turn = self._template.render(self._messages[: self._turn + 1], self._tools)
+        if full.startswith(up_to_turn):
+            return len(up_to_turn)
+        # Some templates write a turn otherwise once it is no longer the last (they drop its reasoning).
+        end = self._end_of_turn(start)
+        if end is not None:
+            return end
+        # What follows the turn's text is looked up where it is the last, and found again behind the text here.
+        text_end = len(up_to_turn) - common_suffix(self._with_content("0", self._turn + 1), up_to_turn)
+        behind = up_to_turn[text_end:]
+        text_end = len(full) - common_suffix(self._with_content("0"), full)
+        return text_end + common_prefix(full[text_end:], behind)
+
+    def _end_of_turn(self, start: int) -> int | None:
+        """Behind the first token that ends a turn; None without one, or if the message itself contains it."""
+        end_text = self._template.end_of_turn
+        if end_text is None or end_text in json.dumps(self._messages[self._turn], ensure_ascii=False, default=str):
+            return None
+        found = self._full.find(end_text, start)
+        return None if found < 0 else found + len(end_text)
+
+    def _trimmed(self, start: int, end: int) -> int:
+        """Without what the template puts behind the end of the turn: a line break, or the end of the conversation."""
+        trimmed = self._full[start:end].rstrip()
+        end_of_turn = self._end_of_turn(start)
+        if end_of_turn is not None and end_of_turn <= end and not trimmed.endswith(self._template.end_texts):
+            return end_of_turn
+        return start + len(trimmed) if trimmed.endswith(self._template.special_texts) else end
+
+    def _with_other_messages(self) -> list[str]:
+        """The conversation with a plain text in this turn's place, rendered for two texts that begin differently."""
+        texts = []
+        for letter in ("0", "1"):
+            other = {"role": "assistant", "content": letter * 2}
+            messages = [*self._messages[: self._turn], other, *self._messages[self._turn + 1 :]]
+            try:
+                texts.append(self._template.render(messages, self._tools))
+            except ConfigError:
+                # A tool's result may need the call before it.
+                texts.append(self._with_content(letter))
+        return texts
+
+    def _with_content(self, letter: str, num_messages: int | None = None) -> str:
+        """The first messages with another content for this turn: its first and last characters differ."""
+        message = self._messages[self._turn]
+        text = str(message.get("content", "")).strip()
+        first, last = (_other(text[at : at + 1 or None], letter) for at in (0, -1))
+        messages = [*self._messages[: self._turn], {**message, "content": first + last}]
+        return self._template.render([*messages, *self._messages[self._turn + 1 :]][:num_messages], self._tools)
+
+
+def common_prefix(left: str, right: str) -> int:
+    """Number of characters in which both begin alike."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def common_suffix(left: str, right: str) -> int:
+    """Number of characters in which both end alike."""
+    return common_prefix(left[::-1], right[::-1])
+
+
+def _other(character: str, letter: str) -> str:
+    if character != letter:
+        return letter
+    return "1" if letter == "0" else "0"
