@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 
 from nemo_like.algorithms.advantages import group_advantages
@@ -12,7 +14,6 @@ from nemo_like.algorithms.source import PromptSource
 from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import GrpoRunConfig
-from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.generation.interface import SamplingParams
@@ -24,18 +25,25 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = PromptSource.open(config)
-    loader, total, held_out = source.loader(), config.grpo.max_num_steps, source.validation_prompts()
+    loader = source.loader()
+    with closing(source.rows):
+        source.start_encoding(loader)
+        return _train(config, source, loader)
+
+
+def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt]) -> RunResult:
+    total, held_out = config.grpo.max_num_steps, source.validation_prompts()
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
     needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
-    rows_per_step = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     with open_job(
         config,
         source.encoder,
         generates=True,
         needs_reference=needs_reference,
         num_steps=total,
-        num_optimizer_steps=total * -(-rows_per_step // config.policy.train_global_batch_size),
+        num_optimizer_steps=source.num_optimizer_steps,
     ) as job:
+        source.finish_encoding(job.progress)
         step = job.begin(loader)
         if step > 0:
             with job.workplace.training():
@@ -70,11 +78,11 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
         return job.finish(step)
 
 
-def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Row, Prompt], step: int) -> Rollout:
+def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int) -> Rollout:
     """The next prompts of the loader, answered and scored; at step 0 a few are shown."""
     generator, rewards = job.workplace.generator, job.workplace.rewards
     assert generator is not None and rewards is not None, "a GRPO run generates"
-    prompts = next(loader)
+    prompts = job.next_rows(loader)
     group_size = config.grpo.num_generations_per_prompt
     with job.workplace.generating():
         rollout = collect(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import Row
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.packing.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
-from nemo_like.metrics import Mean, Metrics, Timers, metric_values
+from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
 from nemo_like.policy.sharded_checkpoint import checkpoint_problem
@@ -39,6 +38,7 @@ from nemo_like.tracking import Tracker, check_logger
 from nemo_like.weight_sync.transport import push
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,17 @@ class Job:
             placed = self.policy.place(batch, plan)
         return plan, placed
 
-    def show_rows(self, loader: RowLoader[Row, EncodedRow]) -> None:
+    def show_rows(self, loader: RowLoader[EncodedRow]) -> None:
         """The first rows of the file, decoded, with what is trained made visible."""
-        rows = [loader.encode(row) for row in range(min(self.config.logger.num_samples_shown, len(loader)))]
+        rows = loader.first_rows(self.config.logger.num_samples_shown)
         self.progress.show_samples([Sample(self.encoder.segments(row)) for row in rows], "training row")
+
+    def next_rows(self, loader: RowLoader[Value]) -> list[Value]:
+        """The next batch; how long the run waited for its encoding is logged."""
+        with self.timers("data_wait"):
+            rows = next(loader)
+        self.note({"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)})
+        return rows
 
     def note(self, metrics: Metrics) -> None:
         """Keep metrics for the line of the step that is about to be logged."""

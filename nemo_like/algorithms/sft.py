@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
@@ -11,6 +12,7 @@ from nemo_like.algorithms.validation import is_due, score_answers
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import SftRunConfig
 from nemo_like.data.collate import EncodedRow, collate
+from nemo_like.data.loader import RowLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Metrics, merge_metrics
@@ -20,7 +22,14 @@ def run_sft(config: SftRunConfig) -> RunResult:
     """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = SftSource.open(config)
-    loader, total = source.loader(), source.num_steps
+    loader = source.loader()
+    with closing(source.rows):
+        source.start_encoding(loader)
+        return _train(config, source, loader)
+
+
+def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow]) -> RunResult:
+    total = source.num_steps
     held_out = HeldOut(
         list(source.validation_batches()), source.validation_prompts() if config.sft.val_generate else []
     )
@@ -32,7 +41,9 @@ def run_sft(config: SftRunConfig) -> RunResult:
         num_steps=total,
         num_optimizer_steps=total,
     ) as job:
+        source.finish_encoding(job.progress)
         step = job.begin(loader)
+        total = source.last_step(loader, step)
         if step == 0:
             job.show_rows(loader)
             if config.sft.val_at_start:
@@ -43,7 +54,7 @@ def run_sft(config: SftRunConfig) -> RunResult:
             while step < total:
                 job.stop_if_requested(step, loader)
                 with job.timers("step"):
-                    batch = BatchedDataDict(collate(next(loader)))
+                    batch = BatchedDataDict(collate(job.next_rows(loader)))
                     plan, placed = job.place(batch, step)
                     with job.timers("train"), job.workplace.training():
                         job.note(merge_metrics(job.policy.train(placed, None, loss)))

@@ -6,10 +6,18 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from nemo_like.algorithms.encoding import (
+    PromptRows,
+    encode_conversation,
+    encode_question,
+    finish_encoding,
+    open_training_rows,
+    start_encoding,
+)
 from nemo_like.algorithms.pretrained import load_model_config, load_tokenizer
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.config.errors import ConfigError, raise_problems
@@ -17,40 +25,16 @@ from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
-from nemo_like.data.loader import RowLoader
-from nemo_like.data.tools import row_tools
+from nemo_like.data.datasets import Rows, load_rows
+from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.policy.megatron_support import check_model_config
+from nemo_like.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow:
-    """One SFT row; raises ConfigError if it is longer than `policy.max_total_sequence_length` and that is an error."""
-    encoded = encoder.encode_sft(conversation(row), row_tools(row))
-    limit, length = config.policy.max_total_sequence_length, len(encoded.input_ids)
-    if length <= limit or config.policy.oversize_rows == "singleton":
-        return encoded
-    if config.policy.oversize_rows == "truncate":
-        return EncodedRow(encoded.input_ids[:limit], encoded.token_mask[:limit])
-    raise ConfigError(
-        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or set policy.oversize_rows"
-        " to truncate (cut the end) or singleton (run it alone)"
-    )
-
-
-def encode_prompt(encoder: ChatEncoder, config: RunConfig, row: Row) -> Prompt:
-    """One question; raises ConfigError if it leaves no room for a completion."""
-    asked = question(row)
-    token_ids = encoder.encode_prompt(asked.messages, asked.tools)
-    limit = config.policy.max_total_sequence_length
-    if len(token_ids) >= limit:
-        raise ConfigError(
-            f"the prompt has {len(token_ids)} tokens, policy.max_total_sequence_length is {limit}, so there is no room for"
-            " a completion; raise it or remove the row"
-        )
-    return Prompt(token_ids=token_ids, text=asked.text, answer=asked.answer, row=asked.row)
+Value = TypeVar("Value")
 
 
 def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
@@ -125,37 +109,52 @@ class SftSource:
     @classmethod
     def open(cls, config: SftRunConfig) -> SftSource:
         """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
-        data = config.data
         open_model_config(config)
-        train = load_rows(data.train_path, purpose="sft", max_rows=data.max_train_rows)
+        train = load_training(config, "sft", Progress())
         validation = load_validation(config, "sft")
         return cls(config, open_encoder(config), train, validation)
+
+    @cached_property
+    def rows(self) -> EncodedRows:
+        """The training rows in their encoded form."""
+        return open_training_rows(self.config, self.encoder, self.train)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the run: the smaller of `sft.max_num_steps` and the epochs."""
-        sft = self.config.sft
-        in_epochs = -(-len(self.train) * sft.max_num_epochs // self.config.policy.train_global_batch_size)
+        sft, batch_size = self.config.sft, self.config.policy.train_global_batch_size
+        in_epochs = sft.max_num_epochs * steps_per_epoch(self.config, self.rows.num_kept, batch_size)
         return in_epochs if sft.max_num_steps is None else min(in_epochs, sft.max_num_steps)
 
-    def loader(self) -> RowLoader[Row, EncodedRow]:
+    def last_step(self, loader: RowLoader[EncodedRow], step: int) -> int:
+        """The step at which the run ends, for a loader that stands behind `step`; `num_steps` unless rows changed."""
+        in_epochs = step + loader.batches_left(self.config.sft.max_num_epochs, self.rows.is_kept)
+        limit = self.config.sft.max_num_steps
+        return in_epochs if limit is None else min(in_epochs, limit)
+
+    def loader(self) -> RowLoader[EncodedRow]:
         """Endless shuffled batches of one optimizer step."""
-        return RowLoader(
-            self.train,
-            partial(encode_conversation, self.encoder, self.config),
-            batch_size=self.config.policy.train_global_batch_size,
-            seed=self.config.seed,
-            shuffle=self.config.data.shuffle,
-        )
+        return _loader(self.config, self.rows, self.config.policy.train_global_batch_size)
+
+    def start_encoding(self, loader: RowLoader[EncodedRow]) -> None:
+        """See `encoding.start_encoding`."""
+        num_needed = self.num_steps * self.config.policy.train_global_batch_size
+        start_encoding(self.config, self.rows, loader.order, num_needed)
+
+    def finish_encoding(self, progress: Progress) -> None:
+        """See `encoding.finish_encoding`."""
+        finish_encoding(self.config, self.rows, progress)
 
     def validation_batches(self) -> Iterator[list[EncodedRow]]:
         """Every held-out row once."""
         if self.validation is None:
             return
-        encode = partial(encode_conversation, self.encoder, self.config)
-        yield from RowLoader(
-            self.validation, encode, batch_size=self.config.policy.train_global_batch_size
-        ).one_pass()
+        rows = EncodedRows(self.validation, partial(encode_conversation, self.encoder, self.config))
+        batch_size = self.config.policy.train_global_batch_size
+        for start in range(0, len(self.validation), batch_size):
+            encoded = rows.fetch(range(start, min(start + batch_size, len(self.validation))))
+            if batch := [row for row in encoded if row is not None]:
+                yield batch
 
     def validation_prompts(self) -> list[Prompt]:
         """The held-out rows as questions."""
@@ -175,22 +174,51 @@ class PromptSource:
     def open(cls, config: GrpoRunConfig) -> PromptSource:
         """Read the files; raises ConfigError for a missing or empty file, or a bad line."""
         open_model_config(config)
-        train = load_rows(config.data.train_path, purpose="rl", max_rows=config.data.max_train_rows)
+        train = load_training(config, "rl", Progress())
         return cls(config, open_encoder(config), train, load_validation(config, "rl"))
 
-    def loader(self) -> RowLoader[Row, Prompt]:
+    @cached_property
+    def rows(self) -> EncodedRows:
+        """The training rows in their encoded form."""
+        return open_training_rows(self.config, self.encoder, self.train)
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the run; the last step of an epoch may have fewer prompts, and so fewer of them."""
+        grpo, last_batch = self.config.grpo, self.config.data.last_batch
+        batch_size = self.config.policy.train_global_batch_size
+        num_prompts = self.rows.num_kept
+        per_epoch = steps_per_epoch(self.config, num_prompts, grpo.num_prompts_per_step)
+        num_epochs, later_steps = divmod(grpo.max_num_steps, per_epoch)
+        per_step = -(-grpo.num_prompts_per_step * grpo.num_generations_per_prompt // batch_size)
+        num_full = num_prompts // grpo.num_prompts_per_step
+        rows_of_rest = num_prompts % grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        in_rest = -(-rows_of_rest // batch_size) if last_batch == "keep" else 0
+        return num_epochs * (num_full * per_step + in_rest) + later_steps * per_step
+
+    def loader(self) -> RowLoader[Prompt]:
         """Endless shuffled batches of the prompts of one step."""
-        return RowLoader(
-            self.train,
-            partial(encode_prompt, self.encoder, self.config),
-            batch_size=self.config.grpo.num_prompts_per_step,
-            seed=self.config.seed,
-            shuffle=self.config.data.shuffle,
-        )
+        return _loader(self.config, PromptRows(self.train, self.rows), self.config.grpo.num_prompts_per_step)
+
+    def start_encoding(self, loader: RowLoader[Prompt]) -> None:
+        """See `encoding.start_encoding`."""
+        num_needed = self.config.grpo.max_num_steps * self.config.grpo.num_prompts_per_step
+        start_encoding(self.config, self.rows, loader.order, num_needed)
+
+    def finish_encoding(self, progress: Progress) -> None:
+        """See `encoding.finish_encoding`."""
+        finish_encoding(self.config, self.rows, progress)
 
     def validation_prompts(self) -> list[Prompt]:
         """The held-out rows as questions."""
         return _prompts(self.encoder, self.config, self.validation)
+
+
+def load_training(config: RunConfig, purpose: Literal["sft", "rl"], progress: Progress) -> Rows:
+    """The training rows. Raises ConfigError for a missing or empty file, or a bad line."""
+    data = config.data
+    with progress.phase("reading data.train_path") as phase:
+        return load_rows(data.train_path, purpose=purpose, max_rows=data.max_train_rows, advance=phase.advance)
 
 
 def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
@@ -206,5 +234,34 @@ def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | 
 def _prompts(encoder: ChatEncoder, config: RunConfig, rows: Rows | None) -> list[Prompt]:
     if rows is None:
         return []
-    loader = RowLoader(rows, partial(encode_prompt, encoder, config), batch_size=1)
-    return [loader.encode(row) for row in range(len(rows))]
+    encoded = EncodedRows(rows, partial(encode_question, encoder, config))
+    prompts = PromptRows(rows, encoded).fetch(range(len(rows)))
+    return [prompt for prompt in prompts if prompt is not None]
+
+
+def steps_per_epoch(config: RunConfig, num_rows: int, batch_size: int) -> int:
+    """Steps in which every row is trained on once. Raises ConfigError if there is none."""
+    steps = num_batches(num_rows, batch_size, config.data.last_batch)
+    if steps == 0:
+        raise ConfigError(no_batch_text(num_rows, batch_size))
+    return steps
+
+
+def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str) -> str:
+    """The steps of an epoch in words. Raises ConfigError if there is none.
+
+    Example: `an epoch is 3 steps of 32 rows and 1 of 4`.
+    """
+    steps = steps_per_epoch(config, num_rows, batch_size)
+    full, rest = divmod(num_rows, batch_size)
+    if full == 0:
+        return f"an epoch is 1 step of {num_rows:,} {noun}, fewer than the {batch_size:,} of a batch"
+    text = f"an epoch is {full:,} {'step' if full == 1 else 'steps'} of {batch_size:,} {noun}"
+    if rest == 0:
+        return text
+    return f"{text} and 1 of {rest:,}" if steps > full else f"{text}; {rest:,} are left out each time (data.last_batch=drop)"
+
+
+def _loader(config: RunConfig, rows: FetchableRows[Value], batch_size: int) -> RowLoader[Value]:
+    data = config.data
+    return RowLoader(rows, batch_size=batch_size, seed=config.seed, shuffle=data.shuffle, last_batch=data.last_batch)

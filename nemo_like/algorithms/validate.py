@@ -8,6 +8,7 @@ are loaded and no Ray is started.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -19,12 +20,20 @@ from nemo_like.algorithms.findings import Findings, Report
 from nemo_like.algorithms.pretrained import import_transformers_without_torch
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.run_warnings import config_warnings, rows_warnings, step_warnings
-from nemo_like.algorithms.source import PromptSource, SftSource, load_validation, open_encoder, open_model_config
+from nemo_like.algorithms.source import (
+    PromptSource,
+    SftSource,
+    describe_epoch,
+    load_training,
+    load_validation,
+    open_encoder,
+    open_model_config,
+)
 from nemo_like.config.check import batching_section, derivation
-from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Row, Rows, conversation, load_rows, question
+from nemo_like.data.datasets import Row, Rows, conversation, question
+from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
 from nemo_like.data.packing.balance import few_plans
 from nemo_like.data.packing.cost import CostModel
 from nemo_like.data.packing.plan import plan_batch
@@ -33,7 +42,7 @@ from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.policy.batching import plan_spec, policy_topology
-from nemo_like.progress import Sample
+from nemo_like.progress import Progress, Sample
 from nemo_like.tracking import check_logger
 
 if TYPE_CHECKING:
@@ -57,7 +66,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     findings.say("model")  # sections are shown in the order in which they are first named
     findings.warnings += config_warnings(config)
     purpose: Literal["sft", "rl"] = "rl" if isinstance(config, GrpoRunConfig) else "sft"
-    train = findings.attempt(lambda: load_rows(config.data.train_path, purpose=purpose, max_rows=config.data.max_train_rows))
+    train = findings.attempt(lambda: load_training(config, purpose, Progress(sys.stderr)))
     validation = findings.attempt(lambda: load_validation(config, purpose))
     for path, rows in ((config.data.train_path, train), (config.data.validation_path, validation)):
         if rows is not None:
@@ -124,8 +133,11 @@ def _look_at_rows(
     check_prompts_agree(encoder, train if is_sft else None, findings)
     if isinstance(config, SftRunConfig):
         source = SftSource(config, encoder, train, validation)
-        findings.say("data", f"{source.num_steps:,} steps of {config.policy.train_global_batch_size} rows")
-        findings.warnings += step_warnings(config, source.num_steps)
+        num_steps = findings.attempt(lambda: source.num_steps)
+        if num_steps is not None:
+            epoch = describe_epoch(config, len(train), config.policy.train_global_batch_size, "rows")
+            findings.say("data", f"{num_steps:,} {'step' if num_steps == 1 else 'steps'}; {epoch}")
+            findings.warnings += step_warnings(config, num_steps)
         _look_at_conversations(config, encoder, train, model, findings)
         if validation is not None:
             held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings)
@@ -136,6 +148,9 @@ def _look_at_rows(
             lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
             _preview(config, "the first step", lengths, cost, findings)
     elif isinstance(config, GrpoRunConfig):
+        epoch = findings.attempt(lambda: describe_epoch(config, len(train), config.grpo.num_prompts_per_step, "prompts"))
+        if epoch is not None:
+            findings.say("data", epoch)
         prompts = _encode_some(train, lambda row: _encode_question(encoder, row), findings)
         _check_prompts(config, train, {index: len(ids) for index, ids in prompts.items()}, findings)
         _check_vocabulary(model, prompts.values(), findings)
@@ -169,11 +184,14 @@ def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings)
     others = random.Random(0).sample(range(len(rows)), min(len(rows), _NUM_RANDOM))
     encoded: dict[int, Value] = {}
     failures: list[str] = []
-    for index in sorted({*longest, *others, *range(min(NUM_SAMPLES, len(rows)))}):
-        try:
-            encoded[index] = encode(rows[index])
-        except ConfigError as error:
-            failures.append(f"{rows.places[index]}: {error}")
+    chosen = sorted({*longest, *others, *range(min(NUM_SAMPLES, len(rows)))})
+    with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
+        for index in chosen:
+            try:
+                encoded[index] = encode(rows[index])
+            except ROW_ERRORS as error:
+                failures.append(f"{rows.places[index]}: {row_error_text(error)}")
+            phase.advance()
     if failures:
         more = f" (and {len(failures) - 1} more of the {len(encoded) + len(failures)} rows looked at)" if failures[1:] else ""
         findings.problems.append(failures[0] + more)
@@ -205,13 +223,13 @@ def _check_lengths(config: RunConfig, rows: Rows, lengths: Mapping[int, int], fi
             f"{len(above)} of the {len(lengths):,} rows looked at are above policy.max_total_sequence_length {limit}, the"
             f" longest with {longest} tokens ({place})"
         )
-        outcomes = {"truncate": "their ends are cut off", "singleton": "they stay whole"}
+        outcomes = {"truncate": "their ends are cut off", "drop": "they are left out", "singleton": "they stay whole"}
         if policy == "error":
-            way_out = f"raise it to {longest}, or set policy.oversize_rows to truncate (cut the end) or singleton (run it alone)"
+            way_out = f"raise it to {longest}, or set policy.oversize_rows to truncate (cut the end), drop or singleton"
             findings.problems.append(f"{text}; {way_out}")
         else:
             findings.warnings.append(f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}")
-    _check_budget(config, min(longest, limit) if policy == "truncate" else longest, findings)
+    _check_budget(config, min(longest, limit) if policy in ("truncate", "drop") else longest, findings)
 
 
 def _check_prompts(config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings) -> None:
@@ -223,11 +241,17 @@ def _check_prompts(config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int]
     longest = max(lengths.values())
     above = [index for index in lengths if lengths[index] >= limit]
     if above:
-        findings.problems.append(
+        text = (
             f"{len(above)} of the {len(lengths):,} prompts looked at leave no room for a completion under"
             f" policy.max_total_sequence_length {limit}, the longest with {longest} tokens"
-            f" ({rows.places[max(above, key=lambda index: lengths[index])]}); raise it above {longest}, or remove these rows"
+            f" ({rows.places[max(above, key=lambda index: lengths[index])]})"
         )
+        outcome = {"truncate": "their beginnings are cut off", "drop": "they are left out"}.get(config.policy.oversize_rows)
+        if outcome is None:
+            way_out = "or set policy.oversize_rows to truncate (cut the beginning) or drop (leave the rows out)"
+            findings.problems.append(f"{text}; raise it above {longest}, {way_out}")
+        else:
+            findings.warnings.append(f"{text}; policy.oversize_rows is {config.policy.oversize_rows}, so {outcome}")
         return
     if longest + wanted > limit:
         short = sum(length + wanted > limit for length in lengths.values())

@@ -119,7 +119,7 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget to be above: turn on policy.sequence_packing"
-            " or policy.dynamic_batching, or write error or truncate",
+            " or policy.dynamic_batching, or write error, truncate or drop",
         )
 
 
@@ -239,7 +239,7 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
         needed = _round_up(longest, unit)
         if budget < unit:
             yield Problem((f"{name}.{key}",), f"{name}.{key} is {budget}, below {shown}: no row would fit")
-        elif budget < needed and config.policy.oversize_rows == "error":
+        elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
             rounded = f", {needed} when rounded up to {shown}" if needed != longest else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),

@@ -54,6 +54,8 @@ _AT_LEAST_ZERO = (
     "cluster.generation_workers",
     "cluster.progress_timeout_s",
     "checkpointing.save_period",
+    "data.num_encoding_workers",
+    "data.encoding_timeout_s",
     "logger.num_samples_shown",
 )
 _ABOVE_ZERO = (

@@ -116,8 +116,9 @@ class PolicyConfig:
     """The same for scoring."""
     max_total_sequence_length: int = 1024
     """Longest row, prompt and completion together."""
-    oversize_rows: Literal["error", "truncate", "singleton"] = "error"
-    """What to do with a row above the cap: stop, cut its end, or (packing and dynamic) run it alone with a warning."""
+    oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
+    """What to do with a row above the cap: stop, cut it, leave it out, or (packing and dynamic) run it alone with a
+    warning. A conversation is cut at its end, a prompt at its beginning."""
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at once; the [tokens, vocabulary] matrix never does."""
     activation_checkpointing: bool = False
@@ -145,6 +146,12 @@ class DataConfig:
     train_on: Literal["assistant", "all"] = "assistant"
     """Which tokens carry loss in SFT."""
     shuffle: bool = True
+    last_batch: Literal["keep", "drop"] = "keep"
+    """What becomes of the rows left at the end of an epoch that do not fill a batch: a step of fewer rows, or none."""
+    num_encoding_workers: int | None = None
+    """Processes that tokenize rows ahead of their use; 0 is the driver itself, null decides by the size of the data."""
+    encoding_timeout_s: float = 300.0
+    """How long the first step waits for all rows to be tokenized; the rest is then tokenized during training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ Understood: `messages` (optionally `answer`), `prompt` with `completion` or `ans
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +16,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
+
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import printable, shortened, shown_value
 from nemo_like.data.tools import Message, Tool, calls_problem, clean_message, row_tools, tools_problem, without_nulls
 
 Row = dict[str, Any]
+Numbered = tuple[str, Row, bytes]
+"""Where a row stands, the row, and its content as bytes."""
+
 UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; question + answer with '#### result' (GSM8K)"
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _MAX_LISTED = 10_000
 # pyarrow's own errors derive from these; conversions to Python add OverflowError and UnicodeDecodeError (a ValueError).
 _ARROW_ERRORS = (ValueError, OSError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError)
 _FORMATS = (("messages",), ("prompt", "completion"), ("prompt", "answer"), ("prompt",), ("question", "answer"))
+_ROWS_PER_ADVANCE = 1000
 _SUFFIXES = ".jsonl, .json, .parquet, or a directory with an Arrow dataset (datasets.save_to_disk) or parquet files"
 
 
@@ -54,6 +61,8 @@ class Rows(Sequence[Row]):
     """Where each row stands. Example: `data/train.jsonl:17`."""
     format: tuple[str, ...]
     """The columns the format was recognised by."""
+    digests: np.ndarray
+    """uint64 [N]: a hash of the content of each row, which identifies it in a file that has changed."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,9 +81,11 @@ def load_rows(
     purpose: Literal["sft", "rl"] = "sft",
     max_rows: int | None = None,
     key: str = "data.train_path",
+    advance: Callable[[int], None] | None = None,
 ) -> Rows:
     """The first `max_rows` rows (default all), each checked for its format and for what `purpose` needs.
 
+    `advance` is called with the number of rows read since its last call.
     Raises ConfigError that names `key` and the path, or the file, the line and what is wrong with it.
     """
     path = Path(path).expanduser()
@@ -82,19 +93,30 @@ def load_rows(
         raise ConfigError(f"{key}: there is no {str(path)!r}; give {_SUFFIXES}")
     rows: list[Row] = []
     places: list[str] = []
+    digests: list[int] = []
     columns: tuple[str, ...] = ()
-    for place, row in islice(_reader(path, key)(path), max_rows):
+    for place, row, content in islice(_reader(path, key)(path), max_rows):
         columns = columns or _recognise(row, place)
         problem = _problem(row, columns, purpose)
         if problem:
             raise ConfigError(f"{place}: {problem}")
         rows.append(row)
         places.append(place)
+        digests.append(row_digest(content))
+        if advance is not None and len(rows) % _ROWS_PER_ADVANCE == 0:
+            advance(_ROWS_PER_ADVANCE)
     if not rows:
         raise ConfigError(
             f"{key}: {shown_path(path)} has no rows" + ("" if max_rows is None else f" (the first {max_rows} were asked for)")
         )
-    return Rows(rows, places, columns)
+    if advance is not None:
+        advance(len(rows) % _ROWS_PER_ADVANCE)
+    return Rows(rows, places, columns, np.array(digests, np.uint64))
+
+
+def row_digest(content: bytes) -> int:
+    """A 64-bit hash of a row's content."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def conversation(row: Row) -> list[Message]:
@@ -208,7 +230,7 @@ def _before_last_answer(messages: list[Message]) -> list[Message]:
     return messages[:-1] if last else messages
 
 
-def _reader(path: Path, key: str) -> Callable[[Path], Iterator[tuple[str, Row]]]:
+def _reader(path: Path, key: str) -> Callable[[Path], Iterator[Numbered]]:
     if path.is_dir():
         return _read_directory
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
@@ -217,16 +239,16 @@ def _reader(path: Path, key: str) -> Callable[[Path], Iterator[tuple[str, Row]]]
     return readers[path.suffix]
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_jsonl(path: Path) -> Iterator[Numbered]:
     shown = shown_path(path)  # takes longer than parsing a short line
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{shown}:{number}"
-                yield place, _object(_parse(line, place), place)
+                yield place, _object(_parse(line, place), place), line.strip()
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_json(path: Path) -> Iterator[Numbered]:
     rows = _parse(path.read_bytes(), shown_path(path))
     if not isinstance(rows, list):
         raise ConfigError(
@@ -235,7 +257,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Row]]:
     shown = shown_path(path)
     for number, row in enumerate(rows):
         place = f"{shown} row {number}"
-        yield place, _object(row, place)
+        yield place, _object(row, place), _content(row)
 
 
 def _parse(data: bytes, place: str) -> Any:
@@ -258,7 +280,7 @@ def _object(value: Any, place: str) -> Row:
     return value
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_parquet(path: Path) -> Iterator[Numbered]:
     import pyarrow
     import pyarrow.parquet
 
@@ -270,7 +292,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(f"{shown_path(path)}: not a parquet file: {_first_line(error)}") from error
 
 
-def _read_directory(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_directory(path: Path) -> Iterator[Numbered]:
     """What `datasets.save_to_disk` writes (Arrow streams listed in state.json), or parquet files in order of name."""
     if (path / "dataset_dict.json").exists():
         splits = _listed(path / "dataset_dict.json", "splits")
@@ -309,7 +331,7 @@ def _first_line(error: Exception) -> str:
     return shortened(printable(lines[0] if lines else type(error).__name__), 300)
 
 
-def _read_arrow(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_arrow(path: Path) -> Iterator[Numbered]:
     import pyarrow
 
     try:
@@ -319,10 +341,16 @@ def _read_arrow(path: Path) -> Iterator[tuple[str, Row]]:
         raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}") from error
 
 
-def _batch_rows(batches: Any, shown: str) -> Iterator[tuple[str, Row]]:
+def _batch_rows(batches: Any, shown: str) -> Iterator[Numbered]:
     number = 0
     for batch in batches:
         batch.validate(full=True)  # a damaged file could make the conversion read outside of its buffers
         for row in batch.to_pylist():
-            yield f"{shown} row {number}", {key: without_nulls(value) for key, value in row.items()}
+            clean = {key: without_nulls(value) for key, value in row.items()}
+            yield f"{shown} row {number}", clean, _content(clean)
             number += 1
+
+
+def _content(row: Any) -> bytes:
+    """A row of a file that has no lines, as bytes that depend on its values only."""
+    return json.dumps(row, sort_keys=True, default=str).encode()

@@ -1,146 +1,136 @@
-"""Endless shuffled batches of rows. The position is a few numbers, so a resumed run goes on with the very next row.
+"""Shuffled batches of encoded rows, epoch after epoch. The position is small, and a resumed run continues exactly.
 
-Rows are encoded when their batch is asked for, never all at the start. Batches cross epoch boundaries: every epoch
-visits every row exactly once, and the batch in which it ends is filled up from the next.
+Each epoch visits each row once. Batches do not cross epochs: the last batch of an epoch is short, or left out with
+`last_batch="drop"`. Rows whose encoding is None are left out and counted; the batch takes the next row instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.row_order import RowOrder
 
-In = TypeVar("In")
 Out = TypeVar("Out")
+LastBatch = Literal["keep", "drop"]
 
 
-class ShuffledIndices:
-    """Endless batches of row indices; epoch e is a permutation drawn from (seed, e) alone.
+class FetchableRows(Protocol[Out]):
+    """Rows of a file that can be fetched in their encoded form."""
 
-    Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4, 0] [1, 2] ...
+    @property
+    def digests(self) -> np.ndarray:
+        """uint64 [N]: a hash of the content of each row."""
+        ...
+
+    def fetch(self, rows: Sequence[int]) -> list[Out | None]:
+        """The encoded rows of the given indices; None for a row that is left out. Raises ConfigError for a bad row."""
+        ...
+
+
+class RowLoader(Generic[Out]):
+    """Endless batches of encoded rows; `next` gives at most `batch_size` of them, never of two epochs.
+
+    Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
     """
 
-    def __init__(self, num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
-        if num_rows < 1 or batch_size < 1:
-            raise ValueError(f"a loader needs rows and a batch size, got {num_rows} rows and batch_size={batch_size}")
-        self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
-        self._epoch, self._cursor = 0, 0
-        self._order = self._permutation(0)
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next row."""
-        return self._epoch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches until every row was seen once, the last one counted whole."""
-        return -(-self.num_rows // self.batch_size)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self
-
-    def __next__(self) -> np.ndarray:
-        """int64 [batch_size]."""
-        parts: list[np.ndarray] = []
-        missing = self.batch_size
-        while missing:
-            part = self._order[self._cursor : self._cursor + missing]
-            parts.append(part)
-            missing -= len(part)
-            self._cursor += len(part)
-            if self._cursor == self.num_rows:
-                self._epoch, self._cursor = self._epoch + 1, 0
-                self._order = self._permutation(self._epoch)
-        return np.concatenate(parts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON values: what the next row depends on."""
-        return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
-            "num_rows": self.num_rows,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken; another batch size is fine.
-
-        Raises ConfigError if it was taken of other rows or another order.
-        """
-        own = self.state_dict()
-        for name, key in (
-            ("num_rows", "the data file or data.max_train_rows"),
-            ("seed", "seed"),
-            ("shuffle", "data.shuffle"),
-        ):
-            if state[name] != own[name]:
-                raise ConfigError(
-                    f"the checkpoint's loader has {name}={state[name]}, this run has {own[name]}: {key} changed, so the "
-                    "run cannot go on at the same row; restore it or start a new run"
-                )
-        self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
-        self._order = self._permutation(self._epoch)
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_rows, dtype=np.int64)
-        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).permutation(self.num_rows)
-
-
-class RowLoader(Generic[In, Out]):
-    """Endless batches of encoded rows. Example: `next(RowLoader(rows, encode, batch_size=32))` is a list of 32."""
-
     def __init__(
-        self, rows: Sequence[In], encode: Callable[[In], Out], *, batch_size: int, seed: int = 0, shuffle: bool = True
+        self,
+        rows: FetchableRows[Out],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        last_batch: LastBatch = "keep",
     ) -> None:
-        self.rows = rows
+        if len(rows.digests) < 1 or batch_size < 1:
+            raise ValueError(f"a loader needs rows and a batch size, got {len(rows.digests)} rows and batch_size={batch_size}")
         self.batch_size = batch_size
-        self._encode = encode
-        self._indices = ShuffledIndices(len(rows), batch_size, seed=seed, shuffle=shuffle)
+        self.last_batch: LastBatch = last_batch
+        self.num_dropped = 0
+        """Rows left out while the last batch was formed, because their encoding is None."""
+        self._rows = rows
+        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
-        """Number of rows, that is of one epoch."""
-        return len(self.rows)
+        """Number of rows of the file, those that are left out included."""
+        return len(self._order)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next row."""
-        return self._indices.epoch
+        """Number of finished epochs."""
+        return self._order.epoch
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Batches until every row was seen once, the last one counted whole."""
-        return self._indices.batches_per_epoch
+    def order(self) -> np.ndarray:
+        """All rows in the order of this epoch, int64 [N]."""
+        return self._order.order
 
     def __iter__(self) -> Iterator[list[Out]]:
         return self
 
     def __next__(self) -> list[Out]:
-        return [self.encode(row) for row in next(self._indices).tolist()]
+        """The next batch. Raises ConfigError for a bad row, or if an epoch has no batch at all."""
+        first_epoch = self._order.epoch
+        self.num_dropped = 0
+        batch: list[Out] = []
+        while len(batch) < self.batch_size:
+            encoded = self._rows.fetch(self._order.take(self.batch_size - len(batch)).tolist())
+            kept = [row for row in encoded if row is not None]
+            batch += kept
+            self.num_dropped += len(encoded) - len(kept)
+            if self._order.num_left and not self._is_rest_left_out(len(batch)):
+                continue
+            self._order.start_epoch()
+            if len(batch) == self.batch_size or (batch and self.last_batch == "keep"):
+                return batch
+            # Two epochs: the first may have begun in the middle.
+            if self._order.epoch - first_epoch > 1:
+                raise ConfigError(no_batch_text(len(batch), self.batch_size))
+            batch = []
+        return batch
 
-    def one_pass(self) -> Iterator[list[Out]]:
-        """Every row once in file order, the last batch short if need be; the position does not move. For validation."""
-        for start in range(0, len(self.rows), self.batch_size):
-            yield [self.encode(row) for row in range(start, min(start + self.batch_size, len(self.rows)))]
+    def _is_rest_left_out(self, num_rows: int) -> bool:
+        """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill another one."""
+        is_full = num_rows == self.batch_size
+        return is_full and self.last_batch == "drop" and self._order.num_left < self.batch_size
 
-    def encode(self, row: int) -> Out:
-        """Row `row` of the file, encoded; an error says where the row stands."""
-        try:
-            return self._encode(self.rows[row])
-        except ConfigError as error:
-            places = getattr(self.rows, "places", None)
-            raise ConfigError(f"{places[row] if places else f'row {row}'}: {error}") from error
+    def first_rows(self, num_rows: int) -> list[Out]:
+        """The first rows of the file that are not left out, of the first `num_rows`; the position does not move."""
+        encoded = self._rows.fetch(range(min(num_rows, len(self))))
+        return [row for row in encoded if row is not None]
+
+    def batches_left(self, num_epochs: int, is_kept: np.ndarray | None = None) -> int:
+        """Batches from the present position to the end of epoch `num_epochs`; `is_kept` bool [N], default all."""
+        if self._order.epoch >= num_epochs:
+            return 0
+        is_kept = np.ones(len(self), dtype=bool) if is_kept is None else is_kept
+        in_this_epoch = num_batches(int(is_kept[self._order.left].sum()), self.batch_size, self.last_batch)
+        later_epochs = num_epochs - self._order.epoch - 1
+        return in_this_epoch + later_epochs * num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return self._indices.state_dict()
+        """JSON values; see `RowOrder.state_dict`."""
+        return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `ShuffledIndices.load_state_dict`."""
-        self._indices.load_state_dict(state)
+        """Continue behind the row of `state`; see `RowOrder.load_state_dict`. Another batch size is allowed."""
+        self._order.load_state_dict(state)
+
+
+def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:
+    """Batches of one epoch. Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`."""
+    return num_rows // batch_size if last_batch == "drop" else -(-num_rows // batch_size)
+
+
+def no_batch_text(num_rows: int, batch_size: int) -> str:
+    """Why an epoch of `num_rows` usable rows has no batch."""
+    if num_rows == 0:
+        return "data.train_path: every row is left out by policy.oversize_rows=drop; raise policy.max_total_sequence_length"
+    return (
+        f"data.train_path has {num_rows} usable rows, fewer than the {batch_size} of one batch, and data.last_batch is drop, so"
+        " there is nothing to train on; set data.last_batch=keep or a smaller batch"
+    )

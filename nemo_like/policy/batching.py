@@ -44,7 +44,8 @@ def plan_spec(
         "sequence_parallel": sequence_parallel,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
         "sync": sync,
-        "oversize": config.oversize_rows,
+        # Rows to be dropped never reach the planner: the loader leaves them out, so that no batch is short of them.
+        "oversize": "error" if config.oversize_rows == "drop" else config.oversize_rows,
         "cost": cost,
         "seed": seed,
     }

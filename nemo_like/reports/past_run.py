@@ -33,9 +33,11 @@ class PastRun:
         return self.path / "config.yaml"
 
     def rows(self) -> RowLengths:
-        """All rows, step after step."""
-        source = f"{len(self.steps):,} step{'s' * (len(self.steps) > 1)} of the run {shown_path(self.path)}"
-        return RowLengths(np.concatenate(list(self.steps.values())), source, is_ordered=True)
+        """The rows of all whole steps, step after step: the last step of an epoch may have fewer rows than the others."""
+        size = max(map(len, self.steps.values()))
+        whole = [lengths for lengths in self.steps.values() if len(lengths) == size]
+        source = f"{len(whole):,} step{'s' * (len(whole) > 1)} of the run {shown_path(self.path)}"
+        return RowLengths(np.concatenate(whole), source, is_ordered=True)
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
         """Metric -> (what the run logged, what its lengths under `spec` come to), means over the steps that have both."""

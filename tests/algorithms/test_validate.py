@@ -78,7 +78,7 @@ def test_a_sound_sft_config(model: Path, write: Write) -> None:
     assert (report.problems, report.warnings) == ((), ())
     assert list(report.sections) == ["batches", "model", "data", "lengths", "plan"]
     assert report.sections["model"] == (f"{model}: llama, vocabulary of 21, positions up to 256",)
-    assert report.sections["data"] == (f"{train}: 40 rows of prompt + completion", "5 steps of 8 rows")
+    assert report.sections["data"] == (f"{train}: 40 rows of prompt + completion", "5 steps; an epoch is 5 steps of 8 rows")
     longest = "<bos><user>10+1<assistant>10+1+0=11\n#### 11<eos>"
     assert report.sections["lengths"][0].startswith("rows (all 40): the longest has ")
     assert f"{len(build_tokenizer()(longest)['input_ids'])} tokens ({train}:11)" in report.sections["lengths"][0]  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
     train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
     told = f"1 of the 41 rows looked at are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
     assert validate(sft(model, train)).problems == (
-        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end) or singleton (run it alone)",
+        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or singleton",
     )
     cut = validate(sft(model, train, oversize_rows="truncate"))
     assert (cut.problems, cut.warnings) == ((), (f"{told} policy.oversize_rows is truncate, so their ends are cut off",))
@@ -221,7 +221,8 @@ def test_prompts_must_leave_room(model: Path, write: Write) -> None:
     train = write([*ROWS, {"prompt": "1" * 61, "completion": "1"}])
     assert validate(grpo(model, train)).problems == (
         "1 of the 41 prompts looked at leave no room for a completion under policy.max_total_sequence_length 64, the longest with"
-        f" 64 tokens ({train}:41); raise it above 64, or remove these rows",
+        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (cut the beginning) or drop"
+        " (leave the rows out)",
     )
 
 

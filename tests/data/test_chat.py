@@ -15,6 +15,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.datasets import Message, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
+from tests.data.lazy_rows import LazyRows
 from tests.data.tiny_tokenizer import (
     CHATML,
     ENDS_CONVERSATION,
@@ -258,7 +259,8 @@ def test_real_gsm8k_from_file_to_batch() -> None:
         pytest.skip("NEMO_LIKE_DATA is not set, so there is no GSM8K here")
     rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", max_rows=64)
     encoder = ChatEncoder(tiny_tokenizer(NO_END_OF_TURN))
-    loader = RowLoader(rows, lambda row: encoder.encode_sft(conversation(row)), batch_size=16, seed=1)
+    encoded = LazyRows(rows, lambda row: encoder.encode_sft(conversation(row)))
+    loader = RowLoader(encoded, batch_size=16, seed=1)
     for _ in range(4):
         batch: list[EncodedRow] = next(loader)
         columns = collate(batch)

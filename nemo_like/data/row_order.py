@@ -1,0 +1,207 @@
+"""The order in which the rows of a data set are visited, and a position in it that survives changes of later rows.
+
+An epoch visits the rows sorted by a hash of the seed, the epoch and the row's content. Removing or changing one row
+therefore leaves the order of all others as it was, and the position is the hash of the last visited row. A sketch of
+all rows visited so far shows at a resume whether one of those was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.row_sketch import MAX_DIFFERENCE, RowSketch, mix, unmix
+
+_STATE_KEYS = {"version", "seed", "shuffle", "epoch", "num_visited", "last", "late", "seen"}
+_VERSION = 2
+_MOST_COPIES = 2**32
+_VISITED = -1
+"""In place of a late number: an equal copy of this row was visited."""
+
+
+class RowOrder:
+    """Row indices in the order of their visit, epoch after epoch; every epoch visits every row exactly once.
+
+    A row that appears or changes between two runs and whose place in the epoch has already passed is visited at the
+    end of the epoch ("late").
+
+    Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)` is [0, 1].
+    """
+
+    def __init__(self, digests: np.ndarray, *, seed: int = 0, shuffle: bool = True) -> None:
+        """`digests` is uint64 [N], a hash of the content of each row; equal rows may be there several times."""
+        if len(digests) == 0:
+            raise ValueError("an order needs at least one row")
+        self.seed, self.shuffle = seed, shuffle
+        # Without shuffling the position in the file is part of a row's identity, as it decides when the row is visited.
+        number = _occurrences(digests) if shuffle else np.arange(len(digests), dtype=np.uint64)
+        self._digests = digests
+        self._ids = mix(digests ^ mix(number))
+        self._seen = np.zeros(len(digests), dtype=bool)
+        self._late = np.zeros(len(digests), dtype=np.int64)
+        self._epoch = 0
+        self._position = 0
+        self._sort()
+
+    def __len__(self) -> int:
+        """Number of rows of an epoch."""
+        return len(self._ids)
+
+    @property
+    def epoch(self) -> int:
+        """Number of finished epochs."""
+        return self._epoch
+
+    @property
+    def num_left(self) -> int:
+        """Rows that this epoch has not visited yet."""
+        return len(self._ids) - self._position
+
+    @property
+    def order(self) -> np.ndarray:
+        """All rows in the order of this epoch, int64 [N]."""
+        return self._order
+
+    @property
+    def left(self) -> np.ndarray:
+        """The rows this epoch has not visited yet, in their order, int64 [num_left]."""
+        return self._order[self._position :]
+
+    def take(self, num_rows: int) -> np.ndarray:
+        """The next rows of this epoch, int64 [at most `num_rows`]; none at its end."""
+        rows = self._order[self._position : self._position + num_rows]
+        self._position += len(rows)
+        self._seen[rows] = True
+        return rows
+
+    def start_epoch(self) -> None:
+        """Begin the next epoch, whatever is left of this one."""
+        self._epoch += 1
+        self._position = 0
+        self._late[:] = 0
+        self._sort()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values of a size that does not depend on the number of rows."""
+        last = None
+        if self._position:
+            row = self._order[self._position - 1]
+            last = [int(self._late[row]), int(self._keys[row])]
+        late = np.flatnonzero(self._late)
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self._epoch,
+            "num_visited": self._position,
+            "last": last,
+            "late": [[int(self._ids[row]), int(self._late[row])] for row in late],
+            "seen": RowSketch.of(self._ids[self._seen]).to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the last row that was visited when `state` was taken.
+
+        Rows that had not been visited may have changed, appeared or disappeared since. Raises ConfigError if visited rows
+        did, or if the seed or the kind of order is another.
+        """
+        if set(state) != _STATE_KEYS or state["version"] != _VERSION:
+            raise ConfigError(
+                "resume: the checkpoint's data position has the format of another version of nemo_like; continue the run"
+                " with that version, or start a new run"
+            )
+        for name, key in (("seed", "seed"), ("shuffle", "data.shuffle")):
+            own = getattr(self, name)
+            if state[name] != own:
+                raise ConfigError(
+                    f"resume: the checkpoint was written with {key}={state[name]}, this run has {key}={own}, which is another"
+                    f" order of the rows; set {key}={state[name]} or start a new run"
+                )
+        self._epoch = int(state["epoch"])
+        generations = dict(state["late"])
+        self._late = np.array([generations.get(row_id, 0) for row_id in self._ids.tolist()] if generations else self._late)
+        self._keys = self._epoch_keys()
+        passed = self._passed(state["last"])
+        try:
+            seen = RowSketch.from_dict(state["seen"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"resume: the checkpoint's data position cannot be read: {error}") from error
+        self._seen = self._seen_rows(seen, passed)
+        if state["last"] is not None:
+            self._late[passed & ~self._seen] = state["last"][0] + 1
+        self._sort()
+        self._position = int(self._passed(state["last"]).sum())
+
+    def _passed(self, last: list[int] | None) -> np.ndarray:
+        """bool [N]: rows whose place in this epoch is not behind that of the last visited row."""
+        if last is None:
+            return np.zeros(len(self._ids), dtype=bool)
+        generation, key = last[0], np.uint64(last[1])
+        return (self._late < generation) | ((self._late == generation) & (self._keys <= key))
+
+    def _seen_rows(self, seen: RowSketch, passed: np.ndarray) -> np.ndarray:
+        """bool [N]: the rows of the sketch. Raises ConfigError unless all of them are still there."""
+        candidates = passed if self._epoch == 0 else np.ones(len(self._ids), dtype=bool)
+        difference = RowSketch.of(self._ids[candidates]).difference(seen)
+        if difference is None:
+            raise ConfigError(
+                f"resume: more than about {MAX_DIFFERENCE} of the rows that were trained on before the checkpoint are changed or"
+                " missing, or as many are new: this is another data file (data.train_path, data.max_train_rows); restore it"
+                " or start a new run"
+            )
+        new, missing = difference
+        seen_rows = candidates & ~np.isin(self._ids, new)
+        copies = self._unseen_copies(missing, seen_rows)
+        missing = missing[copies < 0]
+        self._late[copies[copies >= 0]] = _VISITED
+        seen_rows[copies[copies >= 0]] = True
+        if len(missing):
+            count = f"{len(missing)} rows" if len(missing) > 1 else "1 row"
+            raise ConfigError(
+                f"resume: {count} of data.train_path that the run had trained on before the checkpoint changed or disappeared"
+                " since; only rows it had not reached may change. Restore the file (and data.max_train_rows), or start a"
+                " new run"
+            )
+        return seen_rows
+
+    def _unseen_copies(self, missing: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        """int64 [M]: for each missing id a row that is not `seen` and has the content of that id, or -1.
+
+        Where a file has equal rows and one of them is removed, it does not matter which one was visited.
+        """
+        copies = np.full(len(missing), -1)
+        free = np.flatnonzero(~seen) if self.shuffle else np.empty(0, np.int64)
+        for index, inner in enumerate(unmix(missing)):
+            matches = free[unmix(inner ^ self._digests[free]) < _MOST_COPIES]
+            if len(matches):
+                copies[index] = matches[0]
+                free = free[free != matches[0]]
+        return copies
+
+    def _epoch_keys(self) -> np.ndarray:
+        """uint64 [N]: what the rows of this epoch are sorted by."""
+        if not self.shuffle:
+            return np.arange(len(self._ids), dtype=np.uint64)
+        salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
+        return mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
+
+    def _sort(self) -> None:
+        self._keys = self._epoch_keys()
+        by_key = np.argsort(self._keys, kind="stable")
+        self._order = by_key[np.argsort(self._late[by_key], kind="stable")] if self._late.any() else by_key
+
+
+def _occurrences(digests: np.ndarray) -> np.ndarray:
+    """uint64 [N]: how many equal rows stand before each row."""
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    index = np.arange(len(digests))
+    is_first = np.ones(len(digests), dtype=bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    first = np.maximum.accumulate(np.where(is_first, index, 0))
+    occurrences = np.empty(len(digests), dtype=np.uint64)
+    occurrences[order] = (index - first).astype(np.uint64)
+    return occurrences

@@ -1,0 +1,117 @@
+"""Epochs of whole runs: how many rows each step has, how many steps there are, and what a changed file means for resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_like.algorithms.grpo import run_grpo
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.config.errors import ConfigError
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.recipe import Recipe
+
+QUIET = ("logger.tensorboard=false", "logger.num_samples_shown=0", "checkpointing.export_hf=false")
+
+
+def first_rows(recipe: Recipe, name: str, num_rows: int) -> Path:
+    path = recipe.folder / f"{num_rows}_{name}"
+    lines = (recipe.demo / name).read_text().splitlines()[:num_rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def rows_per_step(run: Path) -> list[int]:
+    return [len(json.loads(line)["lengths"]) for line in (run / "plan" / "lengths.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "epochs", "last_batch", "expected"),
+    [(10, 2, "keep", [10, 10]), (20, 2, "keep", [16, 4, 16, 4]), (20, 2, "drop", [16, 16])],
+)
+def test_sft_steps_of_small_files(recipe: Recipe, num_rows: int, epochs: int, last_batch: str, expected: list[int]):
+    result = run_sft(
+        recipe.sft(
+            f"data.train_path={first_rows(recipe, 'sft_train.jsonl', num_rows)}",
+            f"data.last_batch={last_batch}",
+            f"sft.max_num_epochs={epochs}",
+            "sft.max_num_steps=null",
+            "sft.val_period=0",
+            "data.validation_path=null",
+            "checkpointing.enabled=false",
+            "policy.scheduler.warmup_steps=0",
+            *QUIET,
+        )
+    )
+    assert rows_per_step(result.run.path) == expected
+    metrics = read_metrics(result.run.path)
+    assert [line["policy/num_rows"] for line in metrics] == expected
+    assert [line["data/epoch"] for line in metrics] == [(step + 1) // (len(expected) // epochs) for step in range(len(expected))]
+    assert [line["policy/lr"] for line in metrics] == sorted((line["policy/lr"] for line in metrics), reverse=True)
+
+
+def test_fewer_rows_than_a_batch_and_drop_is_refused(recipe: Recipe):
+    path = first_rows(recipe, "sft_train.jsonl", 10)
+    with pytest.raises(ConfigError, match="10 usable rows, fewer than the 16 of one batch"):
+        run_sft(recipe.sft(f"data.train_path={path}", "data.last_batch=drop"))
+    path = first_rows(recipe, "grpo_train.jsonl", 5)
+    with pytest.raises(ConfigError, match="5 usable rows, fewer than the 8 of one batch"):
+        run_grpo(recipe.grpo(f"data.train_path={path}", "data.last_batch=drop"))
+
+
+def test_grpo_has_short_steps_at_the_end_of_an_epoch_and_decays_over_its_optimizer_steps(recipe: Recipe):
+    path = first_rows(recipe, "grpo_train.jsonl", 11)
+    result = run_grpo(
+        recipe.grpo(
+            f"data.train_path={path}",
+            "data.validation_path=null",
+            "grpo.val_period=0",
+            "grpo.max_num_steps=3",
+            "policy.train_global_batch_size=8",
+            "policy.scheduler.kind=linear",
+            "policy.scheduler.warmup_steps=0",
+            "checkpointing.enabled=false",
+            *QUIET,
+        )
+    )
+    assert rows_per_step(result.run.path) == [32, 12, 32]
+    first, second, third = (line["policy/lr"] for line in read_metrics(result.run.path))
+    # 4 + 2 + 4 optimizer steps: the mean share of the rate over steps 0-3, 4-5 and 6-9 of 10.
+    assert [first, second, third] == pytest.approx([0.85e-3, 0.55e-3, 0.25e-3])
+
+
+def test_resume_goes_on_with_the_rows_that_are_left_after_one_of_them_was_removed(recipe: Recipe):
+    """As the run would have gone without that row from the start; a row that was trained on may not change."""
+    path = first_rows(recipe, "sft_train.jsonl", 60)
+    lines = path.read_text().splitlines()
+    options = (f"data.train_path={path}", "data.validation_path=null", "sft.val_period=0", "policy.scheduler.kind=constant")
+    result = run_sft(recipe.sft(*options, "sft.max_num_steps=4"))
+    assert rows_per_step(result.run.path) == [16, 16, 16, 12]
+    interrupt_at_2 = result.run.path
+    (interrupt_at_2 / "hf").mkdir(exist_ok=True)
+    interrupt_at(interrupt_at_2, 2)
+    saved = json.loads((interrupt_at_2 / "checkpoints" / "step_2" / "training_state.json").read_text())["loader"]
+    assert saved["num_visited"] == 32
+    outcomes = set()
+    for removed in range(len(lines)):
+        path.write_text("\n".join(line for index, line in enumerate(lines) if index != removed) + "\n")
+        if len(outcomes) == 2:
+            break
+        try:
+            resumed = run_sft(recipe.sft(*options, "sft.max_num_steps=4", "resume=true"))
+        except ConfigError as error:
+            assert "1 row of data.train_path that the run had trained on" in str(error)
+            outcomes.add("refused")
+            continue
+        if "resumed" in outcomes:
+            continue
+        outcomes.add("resumed")
+        straight = run_sft(recipe.sft(*options, "sft.max_num_steps=4", "run_name=straight"))
+        assert rows_per_step(straight.run.path) == [16, 16, 16, 11]
+        assert read_metrics(resumed.run.path) == read_metrics(straight.run.path)
+        weights = [run.run.hf / "model.safetensors" for run in (resumed, straight)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        interrupt_at(resumed.run.path, 2)
+    assert outcomes == {"resumed", "refused"}

@@ -1,0 +1,147 @@
+"""Rows encoded ahead: the same with and without processes, once each, and nothing left behind when something fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data import encoded_rows
+from nemo_like.data.datasets import Rows, load_rows
+from nemo_like.data.encoded_rows import EncodedRows
+from tests.data.echo_encoding import encode
+
+MODULE = "tests.data.echo_encoding"
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def rows_of(folder: Path, texts: Sequence[str]) -> Rows:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return load_rows(path, purpose="rl")
+
+
+def opened(rows: Rows, num_processes: int | None) -> EncodedRows:
+    return EncodedRows(rows, encode, module=MODULE, setup={"a": 1}, num_processes=num_processes)
+
+
+def children() -> list[int]:
+    path = Path(f"/proc/{os.getpid()}/task")
+    return [int(pid) for task in path.iterdir() for pid in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("num_processes", [0, 2, None])
+def test_rows_are_those_of_one_process_and_encoded_once(tmp_path: Path, num_processes: int | None) -> None:
+    texts = [f"row {index} ä€" * (1 + index % 5) if index % 7 else "drop" for index in range(300)]
+    encoded = opened(rows_of(tmp_path, texts), num_processes)
+    before = children()
+    encoded.start(np.arange(300)[::-1])
+    first = encoded.fetch([5, 0, 299, 5])
+    assert [row is None for row in first] == [False, True, False, False]
+    advanced: list[int] = []
+    assert encoded.finish(advanced.append)
+    assert sum(advanced) == encoded.num_encoded == 300
+    assert children() == before
+    assert np.array_equal(encoded.is_kept, [text != "drop" for text in texts])
+    for index, row in enumerate(encoded.fetch(range(300))):
+        expected = encode({"prompt": texts[index]})
+        if expected is None:
+            assert row is None
+            continue
+        assert row is not None
+        assert np.array_equal(row.input_ids, expected.input_ids)
+        assert np.array_equal(row.token_mask, expected.token_mask)
+        assert (row.input_ids.dtype, row.token_mask.dtype) == (np.int32, np.uint8)
+
+
+def test_rows_above_the_memory_limit_are_read_back_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded_rows, "MAX_MEMORY_BYTES", 200)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    texts = [f"row {index}" * (index % 4 + 1) for index in range(50)]
+    encoded = opened(rows_of(tmp_path, texts), 0)
+    encoded.start(np.arange(50))
+    assert encoded.finish()
+    for text, row in zip(texts, encoded.fetch(range(50)), strict=True):
+        assert row is not None and "".join(map(chr, row.input_ids)) == text
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"], "the file has no name"
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("bad", r"rows\.jsonl:41: this row is bad"), ("type", r"rows\.jsonl:41: the row cannot be encoded \(TypeError: TextEnc")],
+)
+def test_a_bad_row_is_reported_with_its_line_before_it_is_reached(
+    tmp_path: Path, num_processes: int, text: str, message: str
+) -> None:
+    encoded = opened(rows_of(tmp_path, ["fine"] * 40 + [text]), num_processes)
+    before = children()
+    encoded.start(np.arange(41))
+    with pytest.raises(ConfigError, match=message):
+        encoded.finish()
+    with pytest.raises(ConfigError, match=message):
+        encoded.fetch([0])
+    assert children() == before
+
+
+def test_a_row_that_is_not_asked_for_is_not_encoded(tmp_path: Path) -> None:
+    encoded = opened(rows_of(tmp_path, ["fine", "bad", "fine"]), 0)
+    encoded.start(np.array([0, 2]))
+    assert encoded.finish()
+    assert encoded.num_encoded == 2
+
+
+def test_a_time_limit_leaves_the_rest_for_later_and_a_wanted_row_comes_first(tmp_path: Path) -> None:
+    encoded = opened(rows_of(tmp_path, ["fine"] * 16 + ["slow"] + ["fine"] * 47), 2)
+    encoded.start(np.arange(64))
+    assert encoded.finish(timeout_s=0) is False
+    start = time.monotonic()
+    (row,) = encoded.fetch([63])
+    assert row is not None and time.monotonic() - start < 25, "it waited for the slow row"
+    encoded.close()
+
+
+def test_a_process_that_ends_is_one_clear_error(tmp_path: Path) -> None:
+    encoded = opened(rows_of(tmp_path, ["fine"] * 20 + ["crash"] + ["fine"] * 20), 1)
+    encoded.start(np.arange(41))
+    with pytest.raises(ConfigError, match=r"ended with code 7.*data\.num_encoding_workers=0"):
+        encoded.finish()
+
+
+def test_processes_end_when_the_driver_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import time, numpy as np
+from pathlib import Path
+from tests.data.test_encoded_rows import opened, rows_of, children
+encoded = opened(rows_of(Path({str(tmp_path)!r}), ["fine"] * 2000), 2)
+encoded.start(np.arange(2000))
+encoded.fetch([1999])
+print(*children(), flush=True)
+time.sleep(60)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY)
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    deadline = time.monotonic() + 30
+    while any(_is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "an encoding process outlived the driver"
+        time.sleep(0.1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
