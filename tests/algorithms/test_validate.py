@@ -144,9 +144,9 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     data = {"validation_path": str(tmp_path / "validation.jsonl")}
     report = validate(sft(tmp_path / "model", str(tmp_path / "train.jsonl"), data))
     assert len(report.problems) == 3
-    assert report.problems[0].startswith(f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model")
-    assert report.problems[1].startswith(f"data.train_path: there is no '{tmp_path}/train.jsonl'")
-    assert report.problems[2].startswith(f"data.validation_path: there is no '{tmp_path}/validation.jsonl'")
+    assert report.problems[0].startswith(f"data.train_path: there is no '{tmp_path}/train.jsonl'")
+    assert report.problems[1].startswith(f"data.validation_path: there is no '{tmp_path}/validation.jsonl'")
+    assert report.problems[2].startswith(f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model")
     assert str(report).endswith("3 problems to solve")
 
 

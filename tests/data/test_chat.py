@@ -243,8 +243,8 @@ def test_what_cannot_be_encoded_is_named() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("Solve {question}", "is not a format string: KeyError"),
-        ("\\boxed{}", "is not a format string"),
+        ("Solve {question}", "has the field 'question'; the only field is {prompt}"),
+        ("\\boxed{}", "has the field ''; the only field is {prompt}"),
         ("Solve", "has no {prompt}"),
     ],
 )
