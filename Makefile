@@ -9,9 +9,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# Bytecode is compiled at install time: every worker process imports torch, and where Python may not write bytecode
-# (PYTHONDONTWRITEBYTECODE) each of them would compile it again.
-#
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
@@ -19,6 +16,8 @@ FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip co
 
 setup: $(STAMP)
 
+# Bytecode is compiled at install time because every worker process imports torch. Where Python may not write bytecode
+# (PYTHONDONTWRITEBYTECODE), each process would otherwise compile its imports again.
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
