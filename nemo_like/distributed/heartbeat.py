@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import ray
 from ray.experimental import internal_kv
 
 from nemo_like.distributed import activity
@@ -32,8 +30,8 @@ _MISSED = 3
 """Heartbeats that are missing before a process counts as not responding."""
 _KEPT_S = 7 * 86400
 """Records of runs that were killed are removed by a later run on the same cluster after this."""
-_HEAD_TIMEOUT_S = 5.0
-_HEAD_ATTEMPTS = 3
+_MAX_POLL_S = 5.0
+"""A lost head or a hung worker is noticed this long after the call that waits for it, at most."""
 
 
 def period_s(timeout_s: float) -> float:
@@ -112,7 +110,7 @@ class ProgressMonitor:
     @property
     def poll_s(self) -> float:
         """Seconds that the driver may wait between two checks."""
-        return min(_HEAD_TIMEOUT_S, period_s(self.timeout_s)) if self.timeout_s > 0 else _HEAD_TIMEOUT_S
+        return min(_MAX_POLL_S, period_s(self.timeout_s)) if self.timeout_s > 0 else _MAX_POLL_S
 
     def key(self, rank: int) -> str:
         """Where the worker of `rank` reports."""
@@ -164,19 +162,6 @@ class ProgressMonitor:
             text=seen.text,
             stack=seen.stack,
         )
-
-
-def head_answers() -> bool:
-    """Whether the head of the Ray cluster accepts connections; tried several times."""
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    for attempt in range(_HEAD_ATTEMPTS):
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_TIMEOUT_S).close()
-        except OSError:
-            time.sleep(1.0 + attempt)
-        else:
-            return True
-    return False
 
 
 def _read(key: str) -> dict | None:

@@ -6,6 +6,7 @@ colocated. A node's share is never taken in parts, and the shares of all nodes a
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
+from nemo_like.distributed.head_monitor import HeadMonitor, end_process
 from nemo_like.distributed.placement import Demand, Node, Resources
 from nemo_like.distributed.session_guard import SessionFolder
 
@@ -87,6 +89,7 @@ class RayVirtualCluster:
         self._logs = logs
         self._was_given = ray.is_initialized()
         self._session = None if self._was_given else _connect(logs)
+        self.head = HeadMonitor(ray.get_runtime_context().gcs_address)
         try:
             node_ids = self._reserve()
         except BaseException:
@@ -108,7 +111,12 @@ class RayVirtualCluster:
 
     def shutdown(self, *, keep_logs: bool = False) -> None:
         """Give the room back, disconnect from a Ray that this object joined, and stop one that it started."""
-        if ray.is_initialized():
+        self.head.stop()
+        if self.head.is_lost:
+            # Ray's shutdown, here or at the end of the process, would wait for the head and then end
+            # the process with a message of its own or a segmentation fault.
+            atexit.register(end_process)
+        elif ray.is_initialized():
             if self._placement_group is not None and self._session is None:
                 remove_placement_group(self._placement_group)
             self._placement_group = None

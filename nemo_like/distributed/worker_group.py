@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.distributed.errors import ClusterError, WorkerFailure
-from nemo_like.distributed.heartbeat import ProgressMonitor, Silence, head_answers
+from nemo_like.distributed.heartbeat import ProgressMonitor, Silence
 from nemo_like.distributed.post_mortem import (
     Failure,
     explain,
@@ -132,6 +132,7 @@ class RayWorkerGroup:
         self.name = name
         self.topology = topology
         self._failure: WorkerFailure | None = None
+        self._head = cluster.head
         config = cluster.config
         bundles = _choose_bundles(cluster, placement, topology, name)
         num_threads = 1 if placement == "anywhere" else max(1, int(config.cpus_per_worker))
@@ -208,7 +209,9 @@ class RayWorkerGroup:
             raise
 
     def shutdown(self) -> None:
-        if ray.is_initialized():  # else they are gone already, and any call would start a new Ray
+        # Without Ray the actors are gone already, and any call would start a new Ray. Without the head
+        # every call below would block.
+        if ray.is_initialized() and not self._head.is_lost:
             self._monitor.close(len(self._actors))
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
@@ -251,6 +254,7 @@ class RayWorkerGroup:
         return value if value is None or isinstance(value, (bool, int, float, str)) else ray.put(value)
 
     def _raise_if_stopped(self) -> None:
+        self._raise_if_head_lost()
         if self._failure is not None:
             raise self._failure
         if not self._actors:
@@ -275,24 +279,18 @@ class RayWorkerGroup:
 
     def _check_progress(self, pending: _Pending) -> None:
         """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is gone."""
-        if not head_answers():
-            address = ray.get_runtime_context().gcs_address
-            self._failure = WorkerFailure(
-                f"the head of the Ray cluster (GCS, {address}) does not answer, in `{_method(pending)}` of the"
-                f" {self.name} group; without it no worker can be used. Its log is gcs_server.out of the"
-                " Ray session.",
-                group=self.name,
-                rank=min(_ranks(pending)),
-                method=_method(pending),
-            )
-            # At once, because Ray ends this process with a message of its own when a later call
-            # waits for the head for a minute.
-            logger.error("%s", self._failure)
-            self._actors = []  # they cannot be stopped without the head; they end with the session
-            raise self._failure
+        self._raise_if_head_lost()
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:
             self._stop_hung(silence, pending)
+
+    def _raise_if_head_lost(self) -> None:
+        if self._head.is_lost and self._failure is None:
+            self._failure = WorkerFailure(
+                self._head.describe_loss(), group=self.name, rank=0, method="connect"
+            )
+        if self._head.is_lost and self._failure is not None:
+            raise self._failure
 
     def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
         if failure.is_secondary and pending:
