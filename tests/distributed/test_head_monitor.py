@@ -12,7 +12,7 @@ from nemo_like.distributed import head_monitor
 head_monitor._GRACE_S = 0.2
 head = socket.create_server(("127.0.0.1", 0))
 port = head.getsockname()[1]
-monitor = head_monitor.HeadMonitor(f"127.0.0.1:{port}")
+monitor = head_monitor.HeadMonitor("127.0.0.1:" + str(port))
 time.sleep(0.5)
 assert not monitor.is_lost
 head.close()
