@@ -134,12 +134,13 @@ class Checkpointer:
         return self.config.enabled and is_due and not self._is_latest(step)
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[OpenCheckpoint]:
+    def writing(self, step: int, *, prunes: bool = True) -> Iterator[OpenCheckpoint]:
         """Give an empty folder; when the block ends it becomes checkpoint `step`, when the block raises it is removed.
 
         All processes that write into the folder must be done with it when the block ends, and report their files.
         Raises CheckpointError if a file cannot be written or is not what was reported, and ValueError if `latest` is
-        this very step; earlier checkpoints stay as they were in both cases.
+        this very step; earlier checkpoints stay as they were in both cases. `prunes=False` keeps the older checkpoints,
+        whatever `keep_latest` is, until the next one that prunes.
         """
         if self._is_latest(step):
             raise ValueError(f"{self._folder(step)} is the latest checkpoint already; call should_save({step}) first")
@@ -158,7 +159,8 @@ class Checkpointer:
             if message is not None:
                 raise CheckpointError(message) from error
             raise
-        self._prune(step)
+        if prunes:
+            self._prune(step)
 
     def find_latest(self, check: Callable[[Path], str | None] | None = None) -> Checkpoint | None:
         """The checkpoint that `latest` names if it is complete, else the newest complete one, else None.

@@ -155,6 +155,7 @@ def train(config: RunConfig) -> RunResult | int:
     from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
     from nemo_like.environments.interface import RewardError
+    from nemo_like.policy.optim import NonFiniteError
 
     try:
         with stop_requests(config):
@@ -171,6 +172,9 @@ def train(config: RunConfig) -> RunResult | int:
     except WorkerError as error:
         if isinstance(error.cause, (ConfigError, RewardError)):
             raise ConfigError(str(error.cause)) from error
+        if isinstance(error.cause, NonFiniteError):
+            print(f"error: {error.cause}. {_how_to_continue(config)}", file=sys.stderr)
+            return 1
         if isinstance(error.cause, (WriteError, CheckpointError)):
             print(f"error: {error.cause}", file=sys.stderr)
             return 1
@@ -182,6 +186,9 @@ def train(config: RunConfig) -> RunResult | int:
         print(f"error: {error} {_how_to_continue(config)}", file=sys.stderr)
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
+        return 1
+    except NonFiniteError as error:
+        print(f"error: {error}. {_how_to_continue(config)}", file=sys.stderr)
         return 1
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)

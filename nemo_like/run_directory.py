@@ -22,7 +22,7 @@ from nemo_like.run_lock import LOCK_NAME, locked
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {"config.yaml", "metrics.jsonl", "plan", "rollouts", "checkpoints", "latest", "tb", "hf", "logs", LOCK_NAME}
+_NAMES = {"config.yaml", "metrics.jsonl", "plan", "rollouts", "skipped", "checkpoints", "latest", "tb", "hf", "logs", LOCK_NAME}
 _BEFORE_RESUME = ".before_resume"
 
 
@@ -59,6 +59,10 @@ class RunDirectory:
 
     def plan(self, step: int) -> Path:
         return self.path / "plan" / f"step_{step}.json"
+
+    def skipped(self, step: int) -> Path:
+        """Rows of the optimizer steps of `step` that were skipped."""
+        return self.path / "skipped" / f"step_{step}.jsonl"
 
     def rollouts(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step}.jsonl"
@@ -108,7 +112,7 @@ def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | 
     for path in sorted([*run.path.glob("*.jsonl"), *run.lengths.parent.glob("*.jsonl")]):
         if path.is_file():
             keep_records(path, last_step)
-    for path in run.rollouts(0).parent.glob("step_*.jsonl"):
+    for path in [*run.rollouts(0).parent.glob("step_*.jsonl"), *run.skipped(0).parent.glob("step_*.jsonl")]:
         match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
         if match is not None and int(match[1]) > last_step:
             with reporting_write_errors(path):

@@ -79,6 +79,10 @@ class PromptRows:
             prompts.append(Prompt(token_ids=encoded.input_ids, text=asked.text, answer=asked.answer, row=asked.row))
         return prompts
 
+    def place(self, row: int) -> str:
+        """See `loader.FetchableRows`."""
+        return self._encoded.place(row)
+
 
 def encoding_setup(config: RunConfig) -> dict[str, Any]:
     """What of a config the encoding of a row depends on, as JSON values."""

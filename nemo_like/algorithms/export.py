@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.hf_directory import write_hf
+from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.sharded_checkpoint import WEIGHT, CheckpointReader, checkpoint_problem, open_checkpoint
 
 _CONFIG = "config.yaml"
@@ -41,7 +43,7 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
 
     Returns the step folder it was. `overrides` change keys of the run's config, such as `policy.model_name` where the model
     has moved. Raises ConfigError for a folder that is neither, for an incomplete checkpoint, and for a `target` that
-    exists or cannot be written.
+    exists or cannot be written, and for weights that are not finite.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
@@ -54,6 +56,9 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
             with torch.no_grad():
                 write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
         unfinished.rename(target)
+    except NonFiniteError as error:
+        shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
+        raise ConfigError(f"{shown_path(step_folder)}: {error}; export an earlier checkpoint") from error
     except (ValueError, CheckpointError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
     except (OSError, WriteError) as error:

@@ -10,6 +10,7 @@ from nemo_like.algorithms.advantages import group_advantages
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
 from nemo_like.algorithms.prompt import Prompt
 from nemo_like.algorithms.rollout import Rollout, collect, row_seeds
+from nemo_like.algorithms.skipped import TrainedBatch, stop_if_too_many, train
 from nemo_like.algorithms.source import PromptSource
 from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
 from nemo_like.config.paths import resolve_paths
@@ -18,7 +19,6 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.generation.interface import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
-from nemo_like.metrics import merge_metrics
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
@@ -63,16 +63,20 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                         advantages = group_advantages(
                             rollout.batch["reward"], rollout.batch["group"], config.grpo.advantage
                         )
+                        places = np.repeat(loader.batch_places(), config.grpo.num_generations_per_prompt).tolist()
+                        columns = {"advantages": advantages, **scores}
+                        trained = TrainedBatch(step=step + 1, batch=rollout.batch, places=places, columns=columns)
                         with job.timers("train"):
-                            trained = job.policy.train(placed, {"advantages": advantages, **scores}, loss)
+                            metrics = train(job, placed, trained, loss)
                         with job.timers("weight_sync"):
                             job.sync_weights(step + 1)
                 step += 1
-                job.note(merge_metrics(trained) | rollout.metrics() | plan_metrics(plan))
+                job.note(metrics | rollout.metrics() | plan_metrics(plan))
                 save_rollout(job, rollout, advantages, step)
                 if is_due(step, config.grpo.val_period, total):
                     job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
                 job.log_step(step, rollout.batch["length"], num_score_passes=1 + needs_reference)
+                stop_if_too_many(job, step, loader)
                 job.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
         return job.finish(step)

@@ -79,6 +79,8 @@ class Job:
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
+    num_skipped_in_a_row: int = 0
+    """Optimizer steps skipped one after the other, up to the latest step; see `skipped`."""
 
     @property
     def policy(self) -> Policy:
@@ -190,7 +192,13 @@ class Job:
         """Write the checkpoint of `step`, whose metrics were logged. Raises CheckpointError."""
         self.tracker.sync()
         self.lengths.sync()
-        with self.timers("checkpoint"), self.workplace.training(), self.checkpointer.writing(step) as checkpoint:
+        # While steps are skipped the weights may already be useless: older checkpoints are kept.
+        prunes = self.num_skipped_in_a_row == 0
+        with (
+            self.timers("checkpoint"),
+            self.workplace.training(),
+            self.checkpointer.writing(step, prunes=prunes) as checkpoint,
+        ):
             checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
             TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(checkpoint.path)
 

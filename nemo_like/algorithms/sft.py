@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
 from nemo_like.algorithms.prompt import Prompt
+from nemo_like.algorithms.skipped import TrainedBatch, stop_if_too_many, train
 from nemo_like.algorithms.source import SftSource
 from nemo_like.algorithms.validation import is_due, score_answers
 from nemo_like.config.paths import resolve_paths
@@ -57,12 +58,14 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
                     batch = BatchedDataDict(collate(job.next_rows(loader)))
                     plan, placed = job.place(batch, step)
                     with job.timers("train"), job.workplace.training():
-                        job.note(merge_metrics(job.policy.train(placed, None, loss)))
+                        trained = TrainedBatch(step=step + 1, batch=batch, places=loader.batch_places(), columns={})
+                        job.note(train(job, placed, trained, loss))
                 step += 1
                 job.note(plan_metrics(plan))
                 if is_due(step, config.sft.val_period, total):
                     job.note(validate(job, held_out, step))
                 job.log_step(step, batch["length"])
+                stop_if_too_many(job, step, loader)
                 job.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
         return job.finish(step)

@@ -39,6 +39,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "seed",
     "policy.max_grad_norm",
+    "policy.max_skipped_steps",
     "policy.optimizer.weight_decay",
     "policy.scheduler.warmup_steps",
     "policy.generation.temperature",

@@ -124,6 +124,8 @@ class PolicyConfig:
     activation_checkpointing: bool = False
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 turns clipping off."""
+    max_skipped_steps: int = 3
+    """Most optimizer steps in a row that are skipped because loss or gradients are not finite; one more stops the run."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)

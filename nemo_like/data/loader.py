@@ -30,6 +30,10 @@ class FetchableRows(Protocol[Out]):
         """The encoded rows of the given indices; None for a row that is left out. Raises ConfigError for a bad row."""
         ...
 
+    def place(self, row: int) -> str:
+        """Where a row stands. Example: `data/train.jsonl:17`."""
+        ...
+
 
 class RowLoader(Generic[Out]):
     """Endless batches of encoded rows; `next` gives at most `batch_size` of them, never of two epochs.
@@ -54,6 +58,7 @@ class RowLoader(Generic[Out]):
         """Rows left out while the last batch was formed, because their encoding is None."""
         self._rows = rows
         self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
+        self._batch_rows: list[int] = []
 
     def __len__(self) -> int:
         """Number of rows of the file, those that are left out included."""
@@ -77,10 +82,13 @@ class RowLoader(Generic[Out]):
         first_epoch = self._order.epoch
         self.num_dropped = 0
         batch: list[Out] = []
+        self._batch_rows = []
         while len(batch) < self.batch_size:
-            encoded = self._rows.fetch(self._order.take(self.batch_size - len(batch)).tolist())
+            taken = self._order.take(self.batch_size - len(batch)).tolist()
+            encoded = self._rows.fetch(taken)
             kept = [row for row in encoded if row is not None]
             batch += kept
+            self._batch_rows += [index for index, row in zip(taken, encoded, strict=True) if row is not None]
             self.num_dropped += len(encoded) - len(kept)
             if self._order.num_left and not self._is_rest_left_out(len(batch)):
                 continue
@@ -91,7 +99,12 @@ class RowLoader(Generic[Out]):
             if self._order.epoch - first_epoch > 1:
                 raise ConfigError(no_batch_text(len(batch), self.batch_size))
             batch = []
+            self._batch_rows = []
         return batch
+
+    def batch_places(self) -> list[str]:
+        """Where the rows of the batch that `next` returned last stand. Example: `data/train.jsonl:17`."""
+        return [self._rows.place(row) for row in self._batch_rows]
 
     def _is_rest_left_out(self, num_rows: int) -> bool:
         """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill another one."""

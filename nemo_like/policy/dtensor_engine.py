@@ -26,7 +26,8 @@ from nemo_like.policy.dtensor_model import build_scorer, exclude_fsdp_communicat
 from nemo_like.policy.dtensor_weights import Weight, local
 from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.hf_directory import write_hf
-from nemo_like.policy.optim import build_optimizer, clip_factor
+from nemo_like.policy.optim import LARGEST, all_within, build_optimizer, clip_factor
+from nemo_like.policy.sharded_checkpoint import MOMENTS
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -101,21 +102,29 @@ class DTensorEngine:
                 module.reshard()
         return results
 
-    def optimizer_step(self, lr: float) -> float:
-        """Raises FloatingPointError, before any weight is touched, when the gradients are not finite."""
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         optimizer = self._trained
         self._sum_partial_gradients()
-        norm = self._gradient_norm()
-        factor = clip_factor(norm, self.config.max_grad_norm, self.num_optimizer_steps)
-        if factor < 1:
-            for _, gradient in self._local_gradients():
-                gradient.mul_(factor)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+        norm = self._gradient_norm(is_loss_finite)
+        factor = clip_factor(norm, self.config.max_grad_norm)
+        if factor is not None:
+            if factor < 1:
+                for _, gradient in self._local_gradients():
+                    gradient.mul_(factor)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            self.num_optimizer_steps += 1
         optimizer.zero_grad(set_to_none=True)
-        self.num_optimizer_steps += 1
         return norm
+
+    def is_finite(self, *, with_moments: bool = False) -> bool:
+        is_finite = all_within((local(weight.parameter) for weight in self._weights), LARGEST)
+        if with_moments:
+            states = self._trained.state.values()
+            is_finite &= all_within(local(state[moment]) for state in states for moment in MOMENTS)
+        (num_not_finite,) = self._sum([0.0 if is_finite else 1.0], self.groups.world)
+        return num_not_finite == 0
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
         return self._sum(values, self.groups.dp)
@@ -211,11 +220,11 @@ class DTensorEngine:
         for gradient, part in zip(partial, total.split([gradient.numel() for gradient in partial]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _gradient_norm(self) -> float:
-        """Of the whole gradient, each element counted once."""
+    def _gradient_norm(self, is_loss_finite: bool) -> float:
+        """Norm of the whole gradient, each element counted once; NaN if the loss of any rank is not finite."""
         gradients = [gradient for weight, gradient in self._local_gradients() if weight.is_counted_here]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        (square,) = self._sum([float(norm) ** 2], self.groups.world)
+        norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True)) if is_loss_finite else math.nan
+        (square,) = self._sum([norm**2], self.groups.world)
         return math.sqrt(square)
 
     def _sum(self, values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:

@@ -42,7 +42,7 @@ class Engine(Protocol):
     rank: int
     """Global rank; its place on the axes is `topology.coordinates(rank)`."""
     num_optimizer_steps: int
-    """Optimizer steps taken so far; part of the checkpoint."""
+    """Optimizer steps applied so far, skipped ones not counted; part of the checkpoint."""
     clock: ComputeClock
     """Runs while `run` computes on this rank, and not while it waits for other ranks."""
 
@@ -75,8 +75,19 @@ class Engine(Protocol):
         """
         ...
 
-    def optimizer_step(self, lr: float) -> float:
-        """Clip, update, clear gradients; returns the gradients' global norm before clipping."""
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
+        """Clip, update, clear gradients; returns the gradients' global norm before clipping.
+
+        The step is skipped where `clip_factor` gives None, and when any rank passes `is_loss_finite=False` (the norm is
+        then NaN). A skipped step clears the gradients and changes neither weights nor moments nor `num_optimizer_steps`,
+        so the learning rate does not advance either. All ranks decide the same.
+        """
+        ...
+
+    def is_finite(self, *, with_moments: bool = False) -> bool:
+        """Whether no weight of any rank is larger than `optim.LARGEST`, and with `with_moments` all moments of the
+        optimizer are finite. The same result on every rank.
+        """
         ...
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:

@@ -22,6 +22,7 @@ from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
+from nemo_like.policy.optim import NonFiniteError, all_within
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -42,6 +43,7 @@ def write_hf(
     Names and shapes are those that `save_pretrained` writes, also where the model in memory has others: the experts of a
     mixture are one stacked tensor there and one tensor each (`mlp.experts.0.gate_proj.weight`) in files, which vLLM and
     other readers expect. Tied weights are written once, under the name of the input embedding.
+    Raises NonFiniteError on the writer for a weight that is not finite in compute precision.
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     shapes = weights.weight_shapes()
@@ -57,6 +59,10 @@ def write_hf(
         for name, tensor in weights.full_weights(names):
             if is_writer:
                 tensors[name] = tensor.to("cpu", dtype).contiguous()
+                if not all_within([tensors[name]]):
+                    raise NonFiniteError(
+                        f"weight {name} contains NaN or infinity as {dtype}, so the model is not written to {directory}"
+                    )
         if skeleton is not None:
             tensors = _as_stored(skeleton, tensors)
             stored.append(list(tensors))

@@ -32,7 +32,7 @@ from nemo_like.policy.megatron_support import check_model_config
 from nemo_like.policy.megatron_table import geometry_of, place_of
 from nemo_like.policy.megatron_timers import ScheduleTimers
 from nemo_like.policy.megatron_weights import Outbox, Read, assemble, open_model
-from nemo_like.policy.optim import clip_factor
+from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 from nemo_like.policy.sharded_checkpoint import MOMENTS, WEIGHT, Block
 from nemo_like.sampling_filter import SamplingFilter
 
@@ -135,16 +135,26 @@ class MegatronEngine:
                 forward_only=not backward,
             )
 
-    def optimizer_step(self, lr: float) -> float:
-        """Raises FloatingPointError, before any weight is touched, when the gradients are not finite."""
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         optimizer = self._trained
-        norm = optimizer.norm()
-        factor = clip_factor(norm, self.config.max_grad_norm, self.num_optimizer_steps)
+        norm = optimizer.norm(is_loss_finite)
+        factor = clip_factor(norm, self.config.max_grad_norm)
+        if factor is None:
+            optimizer.clear()
+            return norm
         if factor < 1:
             optimizer.scale(factor)
         optimizer.step(lr)
         self.num_optimizer_steps += 1
         return norm
+
+    def is_finite(self, *, with_moments: bool = False) -> bool:
+        is_finite = all_within(self._parameters.values(), LARGEST)
+        if with_moments:
+            is_finite &= all_within(self._trained.moments())
+        num_not_finite = torch.tensor(0.0 if is_finite else 1.0, device=self.device)
+        dist.all_reduce(num_not_finite)
+        return num_not_finite.item() == 0
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -117,13 +117,18 @@ class ShardedAdamW:
                 part.optimizer.prepare_grads()
             self._is_reduced = True
 
-    def norm(self) -> float:
-        """Of the whole model's gradient. Each element is counted by the one rank that updates and owns it."""
+    def norm(self, is_loss_finite: bool = True) -> float:
+        """Norm of the whole model's gradient; NaN if any rank passes `is_loss_finite=False`.
+
+        Each element is counted by the one rank that updates and owns it.
+        """
         self.reduce()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, shard in self.shards():
             if self._table[name].is_owner and shard.main.grad is not None:
                 total += torch.linalg.vector_norm(shard.main.grad, dtype=torch.float64) ** 2
+        if not is_loss_finite:
+            total.fill_(math.nan)
         dist.all_reduce(total)
         return math.sqrt(total.item())
 
@@ -150,6 +155,11 @@ class ShardedAdamW:
             shard = self.shard(name)
             if shard is not None:
                 yield name, shard
+
+    def moments(self) -> list[Tensor]:
+        """Both moments of Adam of the pieces that this rank updates; empty before the first step."""
+        states = [state for part in self._parts for state in part.inner.state.values()]
+        return [state[kind] for state in states for kind in MOMENTS if kind in state]
 
     def shard(self, name: str) -> Shard | None:
         """This rank's piece of a parameter; None where it has none."""

@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
+
+LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
+"""Numbers up to this, about 1.8e19, have squares that are finite in float32."""
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
@@ -59,14 +62,25 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     )
 
 
-def clip_factor(norm: float, max_norm: float, num_optimizer_steps: int) -> float:
-    """What gradients of global norm `norm` are multiplied with, at most 1; a `max_norm` of 0 never clips.
+class NonFiniteError(RuntimeError):
+    """Weights or optimizer state are not finite or about to overflow; nothing may be saved or exported from them."""
 
-    Raises FloatingPointError, before any weight is touched, when the gradients are not finite.
+
+def clip_factor(norm: float, max_norm: float) -> float | None:
+    """Factor, at most 1, that scales gradients of global norm `norm` down to `max_norm`; a `max_norm` of 0 never clips.
+
+    None when the gradients must not be applied: `norm` is not finite, or above LARGEST, where the squares that Adam's
+    second moment sums overflow in float32.
     """
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"the gradient norm is {norm} at optimizer step {num_optimizer_steps}: no weight was changed; "
-            "lower policy.optimizer.lr, or look at the rows of this step"
-        )
+    if not norm <= LARGEST:  # NaN compares false
+        return None
     return max_norm / (norm + 1e-6) if 0 < max_norm < norm else 1.0
+
+
+def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.float32).max) -> bool:
+    """Whether each element of each tensor is finite and its magnitude at most `largest`.
+
+    Reads each tensor once and fetches one number from the device.
+    """
+    extremes = [extreme.float() for tensor in tensors if tensor.numel() > 0 for extreme in tensor.detach().aminmax()]
+    return not extremes or bool((torch.stack(extremes).abs() <= largest).all())  # a comparison with NaN is False

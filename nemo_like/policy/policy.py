@@ -5,6 +5,7 @@ Everything here is small and on the CPU; nothing imports a model.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
+from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.probe import IsolationReport
 from nemo_like.policy.worker import PolicyInfo
 from nemo_like.shared_directory import check_shared
@@ -97,6 +99,22 @@ class Policy:
         rows = [placed.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
         parts = [{name: take_rows(column, mine) for name, column in new.items()} for mine in rows]
         return self.group.run_all_workers_sharded_data("train", placed.shards, parts, loss=loss)[0]
+
+    def skipped_steps(self, placed: PlacedBatch) -> list[SkippedStep]:
+        """The optimizer steps of the last `train` that were skipped, with the loss of each row of the batch in them."""
+        parts = self.group.run_all_workers_sharded_data("skipped_steps")
+        rows = [placed.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)]
+        return [
+            dataclasses.replace(
+                of_ranks[0],
+                row_losses={
+                    mine[row]: loss
+                    for mine, step in zip(rows, of_ranks, strict=True)
+                    for row, loss in step.row_losses.items()
+                },
+            )
+            for of_ranks in zip(*parts, strict=True)
+        ]
 
     def evaluate(self, placed: PlacedBatch, loss: Loss) -> Metrics:
         """The loss's metrics over the placed rows, without training on them."""

@@ -30,7 +30,8 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.engine import Engine, Sync, TokenScores
-from nemo_like.policy.optim import learning_rate
+from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
+from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
 from nemo_like.policy.peak import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.probe import IsolationReport, probe_isolation
 from nemo_like.policy.scores import score_rows
@@ -64,6 +65,7 @@ class PolicyWorker:
         self._policy = policy
         self._reference = reference
         self._buckets: list[list[str]] = []
+        self._skipped: list[SkippedStep] = []
 
     def score(self, shard: SlicedDataDict) -> dict[str, Jagged]:
         """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its order.
@@ -87,12 +89,22 @@ class PolicyWorker:
     def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
         """One optimizer step for each step of the plan; `columns` join the shard's, row by row.
 
-        Returns the metrics of each step, over all dp ranks and so equal on all of them.
+        A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`); `skipped_steps` describes it.
+        Returns the metrics of each step, over all dp ranks and so equal on all of them. Raises NonFiniteError when a
+        step leaves weights that are not finite.
         """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._rows({**shard, **(columns or {})}, shard.plan.spec)
         num_steps = len(shard.plan.step_offsets) - 1
-        return [self._train_step(rows, shard.plan.step(step), loss) for step in range(num_steps)]
+        self._skipped = []
+        return [self._train_step(rows, shard.plan.step(step), loss, step) for step in range(num_steps)]
+
+    def skipped_steps(self) -> list[SkippedStep]:
+        """The steps of the last call of `train` that were skipped, with the rows of this dp rank.
+
+        Only the last pipeline stage knows the rows.
+        """
+        return self._skipped
 
     def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
         """The loss's metrics over all rows of all dp ranks, without gradients."""
@@ -100,8 +112,9 @@ class PolicyWorker:
         rows = self._rows(shard, plan.spec)
         options = self._score_options(loss)
         inputs = map(rows.inputs, plan.microbatches)
-        parts = self._policy.run(inputs, _LossStep(loss, denominator=1.0), backward=False, **options)
-        return merge_metrics(self._policy.gather_over_dp_cp(merge_metrics(parts)))
+        results = self._policy.run(inputs, _LossStep(loss, denominator=1.0), backward=False, **options)
+        parts = merge_metrics(metrics for metrics, _ in results)
+        return merge_metrics(self._policy.gather_over_dp_cp(parts))
 
     def probe_isolation(self) -> IsolationReport:
         """Check on the model itself that rows of a microbatch do not see each other; IsolationError if they do."""
@@ -144,15 +157,28 @@ class PolicyWorker:
         return None
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
-        """Every rank writes its part of weights, optimizer and schedule into `directory` and returns its files' records."""
+        """Every rank writes its part of weights, optimizer and schedule into `directory` and returns its files' records.
+
+        Raises NonFiniteError, before anything is written, if a weight or a moment is not finite.
+        """
+        self._check_finite(with_moments=True)
         return self._policy.save(Path(directory))
 
     def load(self, directory: str | Path) -> None:
-        """Read what `save` wrote, with any number of ranks. The reference stays as it was."""
+        """Read what `save` wrote, with any number of ranks. The reference stays as it was.
+
+        Raises NonFiniteError if a weight or a moment is not finite.
+        """
         self._policy.load(Path(directory))
+        if not self._policy.is_finite(with_moments=True):
+            raise NonFiniteError(
+                f"{directory} has weights or optimizer moments that are not finite, or weights larger than {LARGEST:.2g};"
+                " remove this checkpoint, so that an earlier one is loaded"
+            )
 
     def export_hf(self, directory: str | Path) -> None:
-        """Rank 0 writes a model that transformers loads."""
+        """Rank 0 writes a model that transformers loads; raises NonFiniteError if a weight is not finite."""
+        self._check_finite()
         self._policy.export_hf(Path(directory))
 
     def answer_directory_probe(self, folder: str, token: str) -> str:
@@ -192,20 +218,27 @@ class PolicyWorker:
             "token_filter": self._sampling_filter,
         }
 
-    def _train_step(self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss) -> Metrics:
+    def _train_step(self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss, index: int) -> Metrics:
         counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
         lr = learning_rate(self._policy.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
         step_fn = _LossStep(loss, counts.denominator(loss.normalization))
         reset_peak_memory(self._policy.device)
         self._policy.clock.pop_seconds()
         inputs = map(rows.inputs, microbatches)
-        parts = self._policy.run(inputs, step_fn, backward=True, **self._score_options(loss))
+        results = self._policy.run(inputs, step_fn, backward=True, **self._score_options(loss))
         seconds = self._policy.clock.pop_seconds()
-        grad_norm = self._policy.optimizer_step(lr)
-        gathered = self._policy.gather_over_dp_cp((merge_metrics(parts), seconds))
+        num_applied = self._policy.num_optimizer_steps
+        grad_norm = self._policy.optimizer_step(lr, is_loss_finite=step_fn.is_finite())
+        is_skipped = self._policy.num_optimizer_steps == num_applied
+        self._check_finite()
+        if is_skipped:
+            self._record_skipped(index, grad_norm, loss, microbatches, [seen for _, seen in results])
+        parts = merge_metrics(metrics for metrics, _ in results)
+        gathered = self._policy.gather_over_dp_cp((parts, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
         rank_seconds = [rank_seconds for _, rank_seconds in gathered]
         metrics["policy/grad_norm"] = Mean(grad_norm)
+        metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
         metrics["policy/num_tokens"] = Sum(counts.num_tokens)
         metrics["policy/num_rows"] = Sum(counts.num_rows)
@@ -223,6 +256,28 @@ class PolicyWorker:
             "policy/peak_memory_gb": Max(max(peaks) / 1e9),
             "policy/peak_memory_mean_gb": Mean(sum(peaks) / 1e9, len(peaks)),
         }
+
+    def _record_skipped(
+        self, index: int, grad_norm: float, loss: Loss, microbatches: Sequence[Microbatch], seen: Sequence[LossInputs]
+    ) -> None:
+        """Keep what `skipped_steps` returns. Context-parallel ranks each hold a part of every row, which are added up."""
+        losses: dict[int, float] = {}
+        for microbatch, inputs in zip(microbatches, seen, strict=bool(seen)):
+            losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
+        dp_rank = self._policy.topology.dp_rank(self._policy.rank)
+        gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
+        shares = [share for rank, share in gathered if rank == dp_rank]
+        sums = {row: sum(share[row] for share in shares) for row in losses}
+        self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
+
+    def _check_finite(self, *, with_moments: bool = False) -> None:
+        if not self._policy.is_finite(with_moments=with_moments):
+            what = "weights or optimizer moments" if with_moments else "weights"
+            raise NonFiniteError(
+                f"the policy's {what} are not finite, or larger than {LARGEST:.2g}, after optimizer step"
+                f" {self._policy.num_optimizer_steps}. They are neither saved nor exported, and no completion is sampled"
+                f" from them. Lower policy.optimizer.lr (now {self.config.optimizer.lr:g}), then run again"
+            )
 
 
 @dataclass(frozen=True)
@@ -269,30 +324,43 @@ class _Rows:
         return Jagged(values, offsets)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LossStep:
-    """What the engine does with the scores of a microbatch: its share of the loss, and its metrics."""
+    """What the engine does with the scores of a microbatch: its share of the loss, its metrics, and what it was computed from."""
 
     loss: Loss
     denominator: float
+    finite: Tensor | None = None
+    """bool []: whether the loss of every microbatch so far was finite."""
 
-    def __call__(self, inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor, Metrics]:
+    def __call__(self, inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = scores.entropy
         if entropy is not None and not self.loss.entropy_gradient:
             entropy = entropy.detach()
-        terms = self.loss(
-            LossInputs(
-                policy_logprobs=scores.logprobs,
-                unfiltered_logprobs=scores.unfiltered_logprobs,
-                token_mask=inputs.label_mask,
-                row_ids=inputs.row_ids,
-                row_num_tokens=inputs.row_columns[_NUM_TRAINED],
-                columns=_loss_columns(inputs),
-                entropy=entropy,
-            )
+        loss_inputs = LossInputs(
+            policy_logprobs=scores.logprobs,
+            unfiltered_logprobs=scores.unfiltered_logprobs,
+            token_mask=inputs.label_mask,
+            row_ids=inputs.row_ids,
+            row_num_tokens=inputs.row_columns[_NUM_TRAINED],
+            columns=_loss_columns(inputs),
+            entropy=entropy,
         )
-        return terms.loss_sum / self.denominator, terms.metrics
+        terms = self.loss(loss_inputs)
+        finite = terms.loss_sum.detach().isfinite()
+        self.finite = finite if self.finite is None else self.finite & finite
+        seen = dataclasses.replace(
+            loss_inputs,
+            policy_logprobs=scores.logprobs.detach(),
+            unfiltered_logprobs=None if scores.unfiltered_logprobs is None else scores.unfiltered_logprobs.detach(),
+            entropy=None if entropy is None else entropy.detach(),
+        )
+        return terms.loss_sum / self.denominator, (terms.metrics, seen)
+
+    def is_finite(self) -> bool:
+        """Of all microbatches on this rank; True where no loss is computed."""
+        return self.finite is None or bool(self.finite)
 
 
 def _score_plan(shard: SlicedDataDict) -> RankPlan:

@@ -30,6 +30,10 @@ class LazyRows(Generic[In, Out]):
         """See `EncodedRows.fetch`."""
         return [self._encode_one(row) for row in rows]
 
+    def place(self, row: int) -> str:
+        return f"row {row}"
+
+
     def _encode_one(self, row: int) -> Out | None:
         try:
             return self._encode(self._rows[row])

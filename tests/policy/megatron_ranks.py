@@ -45,9 +45,9 @@ class RecordingEngine(MegatronEngine):
 
     gradients: dict[str, np.ndarray]
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         self.gradients = {name: tensor.numpy() for name, tensor in self.full_gradients(list(self.weight_shapes()))}
-        return super().optimizer_step(lr)
+        return super().optimizer_step(lr, is_loss_finite=is_loss_finite)
 
 
 @dataclass(frozen=True)
