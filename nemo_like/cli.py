@@ -10,6 +10,8 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 from nemo_like import __version__, plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.text import printable, shortened
 from nemo_like.files import WriteError
 
 if TYPE_CHECKING:
     from nemo_like.algorithms.job import RunResult
 
+_MAX_REASON = 500
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
   nemo-like sft --config examples/configs/demo_sft.yaml policy.optimizer.lr=1e-3
@@ -43,9 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "check a config, its data and its batches without starting Ray; takes seconds"
     _add_config_command(commands, "validate", text, has_kind=True)
     text = "checks of the system on a config's own model and layout"
-    checks = commands.add_parser("check", help=text, description=text).add_subparsers(
-        dest="what", required=True, metavar="WHAT"
-    )
+    checks = commands.add_parser("check", help=text, description=text).add_subparsers(dest="what", required=True, metavar="WHAT")
     text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
     _add_config_command(checks, "parity", text, has_kind=True)
     text = "what packing is worth, from row lengths alone, before a GPU is rented; takes seconds"
@@ -71,9 +73,7 @@ def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool =
     """A command on a config; with `has_kind` of any job."""
     command = commands.add_parser(name, help=text, description=text)
     command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
-    command.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)"
-    )
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)")
     if has_kind:
         command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
 
@@ -87,20 +87,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = build_parser().parse_known_args(argv)
     # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
     if unknown:
-        print(f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help", file=sys.stderr)
+        say_error(f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help")
         return 2
     arguments.owns_process = argv is None
     try:
         return _run(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 2
     except WriteError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say_error("interrupted")
         return 130
+    except Exception as error:  # a bug: one message, and the traceback where it can be found
+        say_error(_failure_text(error, "".join(traceback.format_exception(error)), None))
+        return 1
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -108,13 +111,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "convert":
         from nemo_like.policy.gguf import convert_gguf
 
-        print(f"wrote {convert_gguf(arguments.source, arguments.out)}")
+        say(f"wrote {convert_gguf(arguments.source, arguments.out)}")
         return 0
     if arguments.command == "export":
         from nemo_like.algorithms.export import export_checkpoint
 
         step_folder = export_checkpoint(arguments.source, arguments.out, arguments.overrides)
-        print(f"wrote {arguments.out} from {step_folder}")
+        say(f"wrote {arguments.out} from {step_folder}")
         return 0
     if arguments.command == "plan":
         return plan_command.run(arguments)
@@ -125,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
         parity = check_parity(load_config(kind, arguments.config, arguments.overrides))
-        print(parity)
+        say(str(parity))
         return 0 if parity.is_equal else 1
     if arguments.command == "validate":
         from nemo_like.algorithms.validate import validate
@@ -164,10 +167,10 @@ def train(config: RunConfig) -> RunResult | int:
             assert isinstance(config, SftRunConfig)
             return run_sft(config)
     except RunStopped as stopped:
-        print(stopped, file=sys.stderr)
+        say_error(str(stopped))
         return stopped.exit_code
     except KeyboardInterrupt:
-        print(f"interrupted. {_how_to_continue(config)}", file=sys.stderr)
+        say_error(f"interrupted. {_how_to_continue(config)}")
         return EXIT_INTERRUPTED
     except WorkerError as error:
         if isinstance(error.cause, (ConfigError, RewardError)):
@@ -176,25 +179,69 @@ def train(config: RunConfig) -> RunResult | int:
             print(f"error: {error.cause}. {_how_to_continue(config)}", file=sys.stderr)
             return 1
         if isinstance(error.cause, (WriteError, CheckpointError)):
-            print(f"error: {error.cause}", file=sys.stderr)
+            say_error(f"error: {error.cause}")
             return 1
-        print(f"error: {error}\n{error.traceback_text}", file=sys.stderr)
+        place = _write_traceback(error.traceback_text, _driver_log(config))
+        say_error(f"error: {shortened(str(error).strip(), _MAX_REASON)}. The traceback is in {place}")
         return 1
     except ClusterError as error:
         raise ConfigError(str(error)) from error
     except WorkerFailure as error:
-        print(f"error: {error} {_how_to_continue(config)}", file=sys.stderr)
+        say_error(f"error: {error} {_how_to_continue(config)}")
         for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
+            say_error(note)
         return 1
     except NonFiniteError as error:
         print(f"error: {error}. {_how_to_continue(config)}", file=sys.stderr)
         return 1
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
+            say_error(note)
         return 1
+    except (ConfigError, WriteError):
+        raise
+    except Exception as error:  # a bug: one message, and the traceback in the run's log
+        say_error(_failure_text(error, "".join(traceback.format_exception(error)), _driver_log(config)))
+        return 1
+
+
+def say(text: str) -> None:
+    """Print one message; no text of a file, a model or a user reaches the terminal unescaped."""
+    print(printable(text, sys.stdout.encoding or "utf-8"))
+
+
+def say_error(text: str) -> None:
+    """Print one message on stderr, escaped as by `say`."""
+    print(printable(text, sys.stderr.encoding or "utf-8"), file=sys.stderr)
+
+
+def _failure_text(error: BaseException, traceback_text: str, log: Path | None) -> str:
+    """One message for an unexpected exception; its traceback goes to `log`, or to a new file if that cannot be written."""
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {shortened(lines[0], _MAX_REASON)}" if lines else type(error).__name__
+    return f"error: {reason}. The traceback is in {_write_traceback(traceback_text, log)}"
+
+
+def _write_traceback(text: str, log: Path | None) -> str:
+    """Append the traceback to `log`, or write it to a new temporary file; the path."""
+    data = f"\n{text}\n".encode("utf-8", "backslashreplace")
+    if log is not None:
+        try:
+            with log.open("ab") as file:
+                file.write(data)
+            return str(log)
+        except OSError:  # the run's directory is gone or full
+            pass
+    with tempfile.NamedTemporaryFile("wb", prefix="nemo_like_", suffix=".log", delete=False) as file:
+        file.write(data)
+        return file.name
+
+
+def _driver_log(config: RunConfig) -> Path | None:
+    """The log of the run; None if the run did not get as far as opening it."""
+    log = Path(config.output_dir) / config.run_name / "logs" / "driver.log"
+    return log if log.is_file() else None
 
 
 def _how_to_continue(config: RunConfig) -> str:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_like.config.text import printable
+
 if TYPE_CHECKING:
     from nemo_like.config.schema import RunConfig
     from nemo_like.reports.lengths import RowLengths
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     show(report)
     for flag, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:
-            print(f"{flag}: {path}")
+            print(printable(f"{flag}: {path}"))
     return 0
 
 

@@ -6,7 +6,6 @@ bars do not run into each other.
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from nemo_like.config.text import printable
 
 STEP_LINE = (
     ("reward/mean", "reward", ".3f"),
@@ -163,9 +164,7 @@ class Progress:
 
     def _printable(self, text: str) -> str:
         """`text` with control characters, and what the stream cannot encode, as escapes: models write anything."""
-        visible = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-        encoding = self._console.encoding
-        return visible.encode(encoding, "backslashreplace").decode(encoding)
+        return printable(text, self._console.encoding)
 
 
 def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
@@ -184,8 +183,6 @@ def sample_text(sample: Sample, heading: str) -> str:
     facts = _facts(sample)
     return f"--- {heading}{' | ' + facts if facts else ''}\n{body}"
 
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _facts(sample: Sample) -> str:

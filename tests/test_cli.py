@@ -106,3 +106,36 @@ def test_a_good_run_from_the_command_line(files, recipe: Recipe, capsys):
     assert main(["sft", "--config", files["sft"], "sft.max_num_steps=1", "sft.val_at_start=false"]) == 0
     lines = (recipe.folder / "sft" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_control_characters_of_a_value_do_not_reach_the_terminal(files, capsys):
+    code, message = run(capsys, "sft", "--config", files["sft"], "data.train_path='\x1b[31m\u202e.jsonl'")
+    assert code == 2
+    assert "\x1b" not in message and "\u202e" not in message
+    assert "\\x1b[31m\\u202e.jsonl" in message
+
+
+def test_a_bug_is_one_message_with_the_place_of_the_traceback(files, capsys, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("division of \x1b[31mnothing")
+
+    monkeypatch.setattr("nemo_like.config.load.load_config", fail)
+    code, message = run(capsys, "validate", "--config", files["sft"])
+    assert code == 1
+    assert message.startswith("error: ZeroDivisionError: division of \\x1b[31mnothing. The traceback is in ")
+    assert len(message.splitlines()) == 1 and "Traceback" not in message
+    path = Path(message.rpartition(" is in ")[2].strip())
+    assert "ZeroDivisionError" in path.read_text()
+    path.unlink()
+
+
+def test_the_traceback_of_a_failed_run_goes_to_its_log(files, recipe: Recipe, capsys):
+    model = recipe.folder / "damaged"
+    model.mkdir()
+    for path in (recipe.demo / "model").iterdir():
+        data = path.read_bytes()
+        (model / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".safetensors" else data)
+    code, message = run(capsys, "sft", "--config", files["sft"], f"policy.model_name={model}")
+    assert code in (1, 2)
+    assert "Traceback" not in message and len(message.splitlines()) == 1
+    assert "safetensors" in message

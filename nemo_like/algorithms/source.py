@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from nemo_like.algorithms.encoding import (
 )
 from nemo_like.algorithms.pretrained import load_model_config, load_tokenizer
 from nemo_like.algorithms.prompt import Prompt
-from nemo_like.config.errors import ConfigError, raise_problems
+from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Value = TypeVar("Value")
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
 
 
 def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
@@ -62,6 +65,26 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     )
 
 
+def weight_file_problem(path: Path) -> str | None:
+    """What is wrong with a safetensors file, from its header and size; None if they agree.
+
+    The header is a JSON object after its length in 8 bytes; the tensors follow without a gap
+    (https://github.com/huggingface/safetensors, "Format").
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else None
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]  # type: ignore[union-attr]
+        expected = 8 + length + max(ends, default=0)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "is damaged: it does not begin with the header of a safetensors file"
+    return None if size == expected else f"is damaged: it has {size:,} bytes and should have {expected:,}"
+
+
 def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
     """The model's configuration; raises ConfigError if a file of the model is missing or `parallel` does not divide it.
 
@@ -76,6 +99,10 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         gguf = next(path.glob("*.gguf"), None)
         way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
         raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else ():
+        problem = weight_file_problem(file)
+        if problem is not None:
+            raise ConfigError(f"{key}but its file {shown_path(file)} {problem}; download or export the model again")
     try:
         model_config = load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:

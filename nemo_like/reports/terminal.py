@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_like.config.text import printable
 from nemo_like.reports.memory import GIB
 from nemo_like.reports.plan_report import PlanReport, Recommendation
 
@@ -42,6 +43,7 @@ def show(report: PlanReport, console: Console | None = None) -> None:
 
 def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
     width = min(console.width, _MOST_WIDTH)
+    line = printable(line, console.encoding)
     text = textwrap.fill(line, width, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
     console.print(Text(text, style=style), soft_wrap=True)
 
