@@ -24,6 +24,7 @@ Config = TypeVar("Config")
 _INT = re.compile(r"[-+]?\d+")
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MAX_INTEGER_DIGITS = 40
+_MAX_INTEGER_BITS = 128
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -113,6 +114,8 @@ def _scalar(annotation: Any, value: Any, spelled: str | None) -> Any:
             return value
     elif annotation is int:
         if isinstance(value, int) and not isinstance(value, bool):
+            if value.bit_length() > _MAX_INTEGER_BITS:
+                raise _Rejected(f"an integer of at most {_MAX_INTEGER_BITS} bits")
             return value
         if isinstance(value, str) and len(value) <= _MAX_INTEGER_DIGITS and _INT.fullmatch(value):
             return int(value)
