@@ -33,7 +33,6 @@ class LazyRows(Generic[In, Out]):
     def place(self, row: int) -> str:
         return f"row {row}"
 
-
     def _encode_one(self, row: int) -> Out | None:
         try:
             return self._encode(self._rows[row])
