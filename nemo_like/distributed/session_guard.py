@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "nemo_like_ray_"
@@ -112,18 +113,30 @@ def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
 
 
 def _session_pids(folder: Path) -> Iterator[int]:
-    """Ray processes with the folder in their command line, and those whose output goes into it."""
+    """Ray processes with the folder in their command line or a file of it open, and those whose output goes into it.
+
+    Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they keep their log open.
+    """
+    inside = f"{folder}/"
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             command = Path(entry.path, "cmdline").read_bytes()
-            outputs = [os.readlink(f"{entry.path}/fd/{number}") for number in (1, 2)]
+            files = dict(_open_files(entry.path))
         except OSError:  # it ended, or belongs to another user
             continue
-        is_of_ray = b"/ray/" in command and f"{folder}/".encode() in command
-        if is_of_ray or any(output.startswith(f"{folder}/") for output in outputs):
+        is_of_ray = command.startswith(b"ray::") or b"/ray/" in command
+        uses_folder = inside.encode() in command or any(name.startswith(inside) for name in files.values())
+        if (is_of_ray and uses_folder) or any(files.get(number, "").startswith(inside) for number in (1, 2)):
             yield int(entry.name)
+
+
+def _open_files(process: str) -> Iterator[tuple[int, str]]:
+    """Descriptor and name of each open file of a process, given as its folder in /proc."""
+    for entry in os.scandir(f"{process}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            yield int(entry.name), os.readlink(entry.path)
 
 
 def _copy_logs(folder: Path, target: Path) -> None:

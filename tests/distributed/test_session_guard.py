@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nemo_like.distributed.post_mortem import process_state
-from nemo_like.distributed.session_guard import SessionFolder
+from nemo_like.distributed.session_guard import SessionFolder, remove_session
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +94,7 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     driver = start_python(
         """
         import json, signal, subprocess, sys
-        from nemo_like.distributed.session_guard import SessionFolder
+        from nemo_like.distributed.session_guard import SessionFolder, remove_session
         session = SessionFolder()
         log = (session.path / "worker.err").open("w")
         worker = subprocess.Popen(["sleep", "1000"], stdout=log, stderr=log)
@@ -123,3 +124,23 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     third.close()
     assert (tmp_path / "kept" / "raylet.err").read_text() == "why"
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_has_open(tmp_path: Path):
+    folder = tmp_path / "nemo_like_ray_test"
+    folder.mkdir()
+    with (folder / "agent.log").open("w") as log:
+        sleep, descriptors = shutil.which("sleep"), (log.fileno(),)
+        agent = subprocess.Popen(["ray::DashboardAgent", "60"], executable=sleep, pass_fds=descriptors)
+        reader = subprocess.Popen(["sleep", "60"], pass_fds=descriptors)
+    try:
+        # The kernel shows the command line a moment after the new program has begun.
+        wait_until(lambda: b"ray::" in Path(f"/proc/{agent.pid}/cmdline").read_bytes())
+        remove_session(folder)
+        assert agent.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None, "only processes of Ray are killed"
+        assert not folder.exists()
+    finally:
+        for process in (agent, reader):
+            process.kill()
+            process.wait()
