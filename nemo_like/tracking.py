@@ -152,8 +152,13 @@ class _TensorBoardSink:
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         # Importing TensorBoard takes seconds of CPU time, and commands that only check a config use this module too.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]
+            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary,  # pyright: ignore[reportAttributeAccessIssue]
+        )
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter

@@ -32,7 +32,7 @@ def import_transformers_without_torch() -> None:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # importlib reports None as not installed
     try:
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401
-        from transformers.utils import is_torch_available
+        from transformers.utils.import_utils import is_torch_available
 
         assert not is_torch_available()
     finally:

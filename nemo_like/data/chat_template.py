@@ -59,15 +59,17 @@ class ChatTemplate:
         adapted = self._adapt(messages)
         tool_list: Any = None if tools is None else list(tools)
         try:
-            texts, spans = render_jinja_template(
+            special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+            rendered: Any = render_jinja_template(
                 conversations=[adapted],
                 tools=tool_list,
                 chat_template=self.tokenizer.get_chat_template(None, tool_list),
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **special_tokens,
             )
         except (TemplateError, TypeError) as error:
             raise self._refusal(messages, error) from error
+        texts, spans = rendered
         return texts[0], spans[0]
 
     def _refusal(self, messages: Sequence[Message], error: Exception) -> ConfigError:

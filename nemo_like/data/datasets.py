@@ -288,7 +288,7 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
         with pyarrow.parquet.ParquetFile(path) as file:
             batches = file.iter_batches()
             yield from _batch_rows(batches, shown_path(path))
-    except (pyarrow.lib.ArrowException, *_ARROW_ERRORS) as error:
+    except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
         raise ConfigError(f"{shown_path(path)}: not a parquet file: {_first_line(error)}") from error
 
 
@@ -337,7 +337,7 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
     try:
         with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from _batch_rows(batches, shown_path(path))
-    except (pyarrow.lib.ArrowException, *_ARROW_ERRORS) as error:
+    except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
         raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}") from error
 
 

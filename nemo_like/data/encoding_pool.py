@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -168,14 +168,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def write_message(stream: BinaryIO, value: Any, data: bytes = b"") -> None:
+def write_message(stream: IO[bytes], value: Any, data: bytes = b"") -> None:
     """Raises TypeError or ValueError for a value without a JSON form."""
     text = json.dumps(value, default=str).encode()
     stream.write(_HEADER.pack(len(text), len(data)) + text + data)
     stream.flush()
 
 
-def read_message(stream: BinaryIO) -> tuple[Any, bytes] | None:
+def read_message(stream: IO[bytes]) -> tuple[Any, bytes] | None:
     """(JSON value, bytes); None at the end of the stream, also in the middle of a message."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:

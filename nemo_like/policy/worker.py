@@ -267,7 +267,7 @@ class PolicyWorker:
         dp_rank = self._policy.topology.dp_rank(self._policy.rank)
         gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
         shares = [share for rank, share in gathered if rank == dp_rank]
-        sums = {row: sum(share[row] for share in shares) for row in losses}
+        sums = {row: sum((share[row] for share in shares), 0.0) for row in losses}
         self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
 
     def _check_finite(self, *, with_moments: bool = False) -> None:

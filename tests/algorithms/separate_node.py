@@ -16,7 +16,7 @@ def main() -> None:
         min_worker_port=0,
         max_worker_port=0,
         node_manager_port=0,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]
     )
     parameters.dashboard_agent_listen_port = None
     node = ray._private.node.Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)

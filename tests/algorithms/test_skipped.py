@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def poisoned_model(demo: Path, out: Path) -> Path:
         embedding[:, last] = 0.0
         embedding[bad_id, last] = 10.0
         model.model.norm.weight[last] = 0.0
-        for layer in model.model.layers:
+        layers: Any = model.model.layers
+        for layer in layers:
             attention, mlp = layer.self_attn, layer.mlp
             for reader in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
                 reader.weight[:, last] = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -42,13 +43,13 @@ def address(tmp_path: Path) -> Iterator[str]:
         assert node.stdout is not None
         while "joined" not in (line := node.stdout.readline()):
             assert line, "the second node did not start"
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         deadline = time.monotonic() + 120
         while ray.cluster_resources().get("CPU", 0) < 2:
             assert time.monotonic() < deadline, "the second node did not join"
             time.sleep(0.2)
         ray.shutdown()
-        yield cluster.address
+        yield str(cluster.address)
     finally:
         node.communicate("")
         cluster.shutdown()

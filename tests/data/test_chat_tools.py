@@ -12,7 +12,7 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import conversation, load_rows, question
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.tools import row_tools
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.test_chat import trained_parts
@@ -105,10 +105,10 @@ def test_what_the_template_drops_is_refused_with_its_place(
     path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n" + json.dumps(row) + "\n")
     rows = load_rows(path)
     encoder = ChatEncoder(tiny_tokenizer(template))
-    loader = RowLoader(rows, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), batch_size=1)
-    loader.encode(0)
+    encoded = EncodedRows(rows, lambda row: encoder.encode_sft(conversation(row), row_tools(row)))
+    encoded.fetch([0])
     with pytest.raises(ConfigError, match=message) as error:
-        loader.encode(1)
+        encoded.fetch([1])
     assert str(error.value).startswith(f"{path}:2: ")
 
 
