@@ -62,7 +62,7 @@ def poisoned_model(demo: Path, out: Path) -> Path:
                 reader.weight[:, last] = 0.0
             for writer in (attention.o_proj, mlp.down_proj):
                 writer.weight[last] = 0.0
-        first = model.model.layers[0]
+        first = layers[0]
         first.post_attention_layernorm.weight[last] = 1e18
         for reader in (first.mlp.gate_proj, first.mlp.up_proj):
             reader.weight[0] = 0.0
