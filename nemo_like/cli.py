@@ -176,7 +176,7 @@ def train(config: RunConfig) -> RunResult | int:
         if isinstance(error.cause, (ConfigError, RewardError)):
             raise ConfigError(str(error.cause)) from error
         if isinstance(error.cause, NonFiniteError):
-            print(f"error: {error.cause}. {_how_to_continue(config)}", file=sys.stderr)
+            say_error(f"error: {error.cause}. {_how_to_continue(config)}")
             return 1
         if isinstance(error.cause, (WriteError, CheckpointError)):
             say_error(f"error: {error.cause}")
@@ -192,7 +192,7 @@ def train(config: RunConfig) -> RunResult | int:
             say_error(note)
         return 1
     except NonFiniteError as error:
-        print(f"error: {error}. {_how_to_continue(config)}", file=sys.stderr)
+        say_error(f"error: {error}. {_how_to_continue(config)}")
         return 1
     except CheckpointError as error:
         say_error(f"error: {error}")

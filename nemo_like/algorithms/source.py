@@ -24,6 +24,7 @@ from nemo_like.algorithms.prompt import Prompt
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Rows, load_rows
@@ -93,6 +94,8 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     name = config.policy.model_name
     path = Path(name).expanduser()
     key = f"policy.model_name is {name!r}, "
+    if not is_possible_path(str(path)):
+        raise ConfigError(f"policy.model_name is {shown_value(name)}, which is too long for a path")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"{key}a directory without config.json; give that of a Hugging Face model")
     if path.is_dir() and not any(path.glob("*.safetensors")):

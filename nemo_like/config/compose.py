@@ -30,7 +30,7 @@ from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_or
 from nemo_like.config.interpolations import check_interpolations
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
 from nemo_like.config.source import Sources, read_yaml
-from nemo_like.config.text import shortened
+from nemo_like.config.text import is_possible_path, shortened, shown_value
 
 _DEFAULTS_NAME = "_nemo_like_schema_defaults"
 _PRIMARY_NAME = "_nemo_like_primary"
@@ -216,8 +216,8 @@ def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
         raise ConfigError(f"{place} defaults entry is neither `name` nor `group: name`")
     for text, suffix in pairs:
         match = _ENTRY.match(text)
-        if match is None:
-            raise ConfigError(f"{place} defaults entry {text!r} names no file")
+        if match is None or not is_possible_path(f"{text}{suffix}.yaml"):
+            raise ConfigError(f"{place} defaults entry {shown_value(text)} names no file")
         yield match["keywords"], match["name"].strip() + suffix, match["package"] or ""
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.source import read_yaml
-from nemo_like.config.text import shown_value
+from nemo_like.config.text import is_possible_path, shown_value
 
 _SELF = "_self_"
 _SUFFIXES = (".yaml", ".yml")
@@ -110,6 +110,8 @@ def _with_suffix(name: str) -> Path | None:
     """The path `name` with a suffix of YAML files; None if there is no such path, as for `/` or `~nobody`."""
     try:
         file = Path(name).expanduser()
+        if not is_possible_path(f"{file}.yaml"):
+            return None
         return file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
     except (ValueError, RuntimeError):
         return None

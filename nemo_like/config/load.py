@@ -21,6 +21,7 @@ from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
 from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.config.source import Sources, check_keys, read_yaml, record
+from nemo_like.config.text import is_possible_path, shown_value
 
 __all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
 
@@ -83,6 +84,8 @@ def to_yaml(config: RunConfig) -> str:
 
 def _config_file(path: Path) -> Path:
     path = Path(path).absolute()
+    if not is_possible_path(str(path)):
+        raise ConfigError(f"config file {shown_value(str(path))} does not exist")
     if not path.is_file():
         raise ConfigError(f"config file {missing_file_text(path)}")
     if path.suffix != ".yaml":

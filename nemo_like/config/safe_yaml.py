@@ -22,6 +22,7 @@ _MAX_INTEGER_BITS = 128
 _PREFIX = "tag:yaml.org,2002:"
 _SCALAR_TAGS = frozenset(_PREFIX + name for name in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value"))
 _NUMBER_TAGS = frozenset(_PREFIX + name for name in ("int", "float"))
+_CONVERTED_TAGS = frozenset(_PREFIX + name for name in ("int", "float", "bool", "timestamp"))
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
@@ -100,6 +101,8 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         raise ConfigError(f"{_place(name, node)} has half of a surrogate pair in {text}; remove it")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MAX_NUMBER_CHARACTERS:
         raise ConfigError(f"{_place(name, node)} has the number {text}; numbers have at most {_MAX_NUMBER_CHARACTERS} digits")
+    if node.tag not in _CONVERTED_TAGS:
+        return
     try:
         value = SafeConstructor().construct_object(node)
     except (ValueError, ArithmeticError, LookupError, AttributeError) as error:

@@ -35,3 +35,9 @@ def shown_value(value: Any) -> str:
 def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
     """`text` if it has at most `limit` characters, else its beginning and its length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def is_possible_path(text: str) -> bool:
+    """Whether a file system may have such a path; for longer ones it raises an error instead of finding nothing."""
+    encoded = text.encode("utf-8", "replace")
+    return len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))

@@ -19,7 +19,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.text import printable, shortened, shown_value
+from nemo_like.config.text import is_possible_path, printable, shortened, shown_value
 from nemo_like.data.tools import Message, Tool, calls_problem, clean_message, row_tools, tools_problem, without_nulls
 
 Row = dict[str, Any]
@@ -89,8 +89,8 @@ def load_rows(
     Raises ConfigError that names `key` and the path, or the file, the line and what is wrong with it.
     """
     path = Path(path).expanduser()
-    if not path.exists():
-        raise ConfigError(f"{key}: there is no {str(path)!r}; give {_SUFFIXES}")
+    if not is_possible_path(str(path)) or not path.exists():
+        raise ConfigError(f"{key}: there is no {shown_value(str(path))}; give {_SUFFIXES}")
     rows: list[Row] = []
     places: list[str] = []
     digests: list[int] = []

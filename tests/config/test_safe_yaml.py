@@ -10,6 +10,7 @@ import pytest
 from nemo_like.config.errors import ConfigError, Problem, raise_problems
 from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.text import printable, shown_value
+from nemo_like.data.datasets import load_rows
 from tests.fuzz.cases import BASE_CONFIGS, BOMB
 
 DOUBLING = "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x"
@@ -98,3 +99,16 @@ def test_printable_text_cannot_control_a_terminal() -> None:
 def test_values_of_any_size_can_be_shown() -> None:
     assert shown_value(16**5_000) == "a value of type int"
     assert len(shown_value("x" * 10_000)) < 120
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "y/" * 3_000])
+def test_a_path_too_long_for_the_file_system_does_not_exist(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config("sft", Path(name))
+    path = tmp_path / "config.yaml"
+    for defaults in (name, f"[{name}]", f"[{{a: {name}}}]"):
+        path.write_text(f"defaults: {defaults}")
+        with pytest.raises(ConfigError):
+            load_config("sft", path)
+    with pytest.raises(ConfigError, match="there is no"):
+        load_rows(name)
