@@ -17,14 +17,9 @@ Kind = Literal["sft", "grpo"]
 RUN_CONFIGS: dict[Kind, type[RunConfig]] = {"sft": SftRunConfig, "grpo": GrpoRunConfig}
 
 _FOREIGN_NAMES = {
-    "actor_rollout_ref": "policy",
     "adv_estimator": "grpo.advantage.baseline",
-    "beta": "loss_fn.reference_policy_kl_penalty",
     "clip_ratio_high": "loss_fn.ratio_clip_max",
     "clip_ratio_low": "loss_fn.ratio_clip_min",
-    "env": "reward.functions",
-    "epsilon": "loss_fn.ratio_clip_min",
-    "epsilon_high": "loss_fn.ratio_clip_max",
     "exp_name": "run_name",
     "experiment_name": "run_name",
     "gradient_checkpointing": "policy.activation_checkpointing",
@@ -36,7 +31,6 @@ _FOREIGN_NAMES = {
     "max_completion_length": "policy.generation.max_new_tokens",
     "max_response_length": "policy.generation.max_new_tokens",
     "max_length": "policy.max_total_sequence_length",
-    "max_prompt_length": "policy.max_total_sequence_length",
     "max_seq_length": "policy.max_total_sequence_length",
     "max_steps": "max_num_steps",
     "max_tokens_per_microbatch": "train_mb_tokens",
@@ -145,9 +139,8 @@ def unknown_key_text(kind: Kind, path: str) -> str:
             return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"
     unknown, rest = _split_at_unknown(root, path)
     nearest = [key + rest if type_at(root, key + rest) is not None else key for key in suggest_keys(root, unknown)]
-    suggestions = nearest or suggest_keys(root, path)
-    if suggestions:
-        return f"unknown key {path}; did you mean {' or '.join(suggestions)}?"
+    if nearest:
+        return f"unknown key {path}; did you mean {' or '.join(nearest)}?"
     parent = unknown.rpartition(".")[0]
     siblings = child_types(type_at(root, parent))
     return f"unknown key {path}" + (f"; {parent or 'the top level'} has {', '.join(siblings)}" if siblings else "")
@@ -160,6 +153,16 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
         if type_at(root, ".".join(names[:end])) is None:
             return ".".join(names[:end]), "." + ".".join(names[end:])
     return path, ""
+
+
+def misspelled_key(kind: Kind, path: str) -> str | None:
+    """The key of the same section that differs from `path` by about one letter in five or fewer; None if there is none."""
+    parent, _, name = path.rpartition(".")
+    siblings = child_types(type_at(RUN_CONFIGS[kind], parent))
+    if not siblings or len(path) > _MAX_PATH_CHARACTERS:
+        return None
+    nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
+    return f"{parent}.{nearest[0]}" if nearest and parent else (nearest[0] if nearest else None)
 
 
 def suggest_keys(root: type, path: str) -> list[str]:

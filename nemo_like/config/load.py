@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import yaml
 
@@ -17,10 +17,12 @@ from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import find_problems
 from nemo_like.config.compose import compose_plain, defaults_chain, find_layers, hydra_session, missing_file_text
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
+from nemo_like.config.foreign import find_foreign, guess_kind
+from nemo_like.config.foreign_report import foreign_text
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
-from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides
+from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides, set_in_tree
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
-from nemo_like.config.source import Sources, check_keys, read_yaml, record
+from nemo_like.config.source import Sources, check_keys, merged_trees, plain_tree, read_yaml, record
 from nemo_like.config.text import is_possible_path, shown_value
 
 __all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
@@ -44,6 +46,7 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
     parsed = parse_overrides(overrides, path.parent)
     texts = [override.for_hydra(kind) for override in parsed]
     sources = Sources()
+    tree: dict[str, Any] = {}
     with hydra_session(kind, path):
         unknown = [*check_override_keys(kind, parsed)]
         for layer in find_layers(path, [override.text for override in parsed if override.chooses_file]):
@@ -51,8 +54,12 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
             if root is not None:
                 unknown += check_keys(kind, root, layer.prefix, layer.path)
                 record(sources, root, layer.prefix, layer.path)
-        raise_problems(unknown)
+                tree = merged_trees(tree, plain_tree(root, layer.prefix))
         record_overrides(sources, parsed)
+        if unknown:
+            set_in_tree(tree, parsed)
+            _raise_foreign(kind, path, tree, unknown, sources)
+        raise_problems(unknown)
         plain = compose_plain(texts, sources)
     config, problems = build_config(RUN_CONFIGS[kind], plain, sources)
     raise_problems(problems)
@@ -62,7 +69,10 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
 
 
 def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """The job a config is for, told from the sections only one job has. Raises ConfigError if that is not clear."""
+    """The job a config is for, told from the sections only one job has. Raises ConfigError if that is not clear.
+
+    For a config of another tool it is told from the keys of that tool, so that `load_config` can list what to change.
+    """
     path = _config_file(path)
     roots = [read_yaml(file) for file in defaults_chain(path)]
     names = {key.value for root in roots if root is not None for key, _ in root.value}
@@ -72,6 +82,12 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
     found: list[Kind] = [kind for kind in RUN_CONFIGS if names & set(own[kind])]
     if len(found) == 1:
         return found[0]
+    content: dict[str, Any] = {}
+    for root in reversed(roots):
+        content = content if root is None else merged_trees(content, plain_tree(root, ""))
+    guess = None if found else guess_kind(content)
+    if guess is not None:
+        return guess
     sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
     problem = "has sections of several jobs" if found else "has no section that says which job it is for"
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
@@ -80,6 +96,16 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
 def to_yaml(config: RunConfig) -> str:
     """The whole resolved config; loading the text gives an equal config."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def _raise_foreign(
+    kind: Kind, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
+) -> None:
+    """Raise one ConfigError with all findings in groups if the unknown keys are those of another tool."""
+    findings = find_foreign(kind, tree)
+    if findings.are_foreign:
+        others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
+        raise ConfigError(foreign_text(kind, shown_path(path), tree, findings, others, sources))
 
 
 def _config_file(path: Path) -> Path:

@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from nemo_like.config.errors import ConfigError, Location, Problem
+from nemo_like.config.foreign import unknown_text
 from nemo_like.config.keys import (
     RUN_CONFIGS,
     Kind,
     is_open_section,
     is_section,
     type_at,
-    unknown_key_text,
     without_none,
 )
 from nemo_like.config.source import Sources, Written
@@ -80,6 +80,21 @@ def check_override_keys(kind: Kind, overrides: Sequence[ParsedOverride]) -> Iter
             yield from _check_key(kind, override.key, override.value)
 
 
+def set_in_tree(tree: dict[str, Any], overrides: Sequence[ParsedOverride]) -> None:
+    """Put the values of the overrides into the plain content of the files."""
+    for override in overrides:
+        if override.chooses_file or override.is_delete:
+            continue
+        section = tree
+        *parents, name = override.key.split(".")
+        for parent in parents:
+            inner = section.get(parent)
+            if not isinstance(inner, dict):
+                inner = section[parent] = {}
+            section = inner
+        section[name] = override.value
+
+
 def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> None:
     """Remember which keys the command line set."""
     for override in overrides:
@@ -130,7 +145,7 @@ def _syntax_hint(text: str) -> str:
 def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
     annotation = type_at(RUN_CONFIGS[kind], key)
     if annotation is None:
-        yield Problem((key,), unknown_key_text(kind, key), COMMAND_LINE)
+        yield Problem((key,), unknown_text(kind, key), COMMAND_LINE)
     elif isinstance(value, dict) and (is_section(annotation) or is_open_section(annotation)):
         for name, inner in value.items():
             yield from _check_key(kind, f"{key}.{name}", inner)

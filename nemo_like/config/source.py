@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from nemo_like.config.errors import ConfigError, Location, Problem, shown_path
+from nemo_like.config.foreign import unknown_text
 from nemo_like.config.keys import (
     RUN_CONFIGS,
     Kind,
@@ -22,13 +24,13 @@ from nemo_like.config.keys import (
     is_open_section,
     is_section,
     type_at,
-    unknown_key_text,
     without_none,
 )
 from nemo_like.config.safe_yaml import MAX_BYTES, compose_yaml
 from nemo_like.config.text import shortened, shown_value
 
 _STR_TAG = "tag:yaml.org,2002:str"
+_BOOL_TAG = "tag:yaml.org,2002:bool"
 _NULL_TAG = "tag:yaml.org,2002:null"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
@@ -102,6 +104,28 @@ def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> I
     yield from _check_section(kind, root, prefix, shown_path(path), is_root=True)
 
 
+def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
+    """The content of one file under the dotted `prefix`: null, booleans, lists and mappings, else the text as spelled.
+
+    Nothing is interpolated. Keys that are no names, such as `1` or `a.b`, and `defaults` are left out.
+    """
+    tree = _plain(root)
+    assert isinstance(tree, dict)
+    tree.pop("defaults", None)
+    for name in reversed(prefix.split(".") if prefix else []):
+        tree = {name: tree}
+    return tree
+
+
+def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`: mappings are merged, everything else is replaced."""
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        merged[name] = merged_trees(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
 def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) -> None:
     """Remember where every key of one file stands."""
     _record(sources, root, prefix, shown_path(path))
@@ -113,8 +137,7 @@ def _check_section(kind: Kind, node: yaml.MappingNode, prefix: str, source: str,
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
         if is_root and key_node.value == "defaults":
             continue
-        is_name = key_node.tag == _STR_TAG and "." not in key_node.value
-        annotation = type_at(RUN_CONFIGS[kind], path) if is_name else None
+        annotation = type_at(RUN_CONFIGS[kind], path) if is_name(key_node) else None
         if annotation is None:
             yield Problem((path,), _unknown_text(kind, prefix, key_node), location)
             continue
@@ -131,7 +154,7 @@ def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
     if "." in key_node.value and type_at(RUN_CONFIGS[kind], path) is not None:
         return f"{key_node.value} is one key with dots in it; in YAML write nested sections, dots are for overrides"
-    return unknown_key_text(kind, path)
+    return unknown_text(kind, path)
 
 
 def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
@@ -140,6 +163,21 @@ def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
     if value.tag == _NULL_TAG:
         return f"{path} is empty; remove the line or give it keys ({examples})"
     return f"{path} is {_kind_of(value)}; it is a section with keys ({examples})"
+
+
+def _plain(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: _plain(value) for key, value in _items(node) if is_name(key)}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    if node.tag == _NULL_TAG:
+        return None
+    return SafeConstructor().construct_object(node) if node.tag == _BOOL_TAG else node.value
+
+
+def is_name(key_node: yaml.ScalarNode) -> bool:
+    """Whether a YAML key can be part of a dotted key."""
+    return key_node.tag == _STR_TAG and "." not in key_node.value
 
 
 def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) -> None:

@@ -1,0 +1,134 @@
+"""The message for a config with keys of other tools: its findings in groups, every key once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_like.config.errors import Location, Problem
+from nemo_like.config.foreign import Finding, Findings, Group, missing_keys
+from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, type_at
+from nemo_like.config.source import Sources
+from nemo_like.config.text import shortened
+
+MAX_SHOWN_KEYS = 400
+"""Of one group; more than any known config has."""
+_MAX_PATH_CHARACTERS = 120
+_MAX_LINE_CHARACTERS = 110
+
+
+def foreign_text(
+    kind: Kind, source: str, tree: Mapping[str, Any], findings: Findings, others: Sequence[Problem], sources: Sources
+) -> str:
+    """The text of the error for the config `source`, with the problems that are no foreign keys at its end."""
+    places = {key: _place(written.location, source) for key, written in sources.written.items()}
+    groups = {group: [one for one in findings.found if one.group == group] for group in _HEADINGS}
+    looks = f", as {' or '.join(findings.tools[:1])} has them" if findings.tools else ""
+    lines = [f"{source} has {len(findings.found)} keys to change or delete{looks}"]
+    for group, found in groups.items():
+        if not found:
+            continue
+        lines.append(_HEADINGS[group])
+        lines += [f"  {line}" for line in _group_lines(kind, group, found[:MAX_SHOWN_KEYS], tree, places)]
+        if len(found) > MAX_SHOWN_KEYS:
+            lines.append(f"  and {len(found) - MAX_SHOWN_KEYS} more")
+    missing = missing_keys(kind, tree, findings.found)
+    if missing:
+        lines.append(f"to be set as well: {', '.join(missing)}")
+    if others:
+        lines.append("other problems:")
+        lines += [f"  {shortened(str(problem), 300)}" for problem in others[:10]]
+        lines += [f"  and {len(others) - 10} more"] if len(others) > 10 else []
+    return "\n".join(lines)
+
+
+_HEADINGS: dict[Group, str] = {
+    "renamed": "renamed (old -> new):",
+    "unsupported": "unsupported (no counterpart; delete them, or do what the reason says):",
+    "unknown": "not known:",
+    "deletable": "safe to delete (null, off, or without a meaning here), with sections that become empty:",
+}
+
+
+def _group_lines(
+    kind: Kind, group: Group, found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]
+) -> Iterator[str]:
+    if group == "renamed":
+        yield from _renamed_lines(found, tree, places)
+    elif group == "unsupported":
+        for reason in dict.fromkeys(one.text for one in found):
+            paths = [_shown(one.path) for one in found if one.text == reason]
+            yield f"{reason}:" if len(paths) > 1 else f"{reason}: {paths[0]}"
+            if len(paths) > 1:
+                yield from (f"  {line}" for line in _wrapped(paths))
+    elif group == "unknown":
+        yield from _unknown_lines(kind, found, places)
+    else:
+        yield from _wrapped([_shown(one.path) for one in found])
+
+
+def _renamed_lines(found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+    """A line per target; keys that become the same key share it."""
+    for targets in dict.fromkeys(one.targets for one in found):
+        same = [one for one in found if one.targets == targets]
+        olds = [_shown(one.path) + (f": {one.old}" if one.new is not None else "") for one in same]
+        new = " and ".join(targets) if (same[0].path,) != targets else ""
+        values = list(dict.fromkeys(one.new for one in same if one.new is not None))
+        if values:
+            new = f"{new}: {' or '.join(values)}" if new else values[0]
+        notes = list(dict.fromkeys(one.text for one in same if one.text))
+        if len(same) > 1:
+            notes.append("one of them")
+        if (same[0].path,) != targets:
+            notes += _collision(tree, targets)
+        where = " and ".join(places[one.path] for one in same if one.path in places)
+        note = f" ({'; '.join(notes)})" if notes else ""
+        yield f"{', '.join(olds)} -> {new}{note}" + (f"  [{where}]" if where else "")
+
+
+def _unknown_lines(kind: Kind, found: Sequence[Finding], places: Mapping[str, str]) -> Iterator[str]:
+    """Each key, with the spelling that was meant; the keys of a section that has others once at the end."""
+    sections = []
+    for one in found:
+        meant = f", did you mean {one.targets[0]}?" if one.targets else ""
+        yield _shown(one.path) + meant + (f"  [{places[one.path]}]" if one.path in places else "")
+        parent = one.path.rpartition(".")[0]
+        if not one.targets and parent not in sections and child_types(type_at(RUN_CONFIGS[kind], parent)):
+            sections.append(parent)
+    for parent in sections:
+        keys = child_types(type_at(RUN_CONFIGS[kind], parent)) or {}
+        yield f"({parent or 'the top level'} has {', '.join(keys)})"
+
+
+def _collision(tree: Mapping[str, Any], targets: Sequence[str]) -> Iterator[str]:
+    """What to do with a new key that the config has already."""
+    for target in targets:
+        value: Any = tree
+        for name in target.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            yield "in place of the section there"
+        elif value is not None:
+            yield "which is set already, keep one"
+
+
+def _place(location: Location, source: str) -> str:
+    """Where a key is; the file is left out where it is the config itself."""
+    is_here = location.source == source and location.line is not None
+    return f"line {location.line}" if is_here else str(location)
+
+
+def _shown(path: str) -> str:
+    return shortened(path, _MAX_PATH_CHARACTERS)
+
+
+def _wrapped(names: Iterable[str]) -> Iterator[str]:
+    """The names in lines of at most about 110 characters, with commas between."""
+    line = ""
+    for name in names:
+        if line and len(line) + len(name) > _MAX_LINE_CHARACTERS:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {name}" if line else name
+    if line:
+        yield line

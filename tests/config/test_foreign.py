@@ -1,0 +1,283 @@
+"""Configs of other tools are refused with one list of what to change, and the list is right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from nemo_like.cli import main
+from nemo_like.config.arithmetic import register_arithmetic
+from nemo_like.config.build import build_config
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.foreign import TABLE, TOOLS, find_foreign, unknown_text
+from nemo_like.config.foreign_entries import Entry, Renamed, Unsupported
+from nemo_like.config.foreign_nemo_rl import SAME_KEYS
+from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, type_at
+from nemo_like.config.load import detect_kind, load_config
+from nemo_like.config.source import Sources
+
+CONFIGS = Path(__file__).parent / "foreign"
+CASES: dict[str, Kind] = {
+    "nemo_rl_grpo": "grpo",
+    "nemo_rl_sft": "sft",
+    "verl_grpo": "grpo",
+    "verl_sft": "sft",
+    "trl_grpo": "grpo",
+    "trl_sft": "sft",
+    "cosmos_rl_sft": "sft",
+}
+NEEDED = {
+    "run_name": "a",
+    "data.train_path": "t.jsonl",
+    "data.validation_path": "v.jsonl",
+    "policy.model_name": "m",
+    "reward.functions": {"answer": {"path": "nemo_like.environments.math.answer_reward"}},
+}
+OUR_KEY = re.compile(r"\b(?:policy|grpo|sft|data|reward|cluster|parallel|checkpointing|logger|loss_fn)\.[a-z_0-9.]*[a-z_0-9]")
+
+
+def message(path: Path, *overrides: str) -> str:
+    """What the user is told."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(detect_kind(path), path, overrides)
+    return str(caught.value)
+
+
+def leaves(values: Any, prefix: str = "") -> list[str]:
+    """Every dotted key with a value; an empty mapping is a value."""
+    if not isinstance(values, dict) or not values:
+        return [prefix]
+    return [leaf for name, inner in values.items() for leaf in leaves(inner, f"{prefix}.{name}" if prefix else name)]
+
+
+def unknown_leaves(kind: Kind, values: dict[str, Any]) -> list[str]:
+    return [leaf for leaf in leaves(values) if type_at(RUN_CONFIGS[kind], leaf) is None]
+
+
+def listed(text: str) -> list[str]:
+    """The old keys that the message lists, of all its groups."""
+    keys = []
+    for line in text.splitlines()[1:]:
+        if not line.startswith("  ") or line.startswith("  ("):
+            continue
+        if " -> " in line:
+            keys += [old.split(":")[0].strip() for old in line.split(" -> ")[0].split(", ")]
+        elif not line.endswith(":"):
+            keys += [name.strip() for name in line.rpartition(": ")[2].split(",") if name.strip()]
+    return keys
+
+
+def pop(values: dict[str, Any], path: str) -> Any:
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values[parent]
+    return values.pop(name)
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values.setdefault(name, value)
+
+
+def without_empty(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    kept = {name: without_empty(inner) for name, inner in values.items()}
+    return {name: inner for name, inner in kept.items() if inner != {}}
+
+
+def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
+    """The config after everything that the message says, word by word."""
+    renames = []
+    for line in text.splitlines():
+        if " -> " not in line or not line.startswith("  "):
+            continue
+        olds, _, rest = line.strip().partition(" -> ")
+        target, _, note = re.sub(r"  \[.*\]$", "", rest).partition(" (")
+        keys, colon, new = target.partition(": ")
+        first, *others = [old.split(": ")[0] for old in olds.split(", ")]
+        source = resolved if "write the value out" in note else values
+        value = OmegaConf.select(OmegaConf.create(resolved), first) if source is resolved else pop(values, first)
+        if source is resolved:
+            pop(values, first)
+        for other in others:
+            pop(values, other)
+        if type_at(RUN_CONFIGS["grpo"], first) is not None:
+            keys, colon, new = first, ": ", target
+        value = yaml.safe_load(new) if colon and "${" not in new else (new if colon else value)
+        if "in place of the section there" in note:
+            pop(values, keys)
+        renames.append((keys.split(" and "), OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+    for path in listed(text.split("unsupported (")[-1]):
+        pop(values, path)
+    for targets, value in renames:
+        for index, target in enumerate(targets):
+            put(values, target, value[index] if isinstance(value, list) else value)
+    wanted = re.search(r"^to be set as well: (.*)$", text, re.MULTILINE)
+    for key in wanted[1].split(", ") if wanted else ():
+        put(values, key, NEEDED[key])
+    return without_empty(values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_of_another_tool_loads_after_all_that_its_message_says(name: str, tmp_path: Path) -> None:
+    path, kind = CONFIGS / f"{name}.yaml", CASES[name]
+    values = yaml.safe_load(path.read_text())
+    register_arithmetic()
+    resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    assert isinstance(resolved, dict)
+    assert detect_kind(path) == kind
+    text = message(path)
+    found = listed(text)
+    for leaf in unknown_leaves(kind, values):
+        covering = [key for key in found if leaf == key or leaf.startswith(f"{key}.")]
+        assert len(covering) == 1, (leaf, covering)
+    assert len(found) == len(set(found))
+    for other in found:
+        is_same = other in SAME_KEYS
+        assert is_same or text.count(f" {other} ") + text.count(f" {other},") + text.count(f" {other}:") <= 1, other
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(yaml.safe_dump(follow(text, values, {str(key): item for key, item in resolved.items()})))
+    load_config(kind, changed)
+
+
+def test_the_groups_of_a_nemo_rl_config() -> None:
+    text = message(CONFIGS / "nemo_rl_grpo.yaml")
+    assert len(unknown_leaves("grpo", yaml.safe_load((CONFIGS / "nemo_rl_grpo.yaml").read_text()))) >= 60
+    assert "as NeMo RL has them" in text
+    headings = [line.split(" (")[0] for line in text.splitlines() if not line.startswith(" ")][1:]
+    missing = "run_name, data.train_path, reward.functions, data.validation_path"
+    assert headings == ["renamed", "unsupported", "safe to delete", f"to be set as well: {missing}"]
+    renamed, unsupported, deletable = re.split(r"\n(?:unsupported|safe to delete).*\n", text)
+    assert "grpo.normalize_rewards: true -> grpo.advantage.normalize: group_std (leave_one_out_std" in renamed
+    assert "grpo.use_leave_one_out_baseline: true -> grpo.advantage.baseline: leave_one_out" in renamed
+    assert "loss_fn.token_level_loss: true -> loss_fn.normalization: token" in renamed
+    assert "policy.dtensor_cfg.tensor_parallel_size -> parallel.tensor" in renamed
+    assert "policy.generation.backend: vllm -> hf" in renamed
+    assert "policy.scheduler as a section with kind" in unsupported
+    assert "policy.generation.vllm_cfg" in unsupported
+    assert all(key in deletable for key in ("policy.megatron_cfg", "grpo.reward_shaping", "policy.logprob_chunk_size"))
+    assert "policy.megatron_cfg." not in text
+
+
+def test_a_config_that_is_right_without_its_dead_keys_is_still_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "run_name: a\npolicy: {model_name: m, megatron_cfg: {enabled: false, lr: 1}, draft: null}\n"
+        "data: {train_path: t.jsonl, num_workers: 1}\nsft: {val_at_end: true}\n"
+    )
+    assert main(["validate", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "policy.megatron_cfg, policy.draft, data.num_workers, sft.val_at_end" in error
+    assert "renamed" not in error and "unsupported" not in error
+    assert main(["sft", "--config", str(path)]) == 2
+
+
+def test_sections_of_other_files_and_overrides_are_in_the_same_list(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("sft: {seed: 1}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n")
+    path = tmp_path / "a.yaml"
+    path.write_text("defaults: base.yaml\nrun_name: a\nsft: {seed: 2}\npolicy: {dtensor_cfg: {cpu_offload: true}}\n1: 2\n")
+    text = message(path, "trainer.n_gpus_per_node=2")
+    assert text.count("sft.seed ->") == 1 and f"sft.seed -> seed  [{path}:3]" in text.replace("[line 3", f"[{path}:3")
+    assert "parallel.tensor  [" in text and "base.yaml:2]" in text
+    assert "trainer.n_gpus_per_node -> cluster.gpus_per_node  [the command line]" in text
+    assert "other problems:\n  unknown key 1" in text
+
+
+def test_a_misspelled_key_is_not_taken_for_a_disabled_section(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "run_name: a\nsft: {seed: 2}\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\n"
+        "checkpointin: {enabled: false}\ndata: {train_path: t, whatever: 3}\n"
+    )
+    text = message(path)
+    assert "checkpointin, did you mean checkpointing?" in text
+    assert "data.whatever  [line 5]\n  (data has train_path" in text
+
+
+def test_a_single_foreign_key_is_answered_with_the_right_hint() -> None:
+    assert unknown_text("grpo", "grpo.seed") == "unknown key grpo.seed; did you mean seed?"
+    assert "prompt and completion together" in unknown_text("grpo", "data.max_prompt_length")
+    assert "no meaning here" in unknown_text("sft", "logger.log_dir")
+    for path in ("critic.optim.lr", "env.math.num_workers", "nothing.num_workers"):
+        assert "did you mean" not in unknown_text("grpo", path), path
+
+
+def test_every_entry_of_the_tables_fits_the_schema() -> None:
+    for path, entry in TABLE.items():
+        assert not is_key(path), path
+        check_entry(entry)
+    for path, (_, entry) in SAME_KEYS.items():
+        assert is_key(path), path
+        check_entry(entry)
+
+
+def check_entry(entry: Entry) -> None:
+    """Every key that it names exists, and every value that it gives is legal."""
+    text = entry.reason if isinstance(entry, Unsupported) else f"{entry.note} {entry.null}" if isinstance(entry, Renamed) else ""
+    for key in OUR_KEY.findall(text):
+        assert is_key(key), key
+    if isinstance(entry, Renamed):
+        targets = (*entry.targets, *([entry.sft] if entry.sft else []))
+        assert targets and all(is_key(target) for target in targets)
+        assert entry.switch is None or entry.switch in TABLE
+        for value in (entry.values or {}).values():
+            if value not in (None, "*") and "${" not in value:
+                assert all(is_legal(target, value) for target in targets), value
+
+
+def is_key(path: str) -> bool:
+    return path.startswith("reward.functions") or any(type_at(config, path) is not None for config in RUN_CONFIGS.values())
+
+
+def is_legal(path: str, value: str) -> bool:
+    """Whether the schema takes the value for the key."""
+    kind: Kind = "grpo" if type_at(RUN_CONFIGS["grpo"], path) is not None else "sft"
+    plain: dict[str, Any] = {}
+    for key in ("run_name", "policy.model_name", "data.train_path"):
+        put(plain, key, "x")
+    put(plain, path, yaml.safe_load(value))
+    return not build_config(RUN_CONFIGS[kind], plain, Sources())[1]
+
+
+TEXTS = ("0", "1", "-1", "grpo", "fsdp", "${seed}", "")
+VALUES = st.sampled_from([None, True, False, *TEXTS, {}, {"enabled": False}, {"x": "1"}, ["1"]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["sft", "grpo"]),
+    chosen=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=40),
+)
+def test_every_unknown_key_is_in_exactly_one_finding(kind: Kind, chosen: dict[str, Any]) -> None:
+    tree: dict[str, Any] = {}
+    for path, value in chosen.items():
+        if not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in chosen):
+            put(tree, path, value)
+    found = find_foreign(kind, tree).found
+    for leaf in unknown_leaves(kind, tree) if tree else []:
+        section = leaf.split(".")[0]
+        if is_key(section) and type_at(RUN_CONFIGS[kind], section) is None:
+            continue  # a section of the other job, which has a message of its own
+        covering = [one for one in found if leaf == one.path or leaf.startswith(f"{one.path}.")]
+        assert len(covering) == 1, leaf
+        for target in covering[0].targets:
+            assert type_at(RUN_CONFIGS[kind], target) is not None
+            assert child_types(type_at(RUN_CONFIGS[kind], target)) is None
+
+
+def test_the_tables_do_not_contradict_each_other() -> None:
+    names = list(TOOLS)
+    shared = {path for first in names for other in names if first != other for path in set(TOOLS[first]) & set(TOOLS[other])}
+    assert shared <= {"optim"}, "what one key means depends on the tool"
