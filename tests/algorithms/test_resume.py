@@ -43,7 +43,7 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     run = run_sft(recipe.sft(*OPTIONS)).run
     expected, lengths = read_metrics(run.path), run.lengths.read_bytes()
     before = contents(run.path)
-    with pytest.raises(ConfigError, match="seed changed"):
+    with pytest.raises(ConfigError, match="written with seed=42, this run has seed=7"):
         run_sft(recipe.sft(*OPTIONS, "resume=true", "seed=7", "policy.optimizer.lr=1e-4"))
     with pytest.raises(ConfigError, match="in use by process"), locked(run.path):
         run_sft(recipe.sft(*OPTIONS, "resume=true", "policy.optimizer.lr=1e-4"))

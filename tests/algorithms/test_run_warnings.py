@@ -97,7 +97,13 @@ def test_bfloat16_without_instructions_for_it(recipe: Recipe):
 
 def test_validate_and_the_run_report_slow_bfloat16(recipe: Recipe, monkeypatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(run_warnings, "_cpu_flags", lambda: INTEL)
-    config = recipe.sft("policy.precision=bfloat16", "sft.max_num_steps=1", "sft.val_at_start=false", "data.validation_path=null")
+    config = recipe.sft(
+        "policy.precision=bfloat16",
+        "sft.max_num_steps=1",
+        "sft.val_at_start=false",
+        "sft.val_period=0",
+        "data.validation_path=null",
+    )
     config = replace(config, policy=replace(config.policy, scheduler=replace(config.policy.scheduler, warmup_steps=0)))
     assert any("bfloat16" in warning for warning in validate(config).warnings)
     with caplog.at_level(logging.WARNING):
