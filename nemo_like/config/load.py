@@ -6,6 +6,7 @@ names them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,10 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
 
 def to_yaml(config: RunConfig) -> str:
     """The whole resolved config; loading the text gives an equal config."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    if re.search("[\x85\u2028\u2029]", text):  # written as they are, YAML reads these line breaks as spaces
+        text = yaml.safe_dump(to_dict(config), sort_keys=False)
+    return text
 
 
 def _raise_foreign(

@@ -90,7 +90,7 @@ def load_rows(
     """
     path = Path(path).expanduser()
     if not is_possible_path(str(path)) or not path.exists():
-        raise ConfigError(f"{key}: there is no {shown_value(str(path))}; give {_SUFFIXES}")
+        raise ConfigError(f"{key}: there is no {shortened(repr(str(path)), 300)}; give {_SUFFIXES}")
     rows: list[Row] = []
     places: list[str] = []
     digests: list[int] = []

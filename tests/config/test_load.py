@@ -142,6 +142,13 @@ def test_yaml_output_loads_to_the_same_config(write: Write) -> None:
     assert load_config("grpo", write(to_yaml(config), "again.yaml")) == config
 
 
+@pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
+def test_rare_line_breaks_survive_yaml(write: Write, separator: str) -> None:
+    config = load_config("sft", write(MINIMAL), [f"data.system_prompt='a{separator}b'"])
+    assert config.data.system_prompt == f"a{separator}b"
+    assert load_config("sft", write(to_yaml(config), "again.yaml")) == config
+
+
 def test_loading_leaves_the_process_as_it_was(write: Write, tmp_path: Path) -> None:
     import logging
 
