@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nemo_like.checkpoint_manifest import CheckpointError
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig, SequencePackingConfig
 from nemo_like.data.packing.plan import plan_batch
 from nemo_like.distributed import mesh
@@ -108,7 +109,7 @@ def test_a_checkpoint_from_before_the_first_step_has_no_moments(config, tmp_path
 
 
 def test_a_folder_without_manifest_or_of_another_model_is_refused(config, model_dir, tmp_path):
-    with pytest.raises(ValueError, match=r"manifest\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not exist"):
         DTensorPolicyWorker(context(), config=config).load(tmp_path)
     train_and_save(context(), config, range(1), None, tmp_path / "qwen2")
     other = dataclasses.replace(config, model_name=model_dir("qwen3"))
