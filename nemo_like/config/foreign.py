@@ -43,7 +43,7 @@ class Finding:
     path: str
     group: Group
     targets: tuple[str, ...] = ()
-    """New keys of a renamed key; for an unknown one the key that was probably meant."""
+    """New keys of a renamed key."""
     old: str = ""
     new: str | None = None
     """The new value; None where the value stays as it is."""
@@ -62,9 +62,10 @@ class Findings:
 
     @property
     def are_foreign(self) -> bool:
-        """Whether they are to be grouped: three or more, of which one is known as a key of another tool."""
+        """Whether they are to be grouped: one is known as a key of another tool, and there are three or a section."""
         unknown = [finding for finding in self.found if finding.path not in SAME_KEYS]
-        return len(unknown) >= 3 and any(finding.is_recognized for finding in unknown)
+        recognized = [finding.path for finding in unknown if finding.is_recognized]
+        return bool(recognized) and (len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized)))
 
     def covers(self, path: str) -> bool:
         """Whether a message about the key `path` is part of the findings already."""
@@ -149,11 +150,8 @@ def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iter
     has_inner = path in _inner_sections()
     entry = Obsolete() if path.endswith("._target_") else _entry(path, kind)
     if entry is None and not has_inner:
-        meant = misspelled_key(kind, path)
-        if meant is None and _is_off(value):
-            yield Finding(path, "deletable", is_recognized=False)
-        else:
-            yield Finding(path, "unknown", (meant,) if meant else (), is_recognized=False)
+        is_dead = _is_off(value) and misspelled_key(kind, path) is None
+        yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
     elif _is_off(value) and path not in ON_WHEN_DISABLED:
         reason = entry.null if isinstance(entry, Renamed) and value is None else ""
         yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
@@ -222,6 +220,12 @@ def _inner_sections() -> frozenset[str]:
     """Every section that has keys of the table below it."""
     parts = [path.split(".") for path in TABLE]
     return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
+
+
+def _is_in_foreign_section(path: str) -> bool:
+    """Whether a key of the table is a section, or in a section, that the schema has not."""
+    parent = path.rpartition(".")[0]
+    return path in _inner_sections() or all(type_at(config, parent) is None for config in RUN_CONFIGS.values())
 
 
 def canonical(value: Any) -> str:

@@ -7,12 +7,13 @@ from typing import Any
 
 from nemo_like.config.errors import Location, Problem
 from nemo_like.config.foreign import Finding, Findings, Group, missing_keys
-from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, type_at
+from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, misspelled_key, type_at
 from nemo_like.config.source import Sources
 from nemo_like.config.text import shortened
 
 MAX_SHOWN_KEYS = 400
 """Of one group; more than any known config has."""
+MAX_UNKNOWN_KEYS = 60
 _MAX_PATH_CHARACTERS = 120
 _MAX_LINE_CHARACTERS = 110
 
@@ -29,9 +30,10 @@ def foreign_text(
         if not found:
             continue
         lines.append(_HEADINGS[group])
-        lines += [f"  {line}" for line in _group_lines(kind, group, found[:MAX_SHOWN_KEYS], tree, places)]
-        if len(found) > MAX_SHOWN_KEYS:
-            lines.append(f"  and {len(found) - MAX_SHOWN_KEYS} more")
+        limit = MAX_UNKNOWN_KEYS if group == "unknown" else MAX_SHOWN_KEYS
+        lines += [f"  {line}" for line in _group_lines(kind, group, found[:limit], tree, places)]
+        if len(found) > limit:
+            lines.append(f"  and {len(found) - limit} more")
     missing = missing_keys(kind, tree, findings.found)
     if missing:
         lines.append(f"to be set as well: {', '.join(missing)}")
@@ -71,7 +73,7 @@ def _renamed_lines(found: Sequence[Finding], tree: Mapping[str, Any], places: Ma
     """A line per target; keys that become the same key share it."""
     for targets in dict.fromkeys(one.targets for one in found):
         same = [one for one in found if one.targets == targets]
-        olds = [_shown(one.path) + (f": {one.old}" if one.new is not None else "") for one in same]
+        olds = [_shown(one.path) + (f": {shortened(one.old)}" if one.new is not None else "") for one in same]
         new = " and ".join(targets) if (same[0].path,) != targets else ""
         values = list(dict.fromkeys(one.new for one in same if one.new is not None))
         if values:
@@ -90,10 +92,11 @@ def _unknown_lines(kind: Kind, found: Sequence[Finding], places: Mapping[str, st
     """Each key, with the spelling that was meant; the keys of a section that has others once at the end."""
     sections = []
     for one in found:
-        meant = f", did you mean {one.targets[0]}?" if one.targets else ""
-        yield _shown(one.path) + meant + (f"  [{places[one.path]}]" if one.path in places else "")
+        meant = misspelled_key(kind, one.path)
+        hint = f", did you mean {meant}?" if meant else ""
+        yield _shown(one.path) + hint + (f"  [{places[one.path]}]" if one.path in places else "")
         parent = one.path.rpartition(".")[0]
-        if not one.targets and parent not in sections and child_types(type_at(RUN_CONFIGS[kind], parent)):
+        if not meant and parent not in sections and child_types(type_at(RUN_CONFIGS[kind], parent)):
             sections.append(parent)
     for parent in sections:
         keys = child_types(type_at(RUN_CONFIGS[kind], parent)) or {}
@@ -119,7 +122,7 @@ def _place(location: Location, source: str) -> str:
 
 
 def _shown(path: str) -> str:
-    return shortened(path, _MAX_PATH_CHARACTERS)
+    return shortened(path.replace("\n", "\\n"), _MAX_PATH_CHARACTERS)
 
 
 def _wrapped(names: Iterable[str]) -> Iterator[str]:

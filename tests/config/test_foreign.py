@@ -281,3 +281,19 @@ def test_the_tables_do_not_contradict_each_other() -> None:
     names = list(TOOLS)
     shared = {path for first in names for other in names if first != other for path in set(TOOLS[first]) & set(TOOLS[other])}
     assert shared <= {"optim"}, "what one key means depends on the tool"
+
+
+def test_one_section_of_another_tool_is_enough_for_the_list(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("run_name: a\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\ndata: {train_path: t}\nsft: {}\n")
+    assert "nothing is offloaded to the CPU: policy.dtensor_cfg" in message(path)
+    assert "trainer.nnodes -> cluster.num_nodes" in message(path, "trainer.nnodes=2")
+
+
+def test_thousands_of_unknown_keys_make_a_message_of_readable_length(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    keys = "".join(f"  max_k{n}_sizes: {n}\n" for n in range(150))
+    path.write_text(f"run_name: a\npolicy: {{model_name: m}}\ndata: {{train_path: t, num_workers: 1}}\nsft:\n  seed: 1\n{keys}")
+    text = message(path)
+    assert "sft.seed -> seed" in text and "and 90 more" in text
+    assert len(text) < 4_000
