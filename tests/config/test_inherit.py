@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -114,6 +114,7 @@ def test_what_is_wrong_is_one_message_with_key_and_line(tmp_path: Path, files: d
 NUMBERS = st.integers(-(10**6), 10**6) | st.floats(-1e6, 1e6, allow_subnormal=False)
 
 
+@settings(deadline=None)
 @given(left=NUMBERS, right=NUMBERS)
 def test_arithmetic_is_exact_on_integers_and_keeps_them_integers(left, right):
     register_arithmetic()
