@@ -89,6 +89,8 @@ class Kill:
     seconds_to_exit: float = 0.0
     message: str = ""
     problems: list[str] = field(default_factory=list)
+    errors: str = ""
+    """The end of the driver's standard error, where there are problems."""
 
 
 class Bench:
@@ -192,6 +194,8 @@ class Bench:
             kill.problems.append(f"an attempt that was not killed failed with exit code {kill.exit_code}")
         if "Traceback" in errors.split("The last lines it wrote")[0]:
             kill.problems.append("the message contains a traceback")
+        if kill.problems:
+            kill.errors = errors[-4000:]
 
 
 class Attempt:

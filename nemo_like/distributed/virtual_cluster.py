@@ -30,6 +30,7 @@ from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
 from nemo_like.distributed.head_monitor import HeadMonitor, end_process
 from nemo_like.distributed.placement import Demand, Node, Resources
+from nemo_like.distributed.raylet_watch import RayletWatch
 from nemo_like.distributed.session_guard import SessionFolder
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class RayVirtualCluster:
         self._logs = logs
         self._was_given = ray.is_initialized()
         self._session = None if self._was_given else _connect(logs)
+        self._raylet_watch = None if self._session is None else RayletWatch(_raylet_pid())
         self.head = HeadMonitor(ray.get_runtime_context().gcs_address)
         try:
             node_ids = self._reserve()
@@ -112,6 +114,8 @@ class RayVirtualCluster:
     def shutdown(self, *, keep_logs: bool = False) -> None:
         """Give the room back, disconnect from a Ray that this object joined, and stop one that it started."""
         self.head.stop()
+        if self._raylet_watch is not None:
+            self._raylet_watch.stop()
         if self.head.is_lost:
             # Ray's shutdown, here or at the end of the process, would wait for the head and then end
             # the process with a message of its own or a segmentation fault.
@@ -238,6 +242,13 @@ def _connect(logs: Path | None) -> SessionFolder | None:
             f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {_one_line(error)}. {advice}"
         ) from error
     return None
+
+
+def _raylet_pid() -> int:
+    """The raylet that this process started."""
+    node = ray._private.worker._global_node
+    assert node is not None, "a Ray was started"
+    return node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
 
 
 def _start(logs: Path | None) -> SessionFolder:

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -21,12 +22,13 @@ from nemo_like.distributed.session_guard import SessionFolder, remove_session
 ROOT = Path(__file__).parents[2]
 
 
-def start_python(script: str, **environment: str) -> subprocess.Popen[str]:
+def start_python(script: str, stderr: TextIO | None = None, **environment: str) -> subprocess.Popen[str]:
     """A driver in a process group of its own, as a shell starts it."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=kept | environment,
         cwd=ROOT,
@@ -85,6 +87,25 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
     driver.wait()
     wait_until(lambda: not Path(folder).exists())
     wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path) -> None:
+    """Ray ends the driver's process at its next call, without an exception; an idle driver ends too."""
+    script = """
+        import os, signal
+        from nemo_like.config.schema import ClusterConfig
+        from nemo_like.distributed.virtual_cluster import RayVirtualCluster, _raylet_pid
+        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
+        cluster.shutdown()
+        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
+        os.kill(_raylet_pid(), signal.SIGKILL)
+        signal.pause()
+        """
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        driver = start_python(script, stderr=file)
+    assert driver.wait(60) == 1
+    assert errors.read_text().count("error: the raylet (pid ") == 1, "and nothing when a cluster is shut down"
 
 
 def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
