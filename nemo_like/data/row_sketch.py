@@ -1,7 +1,7 @@
 """A set of row ids in a few kilobytes of JSON, from which small differences to another set can be read.
 
 An invertible Bloom lookup table (Eppstein et al., "What's the Difference? Efficient Set Reconciliation without Prior
-Context", 2011): every id is added to one cell of each of three tables. The difference of two sketches holds only ids
+Context", 2011): every id is added to one cell of each of four tables. The difference of two sketches holds only ids
 that one set has and the other has not, and a cell with exactly one of them gives it away. The size does not depend on
 the number of ids.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-NUM_TABLES = 3
+NUM_TABLES = 4
 CELLS_PER_TABLE = 64
 MAX_DIFFERENCE = 100
 """Differences of up to this many ids are found with probability above 0.999."""
