@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -246,7 +248,7 @@ def _connect(logs: Path | None) -> SessionFolder | None:
 
 def _raylet_pid() -> int:
     """The raylet that this process started."""
-    node = ray._private.worker._global_node
+    node: Any = ray_worker._global_node
     assert node is not None, "a Ray was started"
     return node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
 

@@ -46,6 +46,6 @@ def peak_bytes(model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, 
     for parameter in scorer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveStorage() as live:
-        logprobs, _ = scorer(inputs, 1.0, False)
+        logprobs = scorer(inputs, 1.0, False, None).logprobs
         logprobs.sum().backward()
     return live.peak
