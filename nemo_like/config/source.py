@@ -6,6 +6,7 @@ written and how it was spelled.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from nemo_like.config.keys import (
 from nemo_like.config.safe_yaml import MAX_BYTES, compose_yaml
 from nemo_like.config.text import shortened, shown_value
 
+_MAX_HINTS = 50
+"""Unknown keys of one file that get a hint."""
 _STR_TAG = "tag:yaml.org,2002:str"
 _BOOL_TAG = "tag:yaml.org,2002:bool"
 _NULL_TAG = "tag:yaml.org,2002:null"
@@ -101,7 +104,7 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
     """Unknown keys and sections that are no mappings in one file, whose content stands under the dotted `prefix`."""
-    yield from _check_section(kind, root, prefix, shown_path(path), is_root=True)
+    yield from _check_section(kind, root, prefix, shown_path(path), itertools.count(), is_root=True)
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
@@ -131,7 +134,16 @@ def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) ->
     _record(sources, root, prefix, shown_path(path))
 
 
-def _check_section(kind: Kind, node: yaml.MappingNode, prefix: str, source: str, *, is_root: bool = False) -> Iterator[Problem]:
+def _check_section(
+    kind: Kind,
+    node: yaml.MappingNode,
+    prefix: str,
+    source: str,
+    num_unknown: Iterator[int],
+    *,
+    is_root: bool = False,
+) -> Iterator[Problem]:
+    """Yield the problems of the keys below `prefix`; `num_unknown` counts the unknown keys of the file."""
     for key_node, value in _items(node):
         location = Location(source, key_node.start_mark.line + 1)
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
@@ -139,13 +151,16 @@ def _check_section(kind: Kind, node: yaml.MappingNode, prefix: str, source: str,
             continue
         annotation = type_at(RUN_CONFIGS[kind], path) if is_name(key_node) else None
         if annotation is None:
-            yield Problem((path,), _unknown_text(kind, prefix, key_node), location)
+            # A hint compares the key with every key of the schema, and only the first few are shown.
+            has_hint = next(num_unknown) < _MAX_HINTS
+            text = _unknown_text(kind, prefix, key_node) if has_hint else f"unknown key {shortened(path)}"
+            yield Problem((path,), text, location)
             continue
         annotation, _ = without_none(annotation)
         if not (is_section(annotation) or is_open_section(annotation)):
             continue
         if isinstance(value, yaml.MappingNode):
-            yield from _check_section(kind, value, path, source)
+            yield from _check_section(kind, value, path, source, num_unknown)
         elif "${" not in str(value.value):
             yield Problem((path,), _not_a_section_text(path, annotation, value), location)
 

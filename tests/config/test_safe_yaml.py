@@ -26,6 +26,7 @@ NAMED = "\n".join(f"    f{n}: {{path: '{REFERENCE.format(n + 1) * 2}'}}" for n i
         ("seed: " + "[" * 20_000, "nested more than"),
         ("seed: " + "{a: " * 10_000, "nested more than"),
         ("\n".join(f"k{n}: 1" for n in range(5_000)), "the limit for a config"),
+        ("policy:\n" + "\n".join(f"  unknown_{n}: 1" for n in range(1_800)), "1800 problems"),
         ("seed: " + "9" * 5_000, "digits"),
         ("seed: 0x" + "f" * 300, "bits"),
         ("seed: !!int abc", ":1 has 'abc'"),
