@@ -158,7 +158,11 @@ def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iter
     elif isinstance(value, Mapping) and has_inner:
         inner = [one for name, item in value.items() for one in _unknown(kind, tree, f"{path}.{name}", item)]
         yield from _collapsed(path, inner)
-    elif has_inner or entry is None or (isinstance(entry, Renamed) and isinstance(value, Mapping)):
+    elif (
+        entry is None
+        or (isinstance(entry, Obsolete) and has_inner)
+        or (isinstance(entry, Renamed) and isinstance(value, Mapping))
+    ):
         # A section that has a plain value, or a plain key that has a section: not the key of the table.
         yield Finding(path, "unknown", is_recognized=False)
     else:
