@@ -23,7 +23,9 @@ def foreign_text(
 ) -> str:
     """The text of the error for the config `source`, with the problems that are no foreign keys at its end."""
     places = {key: _place(written.location, source) for key, written in sources.written.items()}
-    groups = {group: [one for one in findings.found if one.group == group] for group in _HEADINGS}
+    groups: dict[Group, list[Finding]] = {
+        group: [one for one in findings.found if one.group == group] for group in _HEADINGS
+    }
     looks = f", as {' or '.join(findings.tools[:1])} has them" if findings.tools else ""
     lines = [f"{source} has {len(findings.found)} keys to change or delete{looks}"]
     for group, found in groups.items():

@@ -91,15 +91,15 @@ def test_a_call_that_hangs_ends_the_process_with_a_message() -> None:
         class Worker:
             def __init__(self, context): pass
             def work(self):
-                for index in range(15):
+                for index in range(30):
                     activity.note(f"sample {index}")
                     time.sleep(0.2)
             def hang(self):
                 time.sleep(1000)
 
-        group = LocalGroup(Worker, {}, local_context(), name="reward", progress_timeout_s=2.0)
+        group = LocalGroup(Worker, {}, local_context(), name="reward", progress_timeout_s=5.0)
         group.run_all_workers("work")
-        time.sleep(3)
+        time.sleep(6)
         print("slow work and no work are no hang", flush=True)
         group.run_all_workers("hang")
     """
@@ -108,6 +108,6 @@ def test_a_call_that_hangs_ends_the_process_with_a_message() -> None:
     )
     assert (done.returncode, done.stdout) == (1, "slow work and no work are no hang\n")
     assert "worker 0 of the reward group" in done.stderr
-    assert "hangs in `hang`: no progress for 2" in done.stderr
+    assert "hangs in `hang`: no progress for " in done.stderr
     assert "last activity: hang" in done.stderr
     assert "in hang" in done.stderr
