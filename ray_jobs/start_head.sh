@@ -46,12 +46,14 @@ done
 (umask 077 && ray get-auth-token --generate >/dev/null)
 [ ! -f ~/.ray/auth_token ] || chmod 600 ~/.ray/auth_token
 
+# The agent that starts jobs gets a free port: on its fixed default port it cannot start beside another Ray, and then
+# every submission is refused with "No available agent".
 # In a session (setsid) of its own, so that exactly its processes can be found again.
 session_file=$(mktemp)
 trap 'rm -f "$session_file"' EXIT
 cd "$root"
 if ! NEMO_LIKE_HEAD=$port setsid --wait bash -c 'echo $$ >"$0"; exec ray start "$@"' "$session_file" \
-  --head --dashboard-host 127.0.0.1 --disable-usage-stats "$@"; then
+  --head --dashboard-host 127.0.0.1 --dashboard-agent-listen-port 0 --disable-usage-stats "$@"; then
   pkill -KILL -s "$(cat "$session_file")" || true
   echo "error: the head did not start; the processes it had started were stopped, other Ray clusters were not" \
     "touched. The reason is above, and in the newest session under /tmp/ray" >&2
