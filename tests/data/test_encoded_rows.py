@@ -34,9 +34,20 @@ def opened(rows: Rows, num_processes: int | None) -> EncodedRows:
     return EncodedRows(rows, encode, module=MODULE, setup={"a": 1}, num_processes=num_processes)
 
 
-def children() -> list[int]:
-    path = Path(f"/proc/{os.getpid()}/task")
-    return [int(pid) for task in path.iterdir() for pid in (task / "children").read_text().split()]
+def children() -> set[int]:
+    """Return the pids of this process's children, by the parent pid in `/proc/*/stat`.
+
+    A listing by thread (`task/*/children`) would race with threads that end.
+    """
+    pids = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            pids.add(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize("num_processes", [0, 2, None])

@@ -106,9 +106,9 @@ def gradients(worker: PolicyWorker, shard: SlicedDataDict) -> tuple[dict[str, np
     engine: Any = worker._policy
     found: dict[str, np.ndarray] = {}
 
-    def step(lr: float) -> float:
+    def step(lr: float, *, is_loss_finite: bool = True) -> float:
         found.update((name, tensor.clone().numpy()) for name, tensor in engine.full_gradients(list(engine.weight_shapes())))
-        return DTensorEngine.optimizer_step(engine, 0.0)
+        return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
     (metrics,) = worker.train(shard, None, NllLoss())
