@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -42,14 +43,36 @@ def import_transformers_without_torch() -> None:
 
 
 def load_model_config(name: str, *, local_files_only: bool) -> PretrainedConfig:
-    """The configuration of the model at a path or of a hub name. Raises OSError or ValueError as transformers does."""
+    """Return the configuration of the model at a path or of a hub name.
+
+    Raises OSError for files that are missing and ValueError for files that cannot be used, with a text of one line.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    return _open(AutoConfig.from_pretrained, name, local_files_only)
 
 
 def load_tokenizer(name: str, *, local_files_only: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer at a path or of a hub name. Raises OSError or ValueError as transformers does."""
+    """Return the tokenizer at a path or of a hub name. Raises as `load_model_config`."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    return _open(AutoTokenizer.from_pretrained, name, local_files_only)
+
+
+def _open(from_pretrained: Callable[..., Any], name: str, local_files_only: bool) -> Any:
+    try:
+        return from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    except OSError as error:
+        raise OSError(_first_line(error)) from error
+    except Exception as error:  # corrupt files raise almost any type; the Rust tokenizers raise Exception itself
+        raise ValueError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of the error's text, with its type where the text alone would not say what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, OSError | ImportError) or type(error) in (ValueError, Exception):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Value = TypeVar("Value")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -52,18 +62,29 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
         tokenizer = load_tokenizer(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}: no tokenizer can be loaded from {name!r} ({str(error).splitlines()[0]}); give the directory of a Hugging"
+            f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory of a Hugging"
             " Face model with its tokenizer, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
         ) from error
     if config.policy.chat_template is not None:
         path = Path(config.policy.chat_template)
         if not path.is_file():
             raise ConfigError(f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave it null")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"policy.chat_template: {shown_path(path)} cannot be read as UTF-8 text: {error}") from error
     data = config.data
-    return ChatEncoder(
-        tokenizer, system_prompt=data.system_prompt, prompt_template=data.prompt_template, train_on=data.train_on
-    )
+    try:
+        return ChatEncoder(
+            tokenizer, system_prompt=data.system_prompt, prompt_template=data.prompt_template, train_on=data.train_on
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # values of the wrong type in tokenizer_config.json are first noticed in use
+        raise ConfigError(
+            f"{key}: the tokenizer of {name!r} cannot be used ({type(error).__name__}: {error}); correct its"
+            " tokenizer_config.json, or save the tokenizer again"
+        ) from error
 
 
 def weight_file_problem(path: Path) -> str | None:
@@ -102,24 +123,53 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         gguf = next(path.glob("*.gguf"), None)
         way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
         raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else ():
-        problem = weight_file_problem(file)
-        if problem is not None:
-            raise ConfigError(f"{key}but its file {shown_path(file)} {problem}; download or export the model again")
+    if path.is_dir():
+        for file in _weight_files(path, key):
+            problem = weight_file_problem(file)
+            if problem is not None:
+                raise ConfigError(f"{key}but its file {shown_path(file)} {problem}; download or export the model again")
     try:
         model_config = load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
     except (OSError, ValueError) as error:
-        if path.is_dir():
-            raise ConfigError(f"{key}whose config.json cannot be used: {str(error).splitlines()[0]}") from error
+        if path.is_dir() or isinstance(error, ValueError):
+            raise ConfigError(f"{key}whose config.json cannot be used: {error}") from error
         raise ConfigError(
             f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
         ) from error
+    _check_sizes(model_config, key)
     if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
         raise ConfigError("policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'")
     if config.policy.engine == "megatron":
         check_model_config(model_config, name)
     raise_problems(model_problems(config, model_config))
     return model_config
+
+
+def _weight_files(folder: Path, key: str) -> list[Path]:
+    """The safetensors files of a model directory, with those that its index names. Raises ConfigError for a bad index."""
+    files = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            is_plain = all(name == Path(name).name for name in names)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{key}but its file {shown_path(index)} is not an index of weight files ({type(error).__name__}: {error})"
+            ) from error
+        if not is_plain:
+            raise ConfigError(f"{key}but its file {shown_path(index)} names files outside of the directory")
+        files |= names
+    return [folder / name for name in sorted(files)]
+
+
+def _check_sizes(model_config: PretrainedConfig, key: str) -> None:
+    """Raises ConfigError for a size of the model that is not a positive integer. `key` begins the message."""
+    text_config = getattr(model_config, "text_config", None) or model_config
+    for name in _SIZES:
+        size = getattr(text_config, name, None)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive integer")
 
 
 def _is_hub_name(name: str) -> bool:

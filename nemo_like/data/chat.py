@@ -189,11 +189,20 @@ class ChatEncoder:
     def _tokenize(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         """`_token_ids` of each (text, whether it follows other text), in one call of the tokenizer."""
         texts = [self._behind_eos(text) if follows else text for text, follows in pieces]
-        encoded: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded: Any = self._call_tokenizer(texts)["input_ids"]
         return [
             np.array(ids[1:] if follows else ids, dtype=np.int32)
             for ids, (_, follows) in zip(encoded, pieces, strict=True)
         ]
+
+    def _call_tokenizer(self, text: str | list[str]) -> Any:
+        """Return the encoding without special tokens. Raises ConfigError if the tokenizer fails on the text."""
+        try:
+            return self.tokenizer(text, add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # only the Rust tokenizers raise the base class itself
+                raise
+            raise ConfigError(f"the tokenizer {self.tokenizer.name_or_path!r} cannot encode this row: {error}") from error
 
     def _behind_eos(self, text: str) -> str:
         return str(self.tokenizer.eos_token) + text
@@ -205,7 +214,7 @@ class ChatEncoder:
     def _encode_marked(self, messages: list[Message], tools: Sequence[Tool] | None) -> EncodedRow:
         text, spans = self.template.render_marked(messages, tools)
         self._check(messages, tools, text, trains=True)
-        encoding = self.tokenizer(text, add_special_tokens=False)
+        encoding = self._call_tokenizer(text)
         ids = np.array(encoding["input_ids"], dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in spans:

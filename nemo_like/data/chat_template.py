@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.template_limits import rendering_limit
 from nemo_like.data.tools import Message, Tool
 
 if TYPE_CHECKING:
@@ -60,13 +61,14 @@ class ChatTemplate:
         tool_list: Any = None if tools is None else list(tools)
         try:
             special_tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
-            rendered: Any = render_jinja_template(
-                conversations=[adapted],
-                tools=tool_list,
-                chat_template=self.tokenizer.get_chat_template(None, tool_list),
-                return_assistant_tokens_mask=True,
-                **special_tokens,
-            )
+            with rendering_limit(repr(self.tokenizer.name_or_path)):
+                rendered: Any = render_jinja_template(
+                    conversations=[adapted],
+                    tools=tool_list,
+                    chat_template=self.tokenizer.get_chat_template(None, tool_list),
+                    return_assistant_tokens_mask=True,
+                    **special_tokens,
+                )
         except (TemplateError, TypeError) as error:
             raise self._refusal(messages, error) from error
         texts, spans = rendered
@@ -184,14 +186,15 @@ class ChatTemplate:
         return None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=None if tools is None else list(tools),  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=opening,
+        with rendering_limit(repr(self.tokenizer.name_or_path)):
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=None if tools is None else list(tools),  # type: ignore[arg-type]
+                    tokenize=False,
+                    add_generation_prompt=opening,
+                )
             )
-        )
 
 
 def _probe_call(form: str) -> Message:

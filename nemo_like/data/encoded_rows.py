@@ -20,10 +20,21 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows
 from nemo_like.data.encoding_pool import EncodingPool
+from nemo_like.data.template_limits import RenderingLimitError
 
 Encode = Callable[[Row], EncodedRow | None]
 
-ROW_ERRORS = (ConfigError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+ROW_ERRORS = (
+    ConfigError,
+    RenderingLimitError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 """What a row can make an encoding raise. A tokenizer refuses text that is no Unicode (a lone surrogate) with a TypeError."""
 MAX_MEMORY_BYTES = 2**30
 _TRIAL_S = 1.0
@@ -196,7 +207,7 @@ def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]
 
 def row_error_text(error: Exception) -> str:
     """What is wrong with a row whose encoding raised one of `ROW_ERRORS`."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | RenderingLimitError):
         return str(error)
     reason = " ".join(str(error).split())[:200]
     return f"the row cannot be encoded ({type(error).__name__}: {reason}); correct or remove it"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -30,6 +31,8 @@ Receive = Callable[[int, EncodedRow | None, str | None], None]
 _HEADER = struct.Struct("<QQ")
 _ROWS_PER_MESSAGE = 16
 _DROPPED, _BAD = -1, -2
+_MAX_MEMORY_BYTES = 8 << 30
+"""Address space that an encoding process may add to what it has at its start: imports, a tokenizer, and its rows."""
 
 
 class EncodingPool:
@@ -136,6 +139,7 @@ def serve(
     `open_encode` makes of the setup a function from a row to (encoded row or None, problem or None).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _limit_memory()
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not come between two messages
@@ -159,6 +163,18 @@ def serve(
         except BrokenPipeError:
             sys.stderr.close()
             os._exit(0)  # nobody is there any more
+
+
+def _limit_memory() -> None:
+    """Bound the address space, so that a template that multiplies a text ends in a MemoryError, not in the OOM killer."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # only Linux has it
+        return
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + _MAX_MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _environment() -> dict[str, str]:

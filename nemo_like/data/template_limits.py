@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import string
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
+from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
@@ -32,7 +39,7 @@ class Generation(jinja2.ext.Extension):
 def refuse(message):
     raise jinja2.TemplateError(message)
 
-template, variables = json.load(sys.stdin)
+template, probes = json.load(sys.stdin)
 environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
 )
@@ -43,26 +50,43 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 used = resource.getrusage(resource.RUSAGE_SELF)
 limit = int(used.ru_utime + used.ru_stime) + {CPU_LIMIT_S}
 resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-size = 0
-try:
-    for part in environment.from_string(template).generate(**variables):
-        size += len(part)
-        if size > {_MAX_RENDERED_CHARACTERS}:
-            print("size")
-            sys.exit()
-except (MemoryError, RecursionError, OverflowError) as error:
-    print("memory")
-except Exception:
-    pass  # reported where the template is used, with the messages that it refuses
+for variables in probes:
+    size = 0
+    try:
+        for part in environment.from_string(template).generate(**variables):
+            size += len(part)
+            if size > {_MAX_RENDERED_CHARACTERS}:
+                print("size")
+                sys.exit()
+    except (MemoryError, RecursionError, OverflowError):
+        print("memory")
+    except Exception:
+        pass  # reported where the template is used, with the messages that it refuses
 print("done")
 """
 
-_VARIABLES = {
-    "messages": [
-        {"role": "user", "content": "2+2=?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "3+3=?"},
-    ],
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+    },
+}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "2+2=?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3+3=?"},
+]
+_TOOL_TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2=?"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "4"},
+    {"role": "assistant", "content": "4"},
+]
+_VARIABLES: dict[str, Any] = {
     "add_generation_prompt": True,
     "tools": None,
     "documents": None,
@@ -71,6 +95,11 @@ _VARIABLES = {
     "pad_token": "<pad>",
     "unk_token": "<unk>",
 }
+_PROBES = [
+    {**_VARIABLES, "messages": _TURNS},
+    {**_VARIABLES, "messages": _TOOL_TURNS[:2], "tools": [_TOOL]},
+    {**_VARIABLES, "messages": _TOOL_TURNS, "tools": [_TOOL], "add_generation_prompt": False},
+]
 
 
 def check_prompt_template(template: str | None) -> None:
@@ -102,10 +131,11 @@ def check_prompt_template(template: str | None) -> None:
 
 @lru_cache(maxsize=64)
 def check_chat_template(template: str, source: str) -> None:
-    """Raises ConfigError if rendering a conversation of three short turns takes more time or memory than the limits.
+    """Raises ConfigError if rendering three short conversations takes more time or memory than the limits.
 
-    The template runs in a child process that the kernel ends, so that neither nested loops nor `'x' * 10**10` harm this
-    one. Templates that refuse the conversation pass. `source` names the tokenizer in the message.
+    The conversations are one without tools, one with a tool, and one with a tool call. The template runs in a child
+    process with resource limits, so that neither nested loops nor `'x' * 10**10` harm this one. Templates that refuse a
+    conversation pass. `source` names the tokenizer in the message.
     """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise ConfigError(
@@ -114,7 +144,7 @@ def check_chat_template(template: str, source: str) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _RENDER],
-            input=json.dumps([template, _VARIABLES]),
+            input=json.dumps([template, _PROBES]),
             capture_output=True,
             text=True,
             timeout=_WALL_LIMIT_S,
@@ -127,6 +157,42 @@ def check_chat_template(template: str, source: str) -> None:
         outcome = ""
     if outcome.strip() != "done":
         raise ConfigError(
-            f"the chat template of {source} does not render three short turns within {CPU_LIMIT_S} s of CPU time,"
+            f"the chat template of {source} does not render short conversations within {CPU_LIMIT_S} s of CPU time,"
             f" {MEMORY_LIMIT_BYTES >> 20} MiB and {_MAX_RENDERED_CHARACTERS:,} characters; set policy.chat_template"
         )
+
+
+class RenderingLimitError(RuntimeError):
+    """Rendering one conversation took longer than `CPU_LIMIT_S`.
+
+    It is not a ConfigError because callers try other renderings after a ConfigError, each up to the limit.
+    """
+
+
+@contextmanager
+def rendering_limit(source: str) -> Iterator[None]:
+    """Raises RenderingLimitError once the block has used `CPU_LIMIT_S` of this thread's CPU time.
+
+    The probes of `check_chat_template` do not cover a template that is slow only for particular contents. The bound uses
+    a signal, so it applies to the main thread of a process and not to other threads. `source` names the tokenizer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    started = time.thread_time()
+
+    def check(number: int, frame: FrameType | None) -> None:
+        # The timer counts the user time of all threads; the limit is that of this thread.
+        if time.thread_time() - started >= CPU_LIMIT_S:
+            raise RenderingLimitError(
+                f"the chat template of {source} does not render this conversation within {CPU_LIMIT_S} s of CPU time;"
+                " correct the row, or set policy.chat_template"
+            )
+
+    previous = signal.signal(signal.SIGVTALRM, check)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S, CPU_LIMIT_S / 10)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -164,6 +165,66 @@ def test_a_model_directory_that_is_not_whole(model: Path, write: Write, tmp_path
     assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
     (folder / "config.json").write_text("{}")
     assert "whose config.json cannot be used" in validate(sft(folder, train)).problems[0]
+
+
+Break = Callable[[Path], object]
+DAMAGED: dict[str, tuple[Break, str]] = {
+    "tokenizer cut": (
+        lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "tru'),
+        r"no tokenizer can be loaded from .*\(JSONDecodeError",
+    ),
+    "tokenizer schema": (
+        lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "model": 5}'),
+        "no tokenizer can be loaded from",
+    ),
+    "tokenizer binary": (
+        lambda path: (path / "tokenizer.json").write_bytes(b"\xff\x00" * 50),
+        r"no tokenizer can be loaded from .*\(UnicodeDecodeError",
+    ),
+    "tokenizer config": (
+        lambda path: (path / "tokenizer_config.json").write_text('{"model_max_length": {}, "eos_token": "<eos>"}'),
+        "tokenizer .* cannot be used",
+    ),
+    "weights cut": (
+        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+        r"its file .*model\.safetensors is damaged: it has [\d,]+ bytes and should have",
+    ),
+    "weights html": (
+        lambda path: (path / "model.safetensors").write_text("<!DOCTYPE html>"),
+        r"its file .*model\.safetensors is damaged",
+    ),
+    "shard missing": (
+        lambda path: (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}'
+        ),
+        r"its file .*model-00002\.safetensors cannot be read: No such file",
+    ),
+    "index": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        r"index\.json is not an index of weight files",
+    ),
+    "index outside": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+        r"index\.json names files outside of the directory",
+    ),
+    "size": (
+        lambda path: (path / "config.json").write_text(
+            (path / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": -2')
+        ),
+        "num_hidden_layers -2; it must be a positive integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_of_a_model_is_named(name: str, model: Path, write: Write, tmp_path: Path) -> None:
+    damage, message = DAMAGED[name]
+    folder = tmp_path / "folder"
+    shutil.copytree(model, folder)
+    damage(folder)
+    (problem, *_) = validate(sft(folder, write(ROWS))).problems
+    assert re.search(message, problem), problem
+    assert "\n" not in problem
 
 
 def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import signal
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nemo_like.algorithms.encoding import open_training_rows
+from nemo_like.algorithms.source import open_encoder
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RunConfig
+from nemo_like.data.datasets import load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
-from tests.data.tiny_tokenizer import TEMPLATES
+from tests.data.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
 LOOP = "{% for a in range(99999) %}"
 
@@ -24,6 +33,8 @@ LOOP = "{% for a in range(99999) %}"
         "{{ 9 ** (9 ** (9 ** 9)) }}",
         "{{ '%9999999999d' | format(1) }}",
         LOOP * 2 + "x" * 100 + "{% endfor %}" * 2,
+        "{% if tools %}" + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}",
+        "{% for m in messages if m.tool_calls %}{{ 'x' * 10**10 }}{% endfor %}",
     ],
 )
 def test_hostile_chat_templates_are_refused(template: str) -> None:
@@ -37,6 +48,51 @@ def test_hostile_chat_templates_are_refused(template: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_of_models_pass(name: str) -> None:
     check_chat_template(TEMPLATES[name], name)
+
+
+SLOW_FOR_ONE_ROW = (
+    "{% for m in messages %}{% if 'slow' in m.content %}" + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(tmp_path: Path, num_processes: int) -> None:
+    tokenizer = tiny_tokenizer(SLOW_FOR_ONE_ROW)
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in ("fine", "slow")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    config = RunConfig(
+        run_name="x",
+        policy=PolicyConfig(model_name=str(tmp_path / "model")),
+        data=DataConfig(train_path=str(data), num_encoding_workers=num_processes),
+    )
+    rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="sft"))
+    before = time.process_time()
+    rows.start(np.arange(2))
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the chat template of .* does not render this conversation within 2 s"):
+        rows.finish()
+    assert time.process_time() - before < 4
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_template_that_fills_the_memory_for_one_row_is_a_bad_row(tmp_path: Path) -> None:
+    """In an encoding process, whose memory is bounded."""
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content * (10**10 if 'big' in m.content else 1) }}{% endfor %}")
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text, "answer": "4"}) + "\n" for text in ("fine", "big")))
+    config = GrpoRunConfig(
+        run_name="x",
+        policy=PolicyConfig(model_name=str(tmp_path / "model")),
+        data=DataConfig(train_path=str(data), num_encoding_workers=1),
+    )
+    rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="rl"))
+    rows.start(np.arange(2))
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the row cannot be encoded \(MemoryError"):
+        rows.finish()
 
 
 def test_an_error_of_a_template_is_left_to_its_use() -> None:

@@ -10,15 +10,16 @@ from collections import Counter
 from pathlib import Path
 
 from tests.fuzz.cases import config_case, data_case, run_case
+from tests.fuzz.model_files import model_case
 
-KINDS = {"configs": config_case, "data": data_case}
+KINDS = {"configs": config_case, "data": data_case, "models": model_case}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="cases of each kind")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--kind", choices=tuple(KINDS), help="default: both")
+    parser.add_argument("--kind", choices=tuple(KINDS), help="default: all")
     arguments = parser.parse_args()
     num_problems = 0
     for kind, case in KINDS.items():
