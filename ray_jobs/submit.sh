@@ -56,25 +56,9 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 # In a file that only this user reads: a command line is visible to all, and Ray prints that of a job.
 runtime_env=$(mktemp --suffix .json)
 trap 'rm -f "$runtime_env"' EXIT
-python - "$from" "$runtime_env" "${#packages[@]}" "${packages[@]}" "${names[@]}" <<'END'
-import json
-import os
-import sys
-
-start, path, num_packages = sys.argv[1], sys.argv[2], int(sys.argv[3])
-packages, names = sys.argv[4 : 4 + num_packages], sys.argv[4 + num_packages :]
-names += ["PYTHONPATH", "NEMO_LIKE_DATA"]
-names += [name for name in os.environ if name.startswith(("HF_", "WANDB_"))]
-variables = {name: os.environ[name] for name in names if name in os.environ}
-for name in {"PYTHONPATH", "NEMO_LIKE_DATA"} & variables.keys():
-    parts = [part for part in variables[name].split(os.pathsep) if part]
-    variables[name] = os.pathsep.join(os.path.join(start, part) for part in parts)
-# `ray job stop` kills a run after 3 s by default, which is too soon to finish a step and save.
-variables["RAY_JOB_STOP_WAIT_TIME_S"] = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "1800")
-with open(path, "w") as file:
-    json.dump({"env_vars": variables} | ({"py_modules": packages} if packages else {}), file)
-END
-submit=(ray job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --runtime-env "$runtime_env")
+address=${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}
+python ray_jobs/prepare_submission.py "$address" "$from" "$runtime_env" "${#packages[@]}" "${packages[@]}" "${names[@]}"
+submit=(ray job submit --address "$address" --runtime-env "$runtime_env")
 if $upload; then
   "${submit[@]}" --working-dir . -- python -m nemo_like "$command" --config "$config" "$@"
 else

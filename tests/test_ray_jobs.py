@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +81,57 @@ def write_ray(root: Path, body: str) -> None:
     ray.chmod(0o755)
 
 
-def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(copied: Path) -> None:
+class JobApi(http.server.BaseHTTPRequestHandler):
+    """Answers like the list of jobs of Ray's dashboard, to those with the token `right`."""
+
+    def do_GET(self) -> None:
+        status = 404 if self.path != "/api/jobs/" else 200
+        if self.headers.get("Authorization") != "Bearer right":
+            status = 401
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(b"[]" if status == 200 else b"no")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture(scope="module")
+def job_api() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), JobApi) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_job_api_that_does_not_answer_is_one_message(copied: Path, job_api: str, tmp_path: Path) -> None:
+    write_ray(copied, f"touch {copied}/was_called")
+    (tmp_path / "token").write_text("wrong\n")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        closed_port = closed.getsockname()[1]
+    cases = [
+        ({"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{closed_port}"}, "there is no Ray job API at .*refused"),
+        ({"RAY_API_SERVER_ADDRESS": "http://no-such-host.invalid:8265"}, "there is no Ray job API at http://no-such-host"),
+        ({"RAY_API_SERVER_ADDRESS": "head:8265"}, "must begin with http:// or https://"),
+        ({"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN": "wrong"}, r"refuses the token \(HTTP 401\)"),
+        ({"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}, "refuses the token"),
+        ({"RAY_API_SERVER_ADDRESS": f"{job_api}/other", "RAY_AUTH_TOKEN": "right"}, "answers HTTP 404"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for variables, message in cases:
+        done = subprocess.run(
+            [copied / "ray_jobs" / "submit.sh", "sft", "run.yaml"],
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert re.search(f"^error: .*{message}", done.stderr), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not (copied / "was_called").exists()
+
+
+def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(copied: Path, job_api: str) -> None:
     write_ray(copied, f"""
         printf '%s\\n' "$@" > {copied}/arguments
         while [ "$1" != --runtime-env ]; do shift; done
@@ -87,13 +140,14 @@ def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(copied: Pat
         exit 1""")
     package = copied / "elsewhere" / "my_rewards"
     package.mkdir(parents=True)
+    access = {"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN": "right"}
     given = {"HF_TOKEN": "secret-1", "WANDB_API_KEY": 'secret-"2"', "PYTHONPATH": "lib:/abs", "MINE": "secret-3"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "WANDB_"))}
     script = copied / "ray_jobs" / "submit.sh"
     done = subprocess.run(
         [script, "--package", "my_rewards", "--env", "MINE", "grpo", "run.yaml", "seed=1"],
         cwd=package.parent,
-        env=environment | given | {"OTHER": "secret-4"},
+        env=environment | access | given | {"OTHER": "secret-4"},
         capture_output=True,
         text=True,
     )
