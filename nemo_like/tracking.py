@@ -164,7 +164,10 @@ class _TensorBoardSink:
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
         with reporting_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
+        # TensorBoard reads the files of a folder in the order of their names, so a later file needs a later time.
+        stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*")]
+        stamp = max([int(time.time()), *(int(each) + 1 for each in stamps if each.isdigit())])
+        name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
         self._file = AppendedFile(folder / name)
         first_step = 0 if resumed_step is None else resumed_step + 1
         self._write(Event(file_version="brain.Event:2", step=first_step))
