@@ -86,7 +86,7 @@ def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Prompt], step: i
     """The next prompts of the loader, answered and scored; at step 0 a few are shown."""
     generator, rewards = job.workplace.generator, job.workplace.rewards
     assert generator is not None and rewards is not None, "a GRPO run generates"
-    prompts = job.next_rows(loader)
+    prompts = job.next_rows(loader, step)
     group_size = config.grpo.num_generations_per_prompt
     with job.workplace.generating():
         rollout = collect(

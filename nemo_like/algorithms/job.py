@@ -19,6 +19,7 @@ from nemo_like.algorithms.stopping import RunStopped, StopRequests, stop_request
 from nemo_like.algorithms.throughput import throughput_metrics
 from nemo_like.algorithms.workplace import Workplace, open_workplace
 from nemo_like.checkpoint import Checkpoint, Checkpointer, CheckpointError, TrainingState
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -142,10 +143,22 @@ class Job:
         rows = loader.first_rows(self.config.logger.num_samples_shown)
         self.progress.show_samples([Sample(self.encoder.segments(row)) for row in rows], "training row")
 
-    def next_rows(self, loader: RowLoader[Value]) -> list[Value]:
-        """The next batch; how long the run waited for its encoding is logged."""
-        with self.timers("data_wait"):
-            rows = next(loader)
+    def next_rows(self, loader: RowLoader[Value], step: int) -> list[Value]:
+        """Return the batch after `step`; how long the run waited for its encoding is logged.
+
+        Raises ConfigError for a bad row, after a checkpoint of `step`: rows that the run has not reached may be
+        corrected, so that a resume loses nothing.
+        """
+        try:
+            with self.timers("data_wait"):
+                rows = next(loader)
+        except ConfigError as error:
+            if step == 0 or not self.config.checkpointing.enabled:
+                raise
+            self.save_if_due(step, loader, is_last=True)
+            raise ConfigError(
+                f"{error}. The run stopped after step {step} and saved it: resume=true continues with the corrected file"
+            ) from error
         self.note({"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)})
         return rows
 

@@ -55,7 +55,7 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
             while step < total:
                 job.stop_if_requested(step, loader)
                 with job.timers("step"):
-                    batch = BatchedDataDict(collate(job.next_rows(loader)))
+                    batch = BatchedDataDict(collate(job.next_rows(loader, step)))
                     plan, placed = job.place(batch, step)
                     with job.timers("train"), job.workplace.training():
                         trained = TrainedBatch(step=step + 1, batch=batch, places=loader.batch_places(), columns={})

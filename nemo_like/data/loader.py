@@ -78,7 +78,14 @@ class RowLoader(Generic[Out]):
         return self
 
     def __next__(self) -> list[Out]:
-        """The next batch. Raises ConfigError for a bad row, or if an epoch has no batch at all."""
+        """Return the next batch. Raises ConfigError for a bad row, or if an epoch has no batch at all.
+
+        The position is then as it was before the call.
+        """
+        with self._order.undone_on_error():
+            return self._next_batch()
+
+    def _next_batch(self) -> list[Out]:
         first_epoch = self._order.epoch
         self.num_dropped = 0
         batch: list[Out] = []

@@ -8,6 +8,8 @@ all rows visited so far shows at a resume whether one of those was changed.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ class RowOrder:
         self._late = np.zeros(len(digests), dtype=np.int64)
         self._epoch = 0
         self._position = 0
+        self._newly_seen: list[np.ndarray] = []
         self._sort()
 
     def __len__(self) -> int:
@@ -74,8 +77,23 @@ class RowOrder:
         """The next rows of this epoch, int64 [at most `num_rows`]; none at its end."""
         rows = self._order[self._position : self._position + num_rows]
         self._position += len(rows)
+        self._newly_seen.append(rows[~self._seen[rows]])
         self._seen[rows] = True
         return rows
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """If the block raises, return to the position before it."""
+        epoch, position, late = self._epoch, self._position, self._late.copy()
+        self._newly_seen = []
+        try:
+            yield
+        except BaseException:
+            self._epoch, self._position, self._late = epoch, position, late
+            for rows in self._newly_seen:
+                self._seen[rows] = False
+            self._sort()
+            raise
 
     def start_epoch(self) -> None:
         """Begin the next epoch, whatever is left of this one."""

@@ -124,3 +124,34 @@ def test_a_grpo_run_trains_on_cut_prompts(recipe: Recipe):
         )
     )
     assert result.last["generation/prompt_length_mean"] == 72
+
+
+def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Recipe):
+    """The rows are encoded as they come, because the time to encode them ahead is over at once."""
+    path = recipe.folder / "late.jsonl"
+    good = (recipe.demo / "sft_train.jsonl").read_text().splitlines()[:63]
+    options = (
+        f"data.train_path={path}",
+        "data.validation_path=null",
+        "data.num_encoding_workers=0",
+        "data.encoding_timeout_s=1e-6",
+        "sft.val_period=0",
+        "sft.max_num_steps=4",
+        "checkpointing.save_period=1000",
+    )
+    for number in range(100):  # until the bad row has its place in the third step of 16 rows
+        bad = json.dumps({"prompt": f"{number}+1", "completion": "1" * 200})
+        path.write_text("\n".join([*good, bad]) + "\n")
+        order = SftSource.open(recipe.sft(*options)).loader().order.tolist()
+        if 32 <= order.index(63) < 48:
+            break
+    with pytest.raises(ConfigError, match=r"late\.jsonl:64: .* stopped after step 2 and saved it: resume=true continues"):
+        run_sft(recipe.sft(*options))
+    run = recipe.folder / "sft"
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_2"]
+    path.write_text("\n".join(good) + "\n")
+    resumed = run_sft(recipe.sft(*options, "resume=true"))
+    straight = run_sft(recipe.sft(*options, "run_name=straight"))
+    assert resumed.step == straight.step == 4
+    weights = [result.run.hf / "model.safetensors" for result in (resumed, straight)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

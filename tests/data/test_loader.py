@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -308,3 +309,41 @@ def test_collate_example() -> None:
     assert columns["row_mask"].tolist() == [True, True]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="at least one row"):
         collate([])
+
+
+@settings(deadline=None)
+@given(
+    num_rows=st.integers(2, 20),
+    batch_size=st.integers(1, 8),
+    num_before=st.integers(0, 6),
+    seed=st.integers(0, 9),
+    last_batch=st.sampled_from(["keep", "drop"]),
+    data=st.data(),
+)
+def test_a_bad_row_leaves_the_position_as_it_was(
+    num_rows: int, batch_size: int, num_before: int, seed: int, last_batch: LastBatch, data: st.DataObject
+) -> None:
+    bad = set(data.draw(st.sets(st.integers(0, num_rows - 1))))
+    is_bad = False
+
+    def encode(row: int) -> str:
+        if is_bad and row in bad:
+            raise ConfigError("bad")
+        return str(row)
+
+    batch_size = min(batch_size, num_rows)
+    loader, other = (
+        loader_of(range(num_rows), batch_size, encode, seed=seed, last_batch=last_batch) for _ in range(2)
+    )
+    for _ in range(num_before):
+        assert next(loader) == next(other)
+    is_bad = True
+    before = json.dumps(loader.state_dict())
+    with suppress(ConfigError):
+        next(loader)
+        return
+    assert json.dumps(loader.state_dict()) == before
+    is_bad = False
+    for _ in range(5):
+        assert next(loader) == next(other)
+        assert loader.state_dict() == other.state_dict()
