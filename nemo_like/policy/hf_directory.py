@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
+from nemo_like.distributed import activity
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
 from nemo_like.policy.optim import NonFiniteError, all_within
 
@@ -57,6 +58,7 @@ def write_hf(
     for index, names in enumerate(files):
         tensors = {}
         for name, tensor in weights.full_weights(names):
+            activity.note(f"exporting {name}")
             if is_writer:
                 tensors[name] = tensor.to("cpu", dtype).contiguous()
                 if not all_within([tensors[name]]):
@@ -67,6 +69,7 @@ def write_hf(
             tensors = _as_stored(skeleton, tensors)
             stored.append(list(tensors))
             path = directory / _file_name(index, len(files))
+            activity.note(f"writing {path.name}")
             with reporting_write_errors(path):
                 save_file(tensors, path, metadata={"format": "pt"})
             finish_library_file(path)

@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local
+from nemo_like.distributed import activity
 from nemo_like.distributed.topology import Topology
 from nemo_like.policy.megatron_table import Entry, Geometry, Piece, Shape, place_of
 
@@ -30,6 +31,7 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) -> Tensor:
     """float32 rows [start, stop) of a rank's parameter, on the CPU; padding of the vocabulary is 0."""
+    activity.note(f"reading weights of shape {tuple(entry.shape)}")
     stop = entry.shape[0] if stop is None else stop
     rows = torch.zeros(stop - start, *entry.shape[1:])
     for piece in entry.pieces:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nemo_like.checkpoint_manifest import CheckpointError, read_json
 from nemo_like.config.errors import ConfigError
+from nemo_like.distributed import activity
 from nemo_like.files import FileRecord, finish_library_file, remove_file, reporting_write_errors, sync_directory, write_json
 
 MANIFEST = "manifest.json"
@@ -130,6 +131,7 @@ class CheckpointReader:
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on the CPU."""
+        activity.note(f"reading {name} of a checkpoint")
         result = torch.empty(tuple(shape), dtype=torch.float32)
         region = _Region(tuple(offset), tuple(shape))
         num_found = 0
@@ -240,6 +242,7 @@ def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
     if len(places) < len(blocks):
         raise ValueError(f"a rank gives two blocks at one place: {next(key for key in keys if keys.count(key) > 1)}")
     tensors = {key: block.tensor for key, block in zip(keys, blocks, strict=True)}
+    activity.note(f"writing {path.name} of a checkpoint")
     with reporting_write_errors(path):
         save_file(tensors, path, metadata={"blocks": json.dumps(places)})
         return finish_library_file(path)

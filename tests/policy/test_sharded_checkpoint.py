@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_like.checkpoint import CheckpointError
 from nemo_like.config.errors import ConfigError
+from nemo_like.distributed import activity
 from nemo_like.policy import sharded_checkpoint
 from nemo_like.policy.sharded_checkpoint import Block, checkpoint_problem, open_checkpoint, save
 
@@ -257,3 +258,16 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "rank_00000_000.safetensors"]
     with open_checkpoint(tmp_path) as reader:
         assert same_bits(reader.read("exp_avg/norm.weight", (0,), (5,)), again["exp_avg/norm.weight"])
+
+
+def test_writing_and_reading_report_activity(tmp_path: Path) -> None:
+    """So that a checkpoint that takes longer than `cluster.progress_timeout_s` is not taken for a hung worker."""
+    model = random_model()
+    before = activity.last().count
+    save_blocks(tmp_path, [whole(model)])
+    written = activity.last()
+    assert written.count > before and "writing rank_00000_000.safetensors" in written.text
+    with open_checkpoint(tmp_path) as reader:
+        for name, tensor in model.items():
+            reader.read(name, (0,) * tensor.ndim, tensor.shape)
+    assert activity.last().count == written.count + len(model)
