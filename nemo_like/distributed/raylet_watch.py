@@ -6,7 +6,7 @@ import os
 import select
 import threading
 
-from nemo_like.distributed.session_guard import remove_all_sessions
+from nemo_like.distributed.session_guard import is_removing_all, remove_all_sessions
 
 
 class RayletWatch:
@@ -34,7 +34,7 @@ class RayletWatch:
 
     def _run(self) -> None:
         ended, _, _ = select.select([self._raylet, self._stop_reader], [], [])
-        if self._stop_reader not in ended:
+        if self._stop_reader not in ended and not is_removing_all():
             os.write(2, self._message)  # at once and without a buffer: Ray may end the process within milliseconds
             remove_all_sessions()
             os._exit(1)

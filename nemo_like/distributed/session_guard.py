@@ -33,6 +33,7 @@ _MAX_LOG_BYTES = 2**20
 
 _open_folders: set[Path] = set()
 """Folders of the sessions that this process started and did not close."""
+_is_removing_all = False
 
 
 class SessionFolder:
@@ -79,8 +80,27 @@ def remove_session(folder: Path, keep_logs: Path | None = None) -> None:
 
 def remove_all_sessions() -> None:
     """Kill the processes of every session that this process started, and remove their folders."""
+    global _is_removing_all
+    _is_removing_all = True
     for folder in list(_open_folders):
         remove_session(folder)
+
+
+def is_removing_all() -> bool:
+    """Whether `remove_all_sessions` was called, so that the end of a Ray process is no failure."""
+    return _is_removing_all
+
+
+def gcs_pid(folder: Path) -> int | None:
+    """The pid of the head process (GCS) of the session in `folder`; None if it does not run."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:  # it ended
+            continue
+        if b"gcs_server" in command.partition(b"\0")[0] and str(folder).encode() in command:
+            return int(path.parent.name)
+    return None
 
 
 def remove_stale(base: Path) -> None:

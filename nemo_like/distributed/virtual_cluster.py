@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +34,7 @@ from nemo_like.distributed.head_monitor import HeadMonitor, end_process
 from nemo_like.distributed.placement import Demand, Node, Resources
 from nemo_like.distributed.raylet_watch import RayletWatch
 from nemo_like.distributed.session_guard import SessionFolder
+from nemo_like.distributed.startup_watch import StartupWatch
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +228,12 @@ def _connect(logs: Path | None) -> SessionFolder | None:
             " behind that URL use `ray job submit`, as ray_jobs/submit.sh does; to run on this machine, unset it"
         )
     try:
-        if address != "auto":
-            _check_listening(address)
-        with _keep_sigterm_handler():
+        with ExitStack() as stack:
+            stack.enter_context(_keep_sigterm_handler())
+            if address != "auto":
+                _check_listening(address)
+                # If the head dies now, Ray ends the process after 60 s without a message; the monitor does so earlier.
+                stack.callback(HeadMonitor(address).stop)
             ray.init(address=address, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
         ray.shutdown()
@@ -266,7 +270,12 @@ def _start(logs: Path | None) -> SessionFolder:
                 " space there, or set RAY_TMPDIR to a short path that can be written"
             ) from error
         try:
-            with _loopback_only(), _keep_sigterm_handler(), _blocked(signal.SIGINT, signal.SIGHUP):
+            with (
+                _loopback_only(),
+                _keep_sigterm_handler(),
+                _blocked(signal.SIGINT, signal.SIGHUP),
+                StartupWatch(session, logs),
+            ):
                 ray.init(
                     address="local",
                     include_dashboard=False,

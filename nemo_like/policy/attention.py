@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.policy.context_parallel import gather_keys_values, plan_exchange
 
 IMPLEMENTATION = "nemo_like"
@@ -113,7 +114,7 @@ def _refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, 
     if dropout:
         found.append(f"attention dropout {dropout}")
     if found:
-        raise ValueError(
+        raise ConfigError(
             f"{type(module).__name__} asks for {', '.join(found)}, which packed causal attention does not have; "
             "policy.model_name must name a plain causal model such as Llama, Qwen2 or Qwen3"
         )

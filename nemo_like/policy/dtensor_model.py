@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.packing.layout import ModelInputs
@@ -88,10 +89,10 @@ def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
 
 
 def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
-    """The output embedding, tied or not; raises ValueError if it is anything but a linear layer."""
+    """The output embedding, tied or not; raises ConfigError if it is anything but a linear layer."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}")
+        raise ConfigError(f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}")
     return head
 
 
@@ -100,7 +101,7 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     names = causal_lm._no_split_modules or []
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
     if not layers:
-        raise ValueError(f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model")
+        raise ConfigError(f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model")
     return layers
 
 
@@ -110,7 +111,7 @@ def build_scorer(
     """The model of `policy.model_name` with float32 weights on `device`, as the groups share it, and how each is cut.
 
     Only rank 0 reads the weights; the others build the model without memory and receive it weight by weight, layer by
-    layer. Dropout is off and stays off: log-probs of one policy must agree between two forwards. Raises ValueError for
+    layer. Dropout is off and stays off: log-probs of one policy must agree between two forwards. Raises ConfigError for
     a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
@@ -165,7 +166,7 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
 
 
 def _read(model_name: str) -> PreTrainedModel:
-    """The weights in float32, on the CPU; raises ValueError if the files lack some of them."""
+    """The weights in float32, on the CPU; raises ConfigError if the files lack some of them."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_name,
         dtype=torch.float32,
@@ -178,7 +179,7 @@ def _read(model_name: str) -> PreTrainedModel:
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ValueError(f"policy.model_name={model_name} lacks {len(missing)} weights, among them {missing[0]}")
+        raise ConfigError(f"policy.model_name={model_name} lacks {len(missing)} weights, among them {missing[0]}")
     return model.eval()
 
 
@@ -193,13 +194,13 @@ def _empty(model_name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raises ValueError if the logits are more than hidden states times output embedding (soft caps, scales)."""
+    """Raises ConfigError if the logits are more than hidden states times output embedding (soft caps, scales)."""
     head = output_head(causal_lm)
     input_ids = torch.arange(8)[None] % head.weight.shape[0]
     logits = causal_lm(input_ids=input_ids, use_cache=False).logits
     expected = head(backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state)
     if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4):
-        raise ValueError(
+        raise ConfigError(
             f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not hidden states times output"
             " embedding (a soft cap or a scale), so its log-probs would be wrong; use a model without one"
         )

@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +35,13 @@ def start_python(script: str, stderr: TextIO | None = None, **environment: str) 
         cwd=ROOT,
         process_group=0,
     )
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Ray, whose sockets have paths of limited length."""
+    with tempfile.TemporaryDirectory(prefix="nl_") as name:
+        yield Path(name)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -165,3 +173,37 @@ def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_ha
         for process in (agent, reader):
             process.kill()
             process.wait()
+
+
+def test_a_head_that_dies_while_ray_starts_is_one_message(tmp_path: Path, short_folder: Path) -> None:
+    """Ray itself waits 60 s for it and then ends the process without a message."""
+    script = f"""
+        import os, signal, threading, time
+        from pathlib import Path
+        import ray
+        from nemo_like.config.schema import ClusterConfig
+        from nemo_like.distributed import startup_watch
+        from nemo_like.distributed.session_guard import gcs_pid
+        from nemo_like.distributed.virtual_cluster import RayVirtualCluster
+        startup_watch._GRACE_S = 2.0
+
+        def kill_head():
+            pid = None
+            while pid is None:
+                time.sleep(0.01)
+                pid = gcs_pid(Path({str(short_folder)!r}))
+            time.sleep(0.5)
+            assert not ray.is_initialized(), "the head is killed while ray.init waits"
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Thread(target=kill_head, daemon=True).start()
+        RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1), logs=Path({str(tmp_path / "logs")!r}))
+        """
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        driver = start_python(script, stderr=file, RAY_TMPDIR=str(short_folder))
+    assert driver.wait(50) == 1
+    assert errors.read_text().count("error: ") == 1
+    assert "the head of Ray (GCS, pid " in errors.read_text()
+    assert list(short_folder.iterdir()) == []
+    assert (tmp_path / "logs" / "gcs_server.out").exists()

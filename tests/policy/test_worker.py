@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     GenerationConfig,
@@ -29,6 +31,7 @@ from nemo_like.distributed.topology import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.policy import dtensor_model
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
 from nemo_like.policy.hf_directory import split_by_bytes
@@ -233,3 +236,14 @@ def test_a_model_whose_logits_are_not_linear_in_its_hidden_states_is_refused(tmp
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="soft"):
         DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(tmp_path)))
+
+
+def test_a_model_whose_files_lack_a_weight_is_one_sentence(model_dir, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_dir("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"policy\.model_name=.*model lacks 1 weights, among them {name}$"):
+        dtensor_model._read(str(path))
