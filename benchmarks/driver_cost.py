@@ -23,7 +23,7 @@ import numpy as np
 from packing_references import KINDS, lengths_of, read_lengths
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 
 TOKEN_COLUMNS = {

@@ -32,12 +32,12 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.cost import train_flops
+from nemo_like.data.planning.cost import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.peak import peak_flops
+from nemo_like.policy.device_flops import peak_flops
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 
 _VOCABULARY = 8192

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like import __version__, plan_command
+from nemo_like import __version__
+from nemo_like.commands import plan as plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.config.text import printable, shortened
 from nemo_like.files import WriteError
 
 if TYPE_CHECKING:
-    from nemo_like.algorithms.job import RunResult
+    from nemo_like.training.run import RunResult
 
 _MAX_REASON = 500
 _EPILOG = """examples:
@@ -109,12 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     # Each command imports what it needs and no more: `validate` must not wait for Ray.
     if arguments.command == "convert":
-        from nemo_like.policy.gguf import convert_gguf
+        from nemo_like.policy.checkpoint.gguf import convert_gguf
 
         say(f"wrote {convert_gguf(arguments.source, arguments.out)}")
         return 0
     if arguments.command == "export":
-        from nemo_like.algorithms.export import export_checkpoint
+        from nemo_like.commands.export import export_checkpoint
 
         step_folder = export_checkpoint(arguments.source, arguments.out, arguments.overrides)
         say(f"wrote {arguments.out} from {step_folder}")
@@ -124,14 +125,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from nemo_like.config.load import detect_kind, load_config
 
     if arguments.command == "check":
-        from nemo_like.algorithms.parity import check_parity
+        from nemo_like.commands.check_parity import check_parity
 
         kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
         parity = check_parity(load_config(kind, arguments.config, arguments.overrides))
         say(str(parity))
         return 0 if parity.is_equal else 1
     if arguments.command == "validate":
-        from nemo_like.algorithms.validate import validate
+        from nemo_like.commands.validate import validate
         from nemo_like.progress import Progress
 
         kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
@@ -154,11 +155,11 @@ def train(config: RunConfig) -> RunResult | int:
     """
     from nemo_like.algorithms.grpo import run_grpo
     from nemo_like.algorithms.sft import run_sft
-    from nemo_like.algorithms.stopping import EXIT_INTERRUPTED, RunStopped, stop_requests
     from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
-    from nemo_like.environments.interface import RewardError
+    from nemo_like.environments.reward import RewardError
     from nemo_like.policy.optim import NonFiniteError
+    from nemo_like.training.stopping import EXIT_INTERRUPTED, RunStopped, stop_requests
 
     try:
         with stop_requests(config):

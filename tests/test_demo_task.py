@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_like.demo_task import NUM_GRPO_ROWS, NUM_SFT_ROWS, NUM_VALIDATION_ROWS, WORKED_SHARE, Problem, build_demo
-from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.math import answer_reward, format_reward
+from nemo_like.environments.reward import RewardSample
 
 
 @pytest.fixture(scope="module")

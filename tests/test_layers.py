@@ -13,27 +13,29 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 7, "demo": 7, "demo_task": 7, "plan_command": 7, "__main__": 7,
-    "algorithms": 6,
-    "policy": 5, "generation": 5, "environments": 5,
-    "weight_sync": 4, "reports": 4,
-    "distributed": 3, "tracking": 4, "run_directory": 3, "progress": 3, "checkpoint": 3,
-    "data": 2, "losses": 2,
-    "config": 1, "metrics": 1, "files": 1,
+    "cli": 10, "demo": 10, "demo_task": 10, "__main__": 10,
+    "commands": 9,
+    "algorithms": 8,
+    "training": 7,
+    "rollout": 6,
+    "policy": 5, "generation": 5, "environments": 5, "reports": 5,
+    "weight_sync": 4, "prediction": 4, "tracking": 4,
+    "distributed": 3, "run_directory": 3, "progress": 3, "checkpoint": 3,
+    "data": 2, "losses": 2, "models": 2, "sampling_filter": 2,
     "checkpoint_manifest": 2, "run_lock": 2, "run_log": 2, "shared_directory": 2,
-    "sampling_filter": 2,
+    "config": 1, "metrics": 1, "files": 1,
     "__init__": 0,
 }  # fmt: skip
-TOP = 7
+TOP = 10
 
 HOMES = {
-    "ray": ("distributed/",),
+    "ray": ("distributed/ray/",),
     "hydra": ("config/",),
     "omegaconf": ("config/",),
     "flash_attn": ("policy/attention.py",),
     "vllm": ("generation/vllm_",),
-    "megatron": ("policy/megatron_",),
-    "numba": ("data/packing/",),
+    "megatron": ("policy/megatron/",),
+    "numba": ("data/packing/", "data/planning/"),
     "tensorboard": ("tracking.py",),
     "wandb": ("tracking.py",),
     "mlflow": ("tracking.py",),
@@ -48,7 +50,7 @@ LIGHT_MODULES = (
     "nemo_like.config",
     "nemo_like.config.load",
     "nemo_like.config.schema",
-    "nemo_like.data.packing.plan",
+    "nemo_like.data.planning.plan",
     "nemo_like.data.packing.algorithms",
     "nemo_like.metrics",
     "nemo_like.checkpoint",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nemo_like.algorithms.validate import validate
+from nemo_like.commands.validate import validate
 from nemo_like.config.schema import RunConfig
 from nemo_like.progress import Progress
 from tests.recipe import Recipe

@@ -7,18 +7,18 @@ from contextlib import closing
 import numpy as np
 
 from nemo_like.algorithms.advantages import group_advantages
-from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
-from nemo_like.algorithms.prompt import Prompt
-from nemo_like.algorithms.rollout import Rollout, collect, row_seeds
-from nemo_like.algorithms.skipped import TrainedBatch, stop_if_too_many, train
-from nemo_like.algorithms.source import PromptSource
-from nemo_like.algorithms.validation import is_due, score_answers, show_rollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import GrpoRunConfig
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
-from nemo_like.generation.interface import SamplingParams
+from nemo_like.generation.generator import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.rollout import Rollout, collect, row_seeds
+from nemo_like.training.dataset import PromptSource
+from nemo_like.training.evaluation import is_due, score_answers, show_rollout
+from nemo_like.training.run import Job, RunResult, open_job, plan_metrics
+from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:

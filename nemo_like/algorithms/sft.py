@@ -5,11 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from nemo_like.algorithms.job import Job, RunResult, open_job, plan_metrics
-from nemo_like.algorithms.prompt import Prompt
-from nemo_like.algorithms.skipped import TrainedBatch, stop_if_too_many, train
-from nemo_like.algorithms.source import SftSource
-from nemo_like.algorithms.validation import is_due, score_answers
 from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import SftRunConfig
 from nemo_like.data.collate import EncodedRow, collate
@@ -17,6 +12,11 @@ from nemo_like.data.loader import RowLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Metrics, merge_metrics
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.training.dataset import SftSource
+from nemo_like.training.evaluation import is_due, score_answers
+from nemo_like.training.run import Job, RunResult, open_job, plan_metrics
+from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 
 
 def run_sft(config: SftRunConfig) -> RunResult:

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from nemo_like.config.compose import MISSING
 from nemo_like.config.errors import Problem
 from nemo_like.config.keys import child_types, field_types, is_open_section, is_section, without_none
-from nemo_like.config.source import Sources
 from nemo_like.config.text import shortened, shown_value
+from nemo_like.config.yaml_locations import Sources
 
 Config = TypeVar("Config")
 

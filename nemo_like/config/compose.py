@@ -29,8 +29,8 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_order, merged
 from nemo_like.config.interpolations import check_interpolations
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
-from nemo_like.config.source import Sources, read_yaml
 from nemo_like.config.text import is_possible_path, shortened, shown_value
+from nemo_like.config.yaml_locations import Sources, read_yaml
 
 _DEFAULTS_NAME = "_nemo_like_schema_defaults"
 _PRIMARY_NAME = "_nemo_like_primary"

@@ -8,8 +8,8 @@ from typing import Any
 from nemo_like.config.errors import Location, Problem
 from nemo_like.config.foreign import Finding, Findings, Group, missing_keys
 from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, misspelled_key, type_at
-from nemo_like.config.source import Sources
 from nemo_like.config.text import shortened
+from nemo_like.config.yaml_locations import Sources
 
 MAX_SHOWN_KEYS = 400
 """Of one group; more than any known config has."""

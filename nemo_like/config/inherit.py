@@ -14,8 +14,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.source import read_yaml
 from nemo_like.config.text import is_possible_path, shown_value
+from nemo_like.config.yaml_locations import read_yaml
 
 _SELF = "_self_"
 _SUFFIXES = (".yaml", ".yml")

@@ -23,8 +23,8 @@ from nemo_like.config.foreign_report import foreign_text
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
 from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides, set_in_tree
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
-from nemo_like.config.source import Sources, check_keys, merged_trees, plain_tree, read_yaml, record
 from nemo_like.config.text import is_possible_path, shown_value
+from nemo_like.config.yaml_locations import Sources, check_keys, merged_trees, plain_tree, read_yaml, record
 
 __all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
 

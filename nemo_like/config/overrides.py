@@ -22,8 +22,8 @@ from nemo_like.config.keys import (
     type_at,
     without_none,
 )
-from nemo_like.config.source import Sources, Written
 from nemo_like.config.text import shortened, shown_value
+from nemo_like.config.yaml_locations import Sources, Written
 
 MAX_OVERRIDE_CHARACTERS = 4_000
 MAX_OVERRIDE_DEPTH = 12

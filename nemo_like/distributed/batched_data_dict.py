@@ -26,7 +26,7 @@ from nemo_like.data.columns import (
     truncate_rows,
 )
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
+from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
 from nemo_like.distributed.batching_args import DynamicBatchingArgs, SequencePackingArgs, dynamic_spec, packing_spec
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict", "unshard"]

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict
 
-from nemo_like.data.packing.plan import PlanSpec
+from nemo_like.data.planning.plan import PlanSpec
 
 
 class DynamicBatchingArgs(TypedDict):

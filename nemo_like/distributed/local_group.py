@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_like.distributed import activity, mesh
+from nemo_like.distributed import activity
+from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed.advice import advise
 from nemo_like.distributed.errors import WorkerError, WorkerHung
-from nemo_like.distributed.post_mortem import advise
-from nemo_like.distributed.topology import Topology
-from nemo_like.distributed.worker_actor import IN_MEMORY
-from nemo_like.distributed.worker_group import Handle, WorkerContext
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.worker_group import IN_MEMORY, Handle, WorkerContext
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import Any, NoReturn, cast
 
 from nemo_like.distributed import activity
-from nemo_like.environments.interface import RewardFunction, RewardSample
+from nemo_like.environments.reward import RewardFunction, RewardSample
 
 _MAX_CONCURRENT = 32
 """Samples that an async function works on at the same time."""

@@ -21,7 +21,7 @@ from nemo_like.environments.answers import (
     num_marked_answers,
 )
 from nemo_like.environments.comparison import shared_comparer
-from nemo_like.environments.interface import RewardSample
+from nemo_like.environments.reward import RewardSample
 
 __all__ = [
     "answer_reward",

@@ -11,7 +11,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.environments.calling import BadReward, score_samples
-from nemo_like.environments.interface import RewardError, RewardFunction, RewardSample
+from nemo_like.environments.reward import RewardError, RewardFunction, RewardSample
 
 if TYPE_CHECKING:  # imports Ray, which loading a function does not need
     from nemo_like.distributed.worker_group import WorkerContext

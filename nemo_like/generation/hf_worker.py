@@ -20,7 +20,7 @@ from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.generation.interface import Completions, FinishReason, SamplingParams
+from nemo_like.generation.generator import Completions, FinishReason, SamplingParams
 from nemo_like.generation.sampling import row_uniforms, sample_tokens
 from nemo_like.weight_sync.stream import Bucket
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.generation.interface import SamplingParams
+from nemo_like.generation.generator import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 
 

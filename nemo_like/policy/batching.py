@@ -6,9 +6,9 @@ from typing import Literal
 
 from nemo_like.config.parallel import num_replicas
 from nemo_like.config.schema import PolicyConfig, RunConfig
-from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.spec import PlanSpec, Sync
-from nemo_like.distributed.topology import Topology
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import PlanSpec, Sync
+from nemo_like.distributed.parallel_layout import Topology
 
 Purpose = Literal["train", "evaluate"]
 

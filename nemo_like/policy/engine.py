@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_like.data.packing.layout import ModelInputs
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
 from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")

@@ -17,15 +17,15 @@ import numpy as np
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import BatchPlan, plan_batch
+from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, awake
 from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
+from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.policy.probe import IsolationReport
 from nemo_like.policy.worker import PolicyInfo
 from nemo_like.shared_directory import check_shared
 

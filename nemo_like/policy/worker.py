@@ -21,20 +21,20 @@ from torch import Tensor
 from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.layout import ModelInputs, build_inputs, num_predicted_tokens
-from nemo_like.data.packing.plan import Microbatch, PlanSpec, RankPlan
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine, Sync, TokenScores
+from nemo_like.policy.isolation import IsolationReport, probe_isolation
+from nemo_like.policy.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
-from nemo_like.policy.peak import peak_flops, peak_memory_bytes, reset_peak_memory
-from nemo_like.policy.probe import IsolationReport, probe_isolation
-from nemo_like.policy.scores import score_rows
+from nemo_like.policy.token_outputs import score_rows
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.stream import Bucket, plan_buckets
 

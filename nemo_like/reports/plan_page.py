@@ -8,11 +8,11 @@ from html import escape
 import numpy as np
 
 from nemo_like import __version__
+from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.memory import GIB
+from nemo_like.prediction.plan_report import PlanReport
 from nemo_like.reports.charts import Microbatches, bin_fill, length_histogram, memory_stack, part_class, timeline
-from nemo_like.reports.comparison import Outcome
-from nemo_like.reports.memory import GIB
 from nemo_like.reports.page import bullets, figures, legend, meter, page, section, table
-from nemo_like.reports.plan_report import PlanReport
 from nemo_like.reports.terminal import headline, memory_budgets, memory_unit, recommendation_lines, verdict
 
 _DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")

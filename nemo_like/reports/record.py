@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_like.reports.comparison import Outcome
-from nemo_like.reports.memory import usable_bytes
-from nemo_like.reports.plan_report import PlanReport
+from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.memory import usable_bytes
+from nemo_like.prediction.plan_report import PlanReport
 
 FORMAT = 1
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_like.config.text import printable
-from nemo_like.reports.memory import GIB
-from nemo_like.reports.plan_report import PlanReport, Recommendation
+from nemo_like.prediction.memory import GIB
+from nemo_like.prediction.plan_report import PlanReport, Recommendation
 
 _PIPE_WIDTH = 100
 _MOST_WIDTH = 120

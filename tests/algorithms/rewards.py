@@ -3,7 +3,7 @@
 import os
 import signal
 
-from nemo_like.environments.interface import RewardSample
+from nemo_like.environments.reward import RewardSample
 
 
 def digit_share(sample: RewardSample) -> float:

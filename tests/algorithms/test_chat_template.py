@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nemo_like.algorithms.job import open_job
-from nemo_like.algorithms.source import PromptSource
 from nemo_like.data.jagged import Jagged
-from nemo_like.generation.interface import SamplingParams
+from nemo_like.generation.generator import SamplingParams
+from nemo_like.training.dataset import PromptSource
+from nemo_like.training.run import open_job
 from tests.recipe import Recipe
 
 TEMPLATE = (

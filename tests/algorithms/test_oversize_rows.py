@@ -10,10 +10,10 @@ import pytest
 
 from nemo_like.algorithms.grpo import run_grpo
 from nemo_like.algorithms.sft import run_sft
-from nemo_like.algorithms.source import PromptSource, SftSource
-from nemo_like.algorithms.validate import validate
+from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.progress import Progress
+from nemo_like.training.dataset import PromptSource, SftSource
 from tests.recipe import Recipe
 
 NUM_ROWS = 30

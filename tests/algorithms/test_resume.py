@@ -14,13 +14,13 @@ import pytest
 
 from nemo_like import cli, shared_directory
 from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.job import Job
 from nemo_like.algorithms.sft import run_sft
 from nemo_like.checkpoint import CheckpointError
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml
 from nemo_like.run_lock import LOCK_NAME, locked
 from nemo_like.shared_directory import answer, check_shared
+from nemo_like.training.run import Job
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 

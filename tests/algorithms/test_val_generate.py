@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.algorithms import validation
-from nemo_like.algorithms.rollout import Rollout, collect
 from nemo_like.algorithms.sft import run_sft
+from nemo_like.rollout.rollout import Rollout, collect
+from nemo_like.training import evaluation as validation
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -60,7 +60,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     score_answers = validation.score_answers
     monkeypatch.setattr("nemo_like.algorithms.sft.score_answers", checked_scores)
-    monkeypatch.setattr("nemo_like.algorithms.validation.collect", recorded)
+    monkeypatch.setattr("nemo_like.training.evaluation.collect", recorded)
     yield found
 
 
@@ -79,6 +79,6 @@ def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: 
 
 
 def test_completions_of_other_weights_are_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_like.algorithms.job.Job.sync_weights", lambda job, version: None)
+    monkeypatch.setattr("nemo_like.training.run.Job.sync_weights", lambda job, version: None)
     with pytest.raises(RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"):
         run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))

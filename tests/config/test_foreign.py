@@ -21,7 +21,7 @@ from nemo_like.config.foreign_entries import Entry, Renamed, Unsupported
 from nemo_like.config.foreign_nemo_rl import SAME_KEYS
 from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, type_at
 from nemo_like.config.load import detect_kind, load_config
-from nemo_like.config.source import Sources
+from nemo_like.config.yaml_locations import Sources
 
 CONFIGS = Path(__file__).parent / "foreign"
 CASES: dict[str, Kind] = {

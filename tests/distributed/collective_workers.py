@@ -8,8 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from nemo_like.distributed import mesh
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 
 

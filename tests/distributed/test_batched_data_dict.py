@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import PlanSpec, plan_batch
+from nemo_like.data.planning.plan import PlanSpec, plan_batch
 from nemo_like.distributed.batched_data_dict import (
     BatchedDataDict,
     DynamicBatchingArgs,

@@ -8,10 +8,10 @@ import textwrap
 import numpy as np
 import pytest
 
-from nemo_like.distributed import mesh
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.errors import WorkerError, WorkerFailure
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext, WorkerGroup
 
 

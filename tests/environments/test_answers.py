@@ -19,8 +19,8 @@ from nemo_like.environments.answers import (
     normalize,
     num_marked_answers,
 )
-from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.math import answer_reward, format_reward
+from nemo_like.environments.reward import RewardSample
 
 # text, final answer, number of marked answers; written by hand
 ANSWERS = [

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.environments.interface import RewardSample
 from nemo_like.environments.math import (
     answer_reward,
     answers_equal,
@@ -17,6 +16,7 @@ from nemo_like.environments.math import (
     last_number,
     marked_answer,
 )
+from nemo_like.environments.reward import RewardSample
 
 
 @pytest.mark.parametrize(

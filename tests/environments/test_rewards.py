@@ -14,8 +14,8 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.topology import Topology
-from nemo_like.environments.interface import RewardEnvironment, RewardError, RewardSample
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
 
 _CONTEXT = local_context(num_threads=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.generation.interface import SamplingParams
+from nemo_like.generation.generator import SamplingParams
 from nemo_like.generation.sampling import row_uniforms, sample_tokens
 from nemo_like.sampling_filter import filter_logits
 

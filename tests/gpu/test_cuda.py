@@ -21,9 +21,9 @@ from nemo_like.losses import NllLoss
 from nemo_like.policy.attention import _flash_varlen, _segmented, _Spans, varlen_attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.context_parallel import _make_exchange
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.megatron_worker import MegatronPolicyWorker
-from nemo_like.policy.peak import peak_memory_bytes, reset_peak_memory
+from nemo_like.policy.device_flops import peak_memory_bytes, reset_peak_memory
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.conftest import model_dir  # noqa: F401  (a fixture)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
-from nemo_like.distributed import mesh
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.policy import dtensor_engine, dtensor_model
 from nemo_like.policy.compute_clock import ComputeClock
-from tests.policy.test_dtensor_layouts import Rank
+from nemo_like.policy.dtensor import engine as dtensor_engine
+from nemo_like.policy.dtensor import model as dtensor_model
+from tests.policy.dtensor.test_layouts import Rank
 from tests.policy.tiny import random_batch, run_ranks
 
 LENGTHS = [9, 14, 6, 23]

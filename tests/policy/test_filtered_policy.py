@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_like.config.schema import GenerationConfig, ParallelConfig, PolicyConfig, PolicyGradientLossConfig
-from nemo_like.data.packing.plan import plan_batch
-from nemo_like.distributed import mesh
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.sampling_filter import SamplingFilter
 from tests.filter_definition import kept_tokens
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE

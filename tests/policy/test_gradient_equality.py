@@ -19,16 +19,16 @@ from nemo_like.config.schema import (
     PolicyGradientLossConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.plan import plan_batch
-from nemo_like.distributed import mesh
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
-from nemo_like.policy import dtensor_model
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.dtensor import model as dtensor_model
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import ARCHITECTURES, context, random_batch, relative_error, row_loss, run_ranks, saved_tensors
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]

@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PolicyGradientLossConfig, SchedulerConfig
-from nemo_like.data.packing.plan import plan_batch
-from nemo_like.distributed import mesh
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, LossInputs, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.nonfinite import row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, all_within, clip_factor
 from nemo_like.policy.worker import PolicyWorker
-from tests.policy.megatron_ranks import joined, meeting_in, of_model, open_pool
+from tests.policy.megatron.ranks import joined, meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
 from tests.policy.tiny import random_batch, run_ranks, saved_tensors
 

@@ -15,12 +15,12 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.cost import CostModel
+from nemo_like.data.planning.cost import CostModel
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from tests.policy.tiny import random_batch
 

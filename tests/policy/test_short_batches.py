@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from nemo_like.config.schema import DynamicBatchingConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
-from nemo_like.data.packing.cost import CostModel
-from nemo_like.data.packing.plan import plan_batch
-from nemo_like.distributed import mesh
-from nemo_like.distributed.topology import Topology
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_engine import DTensorEngine
+from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import context, random_batch, run_ranks
 

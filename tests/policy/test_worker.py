@@ -23,18 +23,18 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.packing.plan import plan_batch
-from nemo_like.data.packing.rows import OversizeWarning
-from nemo_like.distributed import mesh
+from nemo_like.data.planning.oversize import OversizeWarning
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_like.distributed.topology import Topology
+from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy import dtensor_model
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor_worker import DTensorPolicyWorker
-from nemo_like.policy.hf_directory import split_by_bytes
+from nemo_like.policy.checkpoint.hf_export import split_by_bytes
+from nemo_like.policy.dtensor import model as dtensor_model
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import ARCHITECTURES, context, random_batch, run_ranks
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]

@@ -9,9 +9,10 @@ import torch
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.topology import Topology
-from nemo_like.distributed.virtual_cluster import RayVirtualCluster
-from nemo_like.distributed.worker_group import RayWorkerGroup, WorkerGroup
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.weight_sync.stream import Bucket
 from nemo_like.weight_sync.transport import push
 from tests.weight_sync.weight_workers import GeneratorSide, NotForTheDriver, PolicySide

@@ -1,0 +1,322 @@
+"""`nemo-like check parity`: does the user's layout compute what plain transformers computes, on a tiny copy of the model?
+
+The same rows go through the layout's workers (real process groups on the CPU, float32) and, each by itself and unpadded,
+through transformers in this process. What must be equal: loss, every parameter's gradient, scored log-probs, the weights
+after several optimizer steps, and the next losses when a checkpoint of the layout goes on in one process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from nemo_like.commands.tiny_model import save_tiny_copy
+from nemo_like.config.parallel import num_replicas
+from nemo_like.config.schema import ClusterConfig, OptimizerConfig, ParallelConfig, RunConfig, SchedulerConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import BatchPlan, plan_batch
+from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
+from nemo_like.metrics import metric_values
+from nemo_like.policy.batching import plan_spec, policy_topology
+from nemo_like.policy.checkpoint.sharded import open_checkpoint
+from nemo_like.policy.isolation import IsolationError
+from nemo_like.policy.optim import build_optimizer
+from nemo_like.policy.worker import PolicyWorker
+from nemo_like.training.dataset import open_model_config
+from nemo_like.training.workers import policy_worker_class
+
+LIMIT = 1e-5
+"""Largest relative difference that counts as equal: some hundred float32 roundings."""
+NUM_STEPS = 4
+MODES = ("packed", "dynamic")
+_LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
+_BUDGET = 160
+_TIMEOUT_S = 300.0
+_LR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One comparison. Example: `Finding("packed", "gradients", 2.1e-06, "worst at model.norm.weight")`."""
+
+    mode: str
+    what: str
+    difference: float
+    """Relative; infinite where there was nothing to compare."""
+    detail: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference <= LIMIT
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Every comparison, and what was compared."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        return all(finding.is_equal for finding in self.findings)
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for finding in self.findings:
+            verdict = "equal" if finding.is_equal else "DIFFERENT"
+            line = f"  {finding.mode:<8} {finding.what:<34} {finding.difference:8.1e}  {verdict:<10}{finding.detail}"
+            lines.append(line.rstrip())
+        wrong = sum(not finding.is_equal for finding in self.findings)
+        verdict = f"{wrong} DIFFERENT" if wrong else "all equal"
+        lines.append(f"{len(self.findings)} comparisons, limit {LIMIT:g} relative: {verdict}")
+        return "\n".join(lines)
+
+
+class _Trained(NamedTuple):
+    """What a run of optimizer steps leaves."""
+
+    losses: list[float]
+    """Before each step, and after the last."""
+    gradients: dict[str, Tensor]
+    """Of the first step."""
+    weights: dict[str, Tensor]
+    """After the last."""
+    logprobs: Jagged
+    """Of every row, before the first."""
+
+
+def check_parity(config: RunConfig) -> ParityReport:
+    """Compare the layout of `config` with plain transformers. Raises ConfigError for a model or layout that cannot be.
+
+    Of the data-parallel copies two are enough; a pipeline has at least a layer a stage. No GPU and no data are used.
+    """
+    transformers_logging.disable_progress_bar()
+    model_config = open_model_config(config).get_text_config()
+    parallel = config.parallel
+    with tempfile.TemporaryDirectory(prefix="nemo_like_parity_") as folder:
+        model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
+        tiny = _tiny_run(config, Path(folder) / "model")
+        batch = _random_batch(model.config.vocab_size)
+        expected = _train_plainly(model, batch, tiny)
+        num_workers = policy_topology(tiny).world_size
+        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            findings = [finding for mode in MODES for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)]
+    shape = f"{policy_topology(tiny)}{', sequence parallel' if parallel.sequence else ''}"
+    shape += f", experts over {parallel.expert}" if parallel.expert > 1 else ""
+    title = f"{config.policy.engine} on {shape}: a tiny {model_config.model_type} against transformers, {len(_LENGTHS)} rows"
+    return ParityReport(title, tuple(findings))
+
+
+def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
+    """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32, an eager learner."""
+    parallel = config.parallel
+    num_copies = max(min(2, num_replicas(config)), parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context))
+    policy = replace(
+        config.policy,
+        model_name=str(model),
+        precision="float32",
+        train_global_batch_size=len(_LENGTHS),
+        max_total_sequence_length=max(_LENGTHS),
+        logprob_chunk_size=32,
+        # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging Face names.
+        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
+        scheduler=SchedulerConfig(),
+        max_grad_norm=0.0,
+    )
+    workers = num_copies * parallel.tensor * parallel.context * parallel.pipeline
+    return replace(config, policy=policy, cluster=ClusterConfig(workers_per_node=workers))
+
+
+def _in_mode(config: RunConfig, mode: str) -> RunConfig:
+    packing = replace(
+        config.policy.sequence_packing, enabled=mode == "packed", train_mb_tokens=_BUDGET, logprob_mb_tokens=_BUDGET
+    )
+    dynamic = replace(
+        config.policy.dynamic_batching, enabled=mode == "dynamic", train_mb_tokens=_BUDGET, logprob_mb_tokens=_BUDGET
+    )
+    return replace(config, policy=replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic))
+
+
+def _check_mode(
+    config: RunConfig, mode: str, batch: BatchedDataDict, expected: _Trained, folder: Path, pool: ProcessPoolExecutor
+) -> list[Finding]:
+    config, topology = _in_mode(config, mode), policy_topology(config)
+    contexts = _contexts(topology.world_size, folder / f"{mode}.meeting")
+    futures = [pool.submit(_train_rank, context, config, batch, folder / mode) for context in contexts]
+    results = [future.result(timeout=_TIMEOUT_S) for future in futures]
+    isolation = next((leak for *_, leak in results if leak), "")
+    losses, _, _ = results[topology.output_rank(0)]
+    plan = _plan(config, batch)
+    scores = [results[topology.output_rank(dp_rank)][1] for dp_rank in range(topology.dp)]
+    logprobs = unshard([part["prev_logprobs"] for part in scores], plan)
+    assert isinstance(logprobs, Jagged)
+    gradient_difference, worst_gradient = _worst(_saved(folder / mode / "first", "exp_avg"), expected.gradients)
+    weight_difference, worst_weight = _worst(_saved(folder / mode / "last", "weight"), expected.weights)
+    elsewhere = _continue_alone(config, batch, folder / mode / "last", folder / f"{mode}.alone")
+    return [
+        Finding(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
+        Finding(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
+        Finding(mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
+        Finding(mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)),
+        Finding(mode, f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses)),
+        Finding(mode, f"weights after {NUM_STEPS} optimizer steps", weight_difference, f"worst at {worst_weight}"),
+        Finding(mode, "checkpoint goes on in one process", abs(elsewhere / losses[-1] - 1)),
+    ]
+
+
+def _train_rank(
+    context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
+) -> tuple[list[float], dict[str, Jagged], str]:
+    """One rank's losses, scores and what the isolation probe found; its part of two checkpoints is in `folder`."""
+    transformers_logging.disable_progress_bar()
+    torch.use_deterministic_algorithms(True)
+    worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
+    try:
+        dp_rank = policy_topology(config).dp_rank(context.rank)
+        shard = batch.shard(_plan(config, batch))[dp_rank]
+        try:
+            worker.probe_isolation()
+            leak = ""
+        except IsolationError as error:
+            leak = str(error)
+        scores = worker.score(shard)
+        losses = [_loss(worker, shard, train=True)]
+        worker.save(folder / "first")
+        losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
+        losses.append(_loss(worker, shard, train=False))
+        worker.save(folder / "last")
+    finally:
+        mesh.destroy()
+    return losses, scores, leak
+
+
+def _continue_alone(config: RunConfig, batch: BatchedDataDict, checkpoint: Path, meeting: Path) -> float:
+    """The loss of the checkpoint in one process of the DTensor engine, whoever wrote it."""
+    alone = replace(
+        config, policy=replace(config.policy, engine="dtensor"), parallel=ParallelConfig(), cluster=ClusterConfig()
+    )
+    (context,) = _contexts(1, meeting)
+    worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
+    worker.load(checkpoint)
+    return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
+
+
+def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
+    """NaN on pipeline stages that see no loss."""
+    metrics = worker.train(shard, None, NllLoss())[0] if train else worker.evaluate(shard, NllLoss())
+    return metric_values(metrics).get("policy/loss", float("nan"))
+
+
+def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
+    spec = plan_spec(
+        config.policy,
+        purpose="train",
+        topology=policy_topology(config),
+        sequence_parallel=config.parallel.sequence,
+        cost=CostModel(),
+        sync="microbatch",
+    )
+    return plan_batch(batch["length"], spec)
+
+
+def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig) -> _Trained:
+    """The same steps by transformers and AdamW, each row by itself and unpadded."""
+    optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
+    logprobs = Jagged.from_rows([_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]], np.float32)
+    masked = Jagged(logprobs.values * (batch["token_mask"].values != 0), logprobs.offsets)
+    losses, gradients = [], {}
+    for step in range(NUM_STEPS + 1):
+        loss = _plain_loss(model, batch)
+        losses.append(loss.item())
+        if step == NUM_STEPS:
+            break
+        loss.backward()
+        if step == 0:
+            found = {name: parameter.grad for name, parameter in model.named_parameters()}
+            gradients = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return _Trained(losses, gradients, weights, masked)
+
+
+def _plain_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
+    """Mean negative log-likelihood of the trained tokens."""
+    total, count = torch.zeros(()), 0
+    for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
+        trained = torch.from_numpy(mask.astype(bool))
+        total, count = total - _row_logprobs(model, ids)[trained].sum(), count + int(trained.sum())
+    return total / count
+
+
+def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
+    """[L] log-prob of each token of one row, 0 for the first."""
+    input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+    logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+    logprobs = logits.log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1), logprobs])
+
+
+def _random_batch(vocab_size: int) -> BatchedDataDict:
+    """Rows of random tokens, about two thirds of them trained; the first of a row, which nothing predicts, is not."""
+    rng = np.random.default_rng(0)
+    lengths = np.array(_LENGTHS, dtype=np.int64)
+    input_ids = Jagged.from_lengths(rng.integers(0, vocab_size, lengths.sum()).astype(np.int32), lengths)
+    mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
+    mask[input_ids.offsets[:-1]] = 0
+    return BatchedDataDict(input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths)
+
+
+def _contexts(world_size: int, meeting: Path) -> list[WorkerContext]:
+    return [
+        WorkerContext(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            device="cpu",
+            init_method=meeting.as_uri(),
+            collective_timeout_s=_TIMEOUT_S,
+            num_threads=1,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """Every whole tensor of a kind (`weight`, `exp_avg`) in a checkpoint, by Hugging Face name."""
+    with open_checkpoint(checkpoint) as reader:
+        return {name: reader.read(f"{kind}/{name}", [0] * len(shape), shape) for name, shape in reader.shapes.items()}
+
+
+def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference over all tensors, and where it is."""
+    if found.keys() != expected.keys():
+        return np.inf, f"the names differ: {sorted(found.keys() ^ expected.keys())[:3]}"
+    differences = {name: _relative(found[name].numpy(), expected[name].numpy()) for name in expected}
+    worst = max(differences, key=differences.__getitem__)
+    return differences[worst], worst
+
+
+def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
+    """Norm of the difference over the norm of what is expected; infinite for other shapes or NaN."""
+    found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return np.inf
+    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -1,0 +1,89 @@
+"""`nemo-like export`: a checkpoint of a run as a Hugging Face model, whichever engine and layout wrote it. No GPU, no Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_like.checkpoint import Checkpointer, CheckpointError
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.load import detect_kind, load_config
+from nemo_like.config.schema import RunConfig
+from nemo_like.files import WriteError, remove_link, system_error_number
+from nemo_like.policy.checkpoint.hf_export import write_hf
+from nemo_like.policy.checkpoint.sharded import WEIGHT, CheckpointReader, checkpoint_problem, open_checkpoint
+from nemo_like.policy.optim import NonFiniteError
+from nemo_like.training.dataset import open_model_config
+
+_CONFIG = "config.yaml"
+
+
+class SavedWeights:
+    """The weights of an open checkpoint, read one at a time."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._reader.shapes
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            shape = self._reader.shapes[name]
+            yield name, self._reader.read(f"{WEIGHT}/{name}", [0] * len(shape), shape)
+
+
+def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
+    """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one, to the new `target`.
+
+    Returns the step folder it was. `overrides` change keys of the run's config, such as `policy.model_name` where the model
+    has moved. Raises ConfigError for a folder that is neither, for an incomplete checkpoint, and for a `target` that
+    exists or cannot be written, and for weights that are not finite.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already; choose another --out or remove it first")
+    step_folder, config = _find(source, overrides)
+    model_config = open_model_config(config)
+    try:
+        with open_checkpoint(step_folder / "policy") as reader:
+            unfinished = target.with_name(target.name + ".tmp")
+            remove_link(unfinished)
+            with torch.no_grad():
+                write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
+        unfinished.rename(target)
+    except NonFiniteError as error:
+        shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
+        raise ConfigError(f"{shown_path(step_folder)}: {error}; export an earlier checkpoint") from error
+    except (ValueError, CheckpointError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    except (OSError, WriteError) as error:
+        number = system_error_number(error)
+        cause = str(error) if number is None else os.strerror(number)
+        raise ConfigError(f"--out {target} cannot be written: {cause}") from error
+    return step_folder
+
+
+def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
+    """The step folder, and the configuration of its run."""
+    is_step = (source / "policy").is_dir()
+    run = source.resolve().parent.parent if is_step else source
+    if not (run / _CONFIG).is_file():
+        raise ConfigError(
+            f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
+            " (<run>/checkpoints/step_<N>) of one"
+        )
+    config = load_config(detect_kind(run / _CONFIG, overrides), run / _CONFIG, overrides)
+    if is_step:
+        return source, config
+    try:
+        latest = Checkpointer(run, config.checkpointing).find_latest(lambda folder: checkpoint_problem(folder / "policy"))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if latest is None:
+        raise ConfigError(f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one")
+    return latest.path, config

@@ -1,0 +1,298 @@
+"""Why a call failed. Of a process that ended: Ray's report, the last lines of its log and the kernel's counters."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import (
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_like.distributed.advice import SAVE_MEMORY, advise
+from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
+from nemo_like.distributed.ray.actor import (
+    Location,
+    Raised,
+    count_oom_kills,
+    machine_id,
+    process_state,
+)
+from nemo_like.distributed.ray.heartbeat import Silence
+
+_LOG_LINES = 20
+_LOG_CHARACTERS = 300
+_ANSWER_TIMEOUT_S = 60.0
+"""How long a node may take to start a process that reads the traces: half a minute when it is busy."""
+_NODES_TIMEOUT_S = 10.0
+_EXIT_S = 2.0
+_FULL_BYTES = 2**20
+_COLOUR = re.compile(r"\x1b\[\d+m")
+_CRASH = re.compile(r"Fatal Python error: ([^\n]+)|(terminate called[^\n]*)|\*\*\* (SIG[A-Z]+)")
+
+_CRASHED = "A native library failed in it; with cluster.backend=local a debugger sees the same in one process."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Traces of a worker's process on its node."""
+
+    log_tail: str = ""
+    """The last lines of its standard error."""
+    num_oom_kills: int = 0
+    """Kills for memory by the node's kernel up to now."""
+    full_folder: str = ""
+    """A folder without free space that the process writes to; empty if there is none."""
+    process_state: str = ""
+    """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.process_state not in ("", "Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One call that failed on one worker."""
+
+    rank: int
+    method: str
+    error: Raised | RayError
+    """What the worker raised, or what Ray says of its process."""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it is most likely the echo of another worker's failure."""
+        return isinstance(self.error, Raised) and self.error.is_collective
+
+
+def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
+    """How a call failed, or None if it did not: `ended` refers to its outcome, or to its result."""
+    try:
+        value = ray.get(ended)
+    except RayTaskError as error:  # outside the worker's method: an argument or a result that cannot be (un)pickled
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        return Failure(rank, method, Raised(cause, _COLOUR.sub("", str(error)), is_collective=False))
+    except (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError) as error:
+        return Failure(rank, method, error)
+    except RayError as error:
+        return Failure(rank, method, Raised(error, str(error), is_collective=False))
+    return Failure(rank, method, value) if isinstance(value, Raised) else None
+
+
+def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
+    """The failure as a user should see it."""
+    if isinstance(failure.error, RayError):
+        return _died(failure, group, location, str(failure.error))
+    return WorkerError(
+        group=group,
+        rank=failure.rank,
+        method=failure.method,
+        cause=failure.error.cause,
+        traceback_text=failure.error.traceback_text,
+        advice=advise(failure.error.cause),
+    )
+
+
+def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
+    """The failure of a worker that reported no progress for too long."""
+    evidence = None if silence.responds else ask_node(location)
+    if silence.responds:
+        state = "Its process still answers, so its main thread waits or loops."
+    elif evidence is None:
+        state = "Neither its process nor its node answers."
+    elif evidence.process_state in ("T", "t"):
+        state = "Its process does not respond: it is stopped (SIGSTOP or a debugger)."
+    else:
+        state = (
+            f"Its process does not respond (state {evidence.process_state or 'gone'}): native code"
+            " holds the interpreter, or the machine is overloaded."
+        )
+    return WorkerHung(
+        group=group,
+        rank=silence.rank,
+        method=method,
+        pid=location.pid,
+        node=location.ip,
+        silent_s=silence.silent_s,
+        activity=silence.text,
+        state=state,
+        stack=silence.stack,
+    )
+
+
+def kill_process(location: Location) -> None:
+    """Kill a worker's process, also one that is stopped; does nothing if its node does not answer."""
+    if location.machine == machine_id():
+        _kill(location.pid)
+        return
+    task = ray.remote(_kill).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
+    )
+    with suppress(RayError):
+        ray.get(task.remote(location.pid), timeout=_ANSWER_TIMEOUT_S)
+
+
+def _kill(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tuple[str, str] | None:
+    """(cause, advice) of a process that ended, or None if nothing says how it ended.
+
+    `report` is Ray's text. `num_oom_kills` counts the kernel's kills for memory on the worker's
+    node since the worker started.
+    """
+    crash = _CRASH.search(evidence.log_tail) if evidence is not None else None
+    exit_code = re.search(r"exit code (\d+)", report)
+    if re.search(r"low on memory|memory pressure", report):
+        return "Ray killed it because its node was running out of memory", SAVE_MEMORY
+    if num_oom_kills > 0:
+        return "the kernel killed it because memory ran out", SAVE_MEMORY
+    if crash is not None:
+        what = next(text for text in crash.groups() if text)
+        if what in ("Bus error", "SIGBUS"):
+            return (
+                f"it crashed ({what}), as happens when /dev/shm is full",
+                "Give the container a larger /dev/shm.",
+            )
+        return f"it crashed ({what})", _CRASHED
+    if "SIGTERM" in report:
+        return (
+            "it received SIGTERM",
+            "Something outside the run stops processes on its node, for example a job scheduler.",
+        )
+    if exit_code is not None:
+        code = exit_code.group(1)
+        return f"it ended itself with exit code {code}", "Something it imports calls sys.exit."
+    if "ray.kill" in report:
+        advice = "Nothing in this run does that to a worker in use."
+        return "it was stopped through Ray (ray.kill)", advice
+    if evidence is None:
+        return None
+    if evidence.full_folder:
+        return f"it ended while the disk of {evidence.full_folder} was full", "Free some space."
+    if evidence.is_running:
+        return (
+            "Ray lost the connection to its process, which still ran",
+            "Look at the network between the nodes.",
+        )
+    return (
+        "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
+        " container or scheduler); the kernel of its node counted no kill for memory",
+        SAVE_MEMORY,
+    )
+
+
+def _died(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
+    evidence = None
+    if _is_node_alive(location.node_id) is False:
+        cause, advice = (
+            "its node left the cluster",
+            "Look at that machine, or take it out of the cluster.",
+        )
+    else:
+        evidence = ask_node(location)
+        oom_kills = 0 if evidence is None else evidence.num_oom_kills - location.num_oom_kills
+        cause, advice = diagnose(report, evidence, oom_kills) or _unknown(location, report)
+    return WorkerDied(
+        group=group,
+        rank=failure.rank,
+        method=failure.method,
+        pid=location.pid,
+        node=location.ip,
+        cause=cause,
+        advice=advice,
+        log_tail="" if evidence is None else evidence.log_tail,
+    )
+
+
+def _unknown(location: Location, report: str) -> tuple[str, str]:
+    """(cause, advice) where neither Ray nor the node says how the process ended."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    said = f"; Ray reports: {lines[-1][:_LOG_CHARACTERS]}" if lines else ""
+    return (
+        f"cause unknown, its node did not answer within {_ANSWER_TIMEOUT_S:g} s{said}",
+        f"The log of the process is {location.log_path} on {location.ip}.",
+    )
+
+
+def _is_node_alive(node_id: str) -> bool | None:
+    """Whether the cluster counts the node as alive; None if the cluster's head does not answer."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        answers.append(node_id in alive)
+
+    # In a thread, because the call blocks for a minute when the head is gone.
+    thread = threading.Thread(target=ask, daemon=True, name="node-state")
+    thread.start()
+    thread.join(_NODES_TIMEOUT_S)
+    return answers[0] if answers else None
+
+
+def ask_node(location: Location) -> Evidence | None:
+    """What the worker's node knows of its process; None if the node does not answer in time.
+
+    On this machine the files are read directly, because a busy node may need longer than the
+    time limit to start a process for a Ray task.
+    """
+    if location.machine == machine_id():
+        return read_evidence(location.log_path, location.pid)
+    task = ray.remote(read_evidence).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
+    )
+    try:
+        return ray.get(
+            task.remote(location.log_path, location.pid), timeout=_ANSWER_TIMEOUT_S
+        )
+    except RayError:
+        return None
+
+
+def read_evidence(log_path: str, pid: int) -> Evidence:
+    """The traces of process `pid` on the machine this runs on."""
+    path = Path(log_path)
+    lines: deque[str] = deque(maxlen=_LOG_LINES)
+    if path.is_file():
+        with path.open(errors="replace") as file:
+            markers = (":job_id:", ":actor_name:")
+            lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith(markers))
+    folders = [folder for folder in (path.parent, Path("/dev/shm")) if folder.is_dir()]
+    full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _FULL_BYTES]
+    return Evidence(
+        log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
+        num_oom_kills=count_oom_kills(),
+        full_folder=full[0] if full else "",
+        process_state=_settled_state(pid),
+    )
+
+
+def _settled_state(pid: int) -> str:
+    """The state letter of a process, given a moment to end: its connections close before it is gone."""
+    deadline = time.monotonic() + _EXIT_S
+    while process_state(pid) not in ("", "Z", "X", "T") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process_state(pid)

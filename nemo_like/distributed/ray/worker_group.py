@@ -1,0 +1,304 @@
+"""A worker group whose workers are processes of a Ray cluster.
+
+NumPy arrays that come out of Ray's object store are read-only views of shared memory: copy one before writing to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_like.distributed.errors import ClusterError, WorkerFailure
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.ray.actor import Location, Raised, WorkerActor
+from nemo_like.distributed.ray.failures import (
+    Failure,
+    explain,
+    explain_hung,
+    failure_of,
+    kill_process,
+)
+from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
+from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
+from nemo_like.distributed.worker_group import Handle, WorkerContext
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 20.0
+"""How long a broken collective waits for what broke it. Ray takes up to about 15 s to notice that a node is gone."""
+
+
+_Pending = dict[ObjectRef[Raised | None], Handle]
+"""Calls that have not ended, by their outcomes."""
+
+
+class RayWorkerGroup:
+    """One process per worker, in the bundles of a `RayVirtualCluster`.
+
+    As soon as one worker fails all are stopped: those that wait for it in a collective would hang otherwise. The group
+    cannot be used after that.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        worker_class: type,
+        kwargs: Mapping[str, Any],
+        *,
+        name: str,
+        topology: Topology,
+        placement: Literal["policy", "generation", "anywhere"] = "policy",
+    ) -> None:
+        """Start the workers and construct `worker_class(context, **kwargs)` in each.
+
+        `placement` says whose reserved resources they use; `anywhere` reserves none and spreads them over the nodes.
+        Raises ClusterError if they do not start, WorkerFailure if a constructor fails.
+        """
+        self.name = name
+        self.topology = topology
+        self._failure: WorkerFailure | None = None
+        self._head = cluster.head
+        config = cluster.config
+        bundles = _choose_bundles(cluster, placement, topology, name)
+        num_threads = 1 if placement == "anywhere" else max(1, int(config.cpus_per_worker))
+        self._collective_timeout_s = config.collective_timeout_s
+        self._monitor = ProgressMonitor(name, config.progress_timeout_s)
+        self._actors = [
+            _start_actor(name, rank, bundle, num_threads, self._monitor)
+            for rank, bundle in enumerate(bundles)
+        ]
+        try:
+            self._locations = _locate(self._actors, name, config.placement_timeout_s)
+            contexts = self._contexts(bundles, num_threads, config.collective_timeout_s)
+            kwargs_ref = ray.put(dict(kwargs))
+            built = [
+                self._submit(rank, "__init__", self._actors[rank].build, (worker_class, context, kwargs_ref), {})
+                for rank, context in enumerate(contexts)
+            ]
+            self.wait(built)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.get(self.submit_all(method, *args, **kwargs))
+
+    def run_all_workers_sharded_data(self, method: str, /, *sharded: Sequence[Any], **common: Any) -> list[Any]:
+        for position, items in enumerate(sharded):
+            if len(items) != self.topology.dp:
+                raise ValueError(
+                    f"argument {position} of {method} has {len(items)} items; the {self.name} group has dp {self.topology.dp}"
+                )
+        self._raise_if_stopped()
+        shared = {name: self._share(value) for name, value in common.items()}
+        items_of_dp_rank = [tuple(self._share(items[dp]) for items in sharded) for dp in range(self.topology.dp)]
+        handles = [
+            self._call(rank, method, items_of_dp_rank[self.topology.dp_rank(rank)], shared) for rank in range(self.world_size)
+        ]
+        self.wait(handles)
+        return self.get([handles[self.topology.output_rank(dp)] for dp in range(self.topology.dp)])
+
+    def put(self, value: Any) -> Handle:
+        return Handle(ray.put(value))
+
+    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
+        self._raise_if_stopped()
+        shared_args = tuple(map(self._share, args))
+        shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
+        return [self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)]
+
+    def wait(self, handles: Sequence[Handle]) -> None:
+        self._raise_if_stopped()
+        pending: _Pending = {handle.outcome: handle for handle in handles if handle.outcome is not None}
+        self._monitor.start_waiting(_ranks(pending))
+        while pending:
+            failure = self._next_failure(pending, timeout_s=self._monitor.poll_s)
+            if failure is not None:
+                self._stop(self._first_cause(failure, pending), pending)
+            if pending:
+                self._check_progress(pending)
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        self.wait(handles)
+        try:
+            return ray.get([handle.value for handle in handles])
+        except RayError:  # a value that cannot be pickled, or lost with the node that held it
+            for handle in handles:
+                failure = failure_of(handle.value, handle.rank, handle.method)
+                if failure is not None:
+                    self._stop(failure)
+            raise
+
+    def shutdown(self) -> None:
+        # Without Ray the actors are gone already, and any call would start a new Ray. Without the head
+        # every call below would block.
+        if ray.is_initialized() and not self._head.is_lost:
+            self._monitor.close(len(self._actors))
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+        self._actors = []
+
+    @property
+    def locations(self) -> tuple[Location, ...]:
+        """Process and node of every worker, in rank order."""
+        return self._locations
+
+    def _contexts(self, bundles: Sequence[Bundle | None], num_threads: int, collective_timeout_s: float) -> list[WorkerContext]:
+        address = self._locations[0].ip
+        port = ray.get(self._actors[0].choose_port.remote())
+        node_ids = [location.node_id for location in self._locations]
+        return [
+            WorkerContext(
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=node_ids[:rank].count(node_ids[rank]),
+                # Ray shows a worker no GPU but its own.
+                device="cuda:0" if bundle is not None and bundle.num_gpus else "cpu",
+                init_method=f"tcp://{f'[{address}]' if ':' in address else address}:{port}",
+                collective_timeout_s=collective_timeout_s,
+                num_threads=num_threads,
+            )
+            for rank, bundle in enumerate(bundles)
+        ]
+
+    def _call(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle:
+        return self._submit(rank, method, self._actors[rank].call, (method, *args), kwargs)
+
+    def _submit(self, rank: int, method: str, actor_method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle:
+        outcome, value = actor_method.remote(*args, **kwargs)
+        return Handle(value, outcome, rank, method)
+
+    def _share(self, value: Any) -> Any:
+        """A reference that any number of workers can be given; plain scalars go by value."""
+        if isinstance(value, Handle):
+            return value.value
+        return value if value is None or isinstance(value, (bool, int, float, str)) else ray.put(value)
+
+    def _raise_if_stopped(self) -> None:
+        self._raise_if_head_lost()
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise RuntimeError(f"the {self.name} group was shut down")
+
+    def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
+        """Wait for a call to end, drop all that have ended from `pending`, and return a failure among them, if any."""
+        ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
+        ended += [ref for ref in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] if ref not in ended]
+        calls = [pending.pop(outcome) for outcome in ended]
+        failures = [failure_of(outcome, call.rank, call.method) for outcome, call in zip(ended, calls, strict=True)]
+        return min(filter(None, failures), key=lambda failure: failure.is_secondary, default=None)
+
+    def _first_cause(self, failure: Failure, pending: _Pending) -> Failure:
+        """The failure that started it: a collective that broke in one worker is only the echo of another's end."""
+        deadline = time.monotonic() + GRACE_S
+        while failure.is_secondary and pending and time.monotonic() < deadline:
+            other = self._next_failure(pending, timeout_s=max(0.0, deadline - time.monotonic()))
+            if other is not None and not other.is_secondary:
+                failure = other
+        return failure
+
+    def _check_progress(self, pending: _Pending) -> None:
+        """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is gone."""
+        self._raise_if_head_lost()
+        silence = self._monitor.check(_ranks(pending))
+        if silence is not None:
+            self._stop_hung(silence, pending)
+
+    def _raise_if_head_lost(self) -> None:
+        if self._head.is_lost and self._failure is None:
+            self._failure = WorkerFailure(
+                self._head.describe_loss(), group=self.name, rank=0, method="connect"
+            )
+        if self._head.is_lost and self._failure is not None:
+            raise self._failure
+
+    def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
+        if failure.is_secondary and pending:
+            # The ranks that did not answer are those that the others waited for in vain.
+            at_least_s = 0.9 * self._collective_timeout_s
+            silence = self._monitor.most_silent(_ranks(pending), at_least_s=at_least_s)
+            if silence is not None:
+                self._stop_hung(silence, pending)
+        self._failure = explain(failure, self.name, self._locations[failure.rank])
+        self.shutdown()
+        raise self._failure
+
+    def _stop_hung(self, silence: Silence, pending: _Pending) -> NoReturn:
+        location = self._locations[silence.rank]
+        method = next(call.method for call in pending.values() if call.rank == silence.rank)
+        self._failure = hung = explain_hung(silence, self.name, method, location)
+        logger.info("%s\n%s", hung, silence.stack)
+        kill_process(location)  # a stopped process does not obey Ray
+        self.shutdown()
+        raise hung
+
+
+def _choose_bundles(cluster: RayVirtualCluster, placement: str, topology: Topology, name: str) -> Sequence[Bundle | None]:
+    if placement == "anywhere":
+        return [None] * topology.world_size
+    bundles = cluster.policy_bundles if placement == "policy" else cluster.generation_bundles
+    if topology.world_size > len(bundles):
+        raise ValueError(
+            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has room for {len(bundles)}"
+        )
+    return bundles[: topology.world_size]
+
+
+def _ranks(pending: _Pending) -> set[int]:
+    return {call.rank for call in pending.values()}
+
+
+def _method(pending: _Pending) -> str:
+    return next(iter(pending.values())).method
+
+
+def _start_actor(
+    name: str, rank: int, bundle: Bundle | None, num_threads: int, monitor: ProgressMonitor
+) -> Any:
+    """The one place where a worker meets Ray's scheduler."""
+    share = 1.0 / COLOCATED_GROUPS
+    return (
+        ray.remote(WorkerActor)
+        .options(
+            name=f"{name}-{rank}-{secrets.token_hex(4)}",
+            num_cpus=bundle.num_cpus * share if bundle else 0,
+            num_gpus=bundle.num_gpus * share if bundle else 0,
+            max_restarts=0,
+            scheduling_strategy=(
+                PlacementGroupSchedulingStrategy(bundle.placement_group, placement_group_bundle_index=bundle.index)
+                if bundle
+                else "SPREAD"
+            ),
+        )
+        .remote(f"{name}[{rank}]", num_threads, monitor.key(rank), monitor.timeout_s)
+    )
+
+
+def _locate(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Location, ...]:
+    """Where the actors run; raises ClusterError if they do not all start in time."""
+    locations = [actor.locate.remote() for actor in actors]
+    started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)
+    if missing:
+        raise ClusterError(
+            f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of the Ray nodes (in"
+            " logs/ray of the run, or under /tmp/ray/session_latest/logs on the nodes of a cluster that was"
+            " joined) say why a process does not start"
+        )
+    try:
+        return tuple(ray.get(locations))
+    except RayError as error:
+        raise ClusterError(f"a worker of the {name} group did not start: {error}") from error

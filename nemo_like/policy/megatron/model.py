@@ -1,0 +1,290 @@
+"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it, each matrix a tensor-parallel part.
+
+It takes packed rows and gives hidden states; the output embedding is a weight that log-probs are computed with, and the
+logits of a microbatch never exist. Norms, attention and rotary embedding are the project's or transformers' own, so
+nothing needs Transformer Engine, and rows, windows and context parallelism mean what they mean everywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.megatron.param_map import Geometry
+from nemo_like.policy.megatron.support import layer_windows
+from nemo_like.policy.model_inputs import ModelInputs
+
+
+def build_model(
+    model_config: Any,
+    geometry: Geometry,
+    rotary: nn.Module,
+    *,
+    padding_id: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequence_parallel: bool,
+    recompute: bool,
+) -> PackedModel:
+    """This rank's stage of the model with weights that are still to be filled.
+
+    `padding_id` is the token whose input embedding transformers does not train.
+    """
+    config = _transformer_config(
+        model_config, geometry, dtype=dtype, device=device, sequence_parallel=sequence_parallel, recompute=recompute
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    windows = layer_windows(model_config)
+    layers = [
+        _layer_spec(windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers) for layer in geometry.layers(stage)
+    ]
+    model = PackedModel(
+        rotary,
+        dtype,
+        padding_id,
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_untyped(RMSNorm)),
+        vocab_size=geometry.vocabulary_rows * geometry.tp,
+        max_sequence_length=model_config.max_position_embeddings,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=geometry.is_tied,
+        pre_process=stage == 0,
+        post_process=stage == geometry.pp - 1,
+    )
+    return model.to(device)
+
+
+class PackedModel(GPTModel):
+    """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence parallelism [T / cp / tp, 1, D]."""
+
+    def __init__(self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rotary = rotary
+        self._dtype = dtype
+        self._padding_id = padding_id
+
+    def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
+        assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
+        cos, sin = self.rotary(torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device), inputs.position_ids)
+        segments = Segments(
+            qkv_format="thd",
+            bounds=inputs.cu_seqlens,
+            max_length=inputs.max_seqlen,
+            cos=cos.squeeze(0)[:, None],
+            sin=sin.squeeze(0)[:, None],
+        )
+        return super().forward(inputs.input_ids, inputs.position_ids, _untyped(None), packed_seq_params=segments)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the two copies of a tied embedding. Each is filled from the files, so nothing is sent between stages."""
+        if self.config.pipeline_model_parallel_size > 1 and self.share_embeddings_and_output_weights:
+            weight: Any = self.shared_embedding_or_output_weight()
+            if weight is not None:
+                # A bucket of its own, so that both stages cut it into the same data-parallel shards.
+                weight.shared_embedding = True
+
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
+        if hidden is not None and self._padding_id is not None:
+            # Under sequence parallelism this rank has a part of the tokens, otherwise all of them.
+            start = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+            is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
+            hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
+        return hidden, *rest
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+@dataclass
+class Segments(PackedSeqParams):
+    """What a layer is told of the rows. It travels with the call, so a recomputed layer sees its own microbatch's."""
+
+    bounds: Any = None
+    """int32: segment bounds over all context-parallel ranks."""
+    max_length: int = 0
+    cos: Any = None
+    """[T / cp, 1, head_dim], of the position of each token in its row; so is `sin`."""
+    sin: Any = None
+
+
+class RMSNorm(nn.RMSNorm):
+    """The norm of every place, also under sequence parallelism, where Megatron-Core sums its gradient over tp."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class Router(TopKRouter):
+    """The scores of each token's experts, in float32 whatever the weights' precision is."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
+class SegmentAttention(MegatronModule):
+    """Rotary embedding and causal attention within each segment, for this rank's heads."""
+
+    def __init__(
+        self, config: TransformerConfig, *, layer_number: int, window: int | None, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config=config)
+        assert config.kv_channels is not None
+        self.scale = config.kv_channels**-0.5
+        self.window = window
+        self.cp_group = pg_collection.cp if pg_collection.cp.size() > 1 else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Segments, **kwargs: Any
+    ) -> Tensor:
+        """[T / cp, 1, heads * head_dim] from `query` [T / cp, heads, head_dim], `key` and `value`."""
+        segments = packed_seq_params
+        out = varlen_attention(
+            _rotated(query, segments.cos, segments.sin),
+            _rotated(key, segments.cos, segments.sin),
+            value,
+            segments.bounds,
+            segments.max_length,
+            scale=self.scale,
+            window=self.window,
+            cp_group=self.cp_group,
+        )
+        return out.reshape(len(out), 1, -1)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _untyped(value: Any) -> Any:
+    """For Megatron-Core's annotations, which are narrower than what it takes."""
+    return value
+
+
+def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> ModuleSpec:
+    qk_norm = RMSNorm if has_qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=_untyped(partial(SegmentAttention, window=window)),
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = ModuleSpec(module=MLP, submodules=dense)
+    if is_sparse:
+        experts = ModuleSpec(module=SequentialMLP, submodules=dense)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=_untyped(Router)))
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=_untyped(get_bias_dropout_add),
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=_untyped(get_bias_dropout_add),
+        ),
+    )
+
+
+def _transformer_config(
+    model_config: Any,
+    geometry: Geometry,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequence_parallel: bool,
+    recompute: bool,
+) -> TransformerConfig:
+    is_cuda = device.type == "cuda"
+    stages = [["decoder"] * len(geometry.layers(stage)) for stage in range(geometry.pp)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return TransformerConfig(
+        num_layers=geometry.num_layers,
+        hidden_size=geometry.hidden,
+        ffn_hidden_size=geometry.intermediate,
+        num_attention_heads=geometry.num_heads,
+        num_query_groups=geometry.num_kv_heads,
+        kv_channels=geometry.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=geometry.has_qkv_bias,
+        qk_layernorm=geometry.has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=geometry.tp,
+        pipeline_model_parallel_size=geometry.pp,
+        pipeline_model_parallel_layout=stages if geometry.pp > 1 else None,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Microbatches of any length follow each other; the flag asks for this dispatcher even where nothing is dispatched.
+        variable_seq_lengths=geometry.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        **_mixture(model_config, geometry),
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=is_cuda,
+        # The loss is divided already: nothing may scale it, nor the gradients.
+        calculate_per_token_loss=True,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        perform_initialization=False,
+        use_cpu_initialization=not is_cuda,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=is_cuda,
+        bias_dropout_fusion=is_cuda,
+        cuda_graph_scope=[],
+    )
+
+
+def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
+    """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that evens them out."""
+    if not geometry.sparse_layers:
+        return {}
+    return {
+        "num_moe_experts": geometry.num_experts,
+        "moe_ffn_hidden_size": geometry.expert_width,
+        "moe_layer_freq": [int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)],
+        "moe_router_topk": model_config.num_experts_per_tok,
+        # Softmax over the chosen experts is softmax over all, normalised.
+        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": geometry.ep,
+        "expert_tensor_parallel_size": 1,
+    }

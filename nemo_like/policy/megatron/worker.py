@@ -1,0 +1,54 @@
+"""The policy worker over Megatron-Core: what a worker group starts."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from nemo_like.config.paths import require_model_directory
+from nemo_like.config.schema import ParallelConfig, PolicyConfig
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.process_groups import init_process_group
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.policy.worker import PolicyWorker
+
+# Said by every rank as Megatron-Core is imported and used: it has neither Apex nor Transformer Engine, which nothing here
+# needs, and it calls torch by names that the newest torch has replaced.
+for _message in (".*Apex.* not installed", "`torch.distributed.* is deprecated", "The .grad attribute of a Tensor"):
+    warnings.filterwarnings("ignore", _message)
+
+from nemo_like.policy.megatron import groups as megatron_groups  # noqa: E402
+from nemo_like.policy.megatron.engine import MegatronEngine  # noqa: E402
+
+
+class MegatronPolicyWorker(PolicyWorker):
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE over tensor, context, pipeline, expert and data parallel ranks."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        config: PolicyConfig,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (immutable)
+        seed: int = 0,
+        needs_reference: bool = False,
+    ) -> None:
+        """Join the process groups and load the model, and a frozen copy as it is on disk if `needs_reference`."""
+        # Megatron-Core orders communication before the compute that overlaps it by this, and warns without it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        require_model_directory("policy.model_name", config.model_name)
+        torch.manual_seed(seed)
+        transformers_logging.disable_progress_bar()
+        topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
+        device = init_process_group(context)
+        megatron_groups.join(topology, device, seed=seed, timeout_s=context.collective_timeout_s, expert=parallel.expert)
+
+        def engine(*, trainable: bool) -> MegatronEngine:
+            return MegatronEngine(
+                config, device, topology, context.rank, sequence_parallel=parallel.sequence, trainable=trainable
+            )
+
+        super().__init__(config, engine(trainable=True), engine(trainable=False) if needs_reference else None)

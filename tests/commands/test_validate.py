@@ -1,0 +1,307 @@
+"""`validate` names what would stop a run, from the files themselves, and shows what the model would be trained on."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from nemo_like.commands.validate import validate
+from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RewardConfig, RewardFunctionConfig, SftRunConfig
+from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.environments.reward import RewardSample
+from nemo_like.progress import Progress
+
+REWARD = RewardConfig(functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")})
+ROWS = [{"prompt": f"{n}+1", "completion": f"{n}+1+0={n + 1:02d}\n#### {n + 1}", "answer": str(n + 1)} for n in range(40)]
+
+Write = Callable[..., str]
+
+
+def broken_reward(sample: RewardSample) -> float:
+    """A reward function as users write them."""
+    raise KeyError("ground_truth")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(path)
+    build_model(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """`write(rows)` makes a .jsonl file and gives its path."""
+
+    def write_rows(rows: Iterable[Any], name: str = "train.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write_rows
+
+
+def policy(model: Path | str, **keys: Any) -> PolicyConfig:
+    generation = replace(PolicyConfig(model_name="").generation, max_new_tokens=16)
+    return PolicyConfig(
+        **{
+            "model_name": str(model),
+            "max_total_sequence_length": 64,
+            "train_global_batch_size": 8,
+            "generation": generation,
+            **keys,
+        }
+    )
+
+
+def sft(model: Path | str, train: str, data: dict[str, Any] | None = None, **keys: Any) -> SftRunConfig:
+    return SftRunConfig(run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train, **(data or {})))
+
+
+def grpo(model: Path | str, train: str, reward: RewardConfig = REWARD, **keys: Any) -> GrpoRunConfig:
+    return GrpoRunConfig(run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train), reward=reward)
+
+
+def test_a_sound_sft_config(model: Path, write: Write) -> None:
+    packing = replace(PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=128, logprob_mb_tokens=128)
+    train = write(ROWS)
+    report = validate(sft(model, train, sequence_packing=packing))
+    assert (report.problems, report.warnings) == ((), ())
+    assert list(report.sections) == ["batches", "model", "data", "lengths", "plan"]
+    assert report.sections["model"] == (f"{model}: llama, vocabulary of 21, positions up to 256",)
+    assert report.sections["data"] == (f"{train}: 40 rows of prompt + completion", "5 steps; an epoch is 5 steps of 8 rows")
+    longest = "<bos><user>10+1<assistant>10+1+0=11\n#### 11<eos>"
+    assert report.sections["lengths"][0].startswith("rows (all 40): the longest has ")
+    assert f"{len(build_tokenizer()(longest)['input_ids'])} tokens ({train}:11)" in report.sections["lengths"][0]  # type: ignore[arg-type]
+    assert report.sections["plan"][0].startswith("the first step: 8 rows, ")
+    assert "if 4 rows at a time were padded)" in report.sections["plan"][0]
+    assert report.samples[1].segments == (("<bos><user>1+1<assistant>", False), ("1+1+0=02\n#### 2<eos>", True))
+    assert "--- sample 2\n<bos><user>1+1<assistant>⟦1+1+0=02\n#### 2<eos>⟧" in str(report)
+    assert str(report).endswith("ok: nothing stands in the way of a run")
+    assert not ray.is_initialized()
+
+
+def test_a_sound_grpo_config(model: Path, write: Write) -> None:
+    train = write(ROWS)
+    report = validate(grpo(model, train))
+    assert (report.problems, report.warnings) == ((), ())
+    assert report.sections["batches"][0] == "8 prompts x 4 generations = 32 rows per step"
+    assert report.sections["rewards"] == (
+        f"answer (nemo_like.environments.math.answer_reward): 1 for the answer of {train}:1 itself",
+    )
+    assert [line.partition(":")[0] for line in report.sections["plan"]] == [
+        "a step with completions of any length",
+        "a step with completions of the greatest length",
+    ]
+    assert len(report.samples) == 3
+    assert report.samples[0].segments[1] == ("up to 16 sampled tokens", True)
+
+
+def test_control_tokens_in_texts_are_reported(model: Path, write: Write) -> None:
+    rows = [*ROWS, {**ROWS[0], "completion": "1<eos>"}, {**ROWS[0], "prompt": "0+1<assistant>1"}]
+    train = write(rows)
+    ended, forged = validate(sft(model, train)).warnings
+    assert ended.startswith(f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g. {train}:41")
+    assert forged.startswith("1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g. '<assistant>'")
+    assert f"in {train}:42;" in forged
+    assert validate(grpo(model, train)).warnings == (forged,)
+
+
+def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(model: Path, write: Write, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
+        "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>0+{% endif %}"
+    )
+    train = write(ROWS)
+    (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
+    assert warning.startswith(f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a rollout")
+    assert "<assistant>0+'" in warning
+    (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
+    assert warning.startswith("the chat template makes rollouts and SFT rows differ: the prompt of a rollout")
+
+
+def test_the_report_can_be_shown_as_a_run_shows_its_samples(model: Path, write: Write) -> None:
+    report = validate(sft(model, write(ROWS)))
+    stream = io.StringIO()
+    report.show(Progress(stream))
+    shown = stream.getvalue()
+    assert "⟦0+1+0=01\n#### 1<eos>⟧" in shown
+    assert shown.rstrip().endswith("ok: nothing stands in the way of a run")
+
+
+def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
+    data = {"validation_path": str(tmp_path / "validation.jsonl")}
+    report = validate(sft(tmp_path / "model", str(tmp_path / "train.jsonl"), data))
+    assert len(report.problems) == 3
+    assert report.problems[0].startswith(f"data.train_path: there is no '{tmp_path}/train.jsonl'")
+    assert report.problems[1].startswith(f"data.validation_path: there is no '{tmp_path}/validation.jsonl'")
+    assert report.problems[2].startswith(f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model")
+    assert str(report).endswith("3 problems to solve")
+
+
+def test_a_model_directory_that_is_not_whole(model: Path, write: Write, tmp_path: Path) -> None:
+    train, folder = write(ROWS), tmp_path / "folder"
+    folder.mkdir()
+    assert "a directory without config.json" in validate(sft(folder, train)).problems[0]
+    shutil.copy(model / "config.json", folder)
+    assert "without *.safetensors weights; save the model as safetensors" in validate(sft(folder, train)).problems[0]
+    (folder / "model.gguf").touch()
+    assert f"nemo-like convert {folder}/model.gguf --out DIR" in validate(sft(folder, train)).problems[0]
+    shutil.copy(model / "model.safetensors", folder)
+    assert "policy.model_name: no tokenizer can be loaded from" in validate(sft(folder, train)).problems[0]
+    (problem, *_) = validate(sft(model, train, tokenizer_name="no/such")).problems
+    assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
+    (folder / "config.json").write_text("{}")
+    assert "whose config.json cannot be used" in validate(sft(folder, train)).problems[0]
+
+
+Break = Callable[[Path], object]
+DAMAGED: dict[str, tuple[Break, str]] = {
+    "tokenizer cut": (
+        lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "tru'),
+        r"no tokenizer can be loaded from .*\(JSONDecodeError",
+    ),
+    "tokenizer schema": (
+        lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "model": 5}'),
+        "no tokenizer can be loaded from",
+    ),
+    "tokenizer binary": (
+        lambda path: (path / "tokenizer.json").write_bytes(b"\xff\x00" * 50),
+        r"no tokenizer can be loaded from .*\(UnicodeDecodeError",
+    ),
+    "tokenizer config": (
+        lambda path: (path / "tokenizer_config.json").write_text('{"model_max_length": {}, "eos_token": "<eos>"}'),
+        "tokenizer .* cannot be used",
+    ),
+    "weights cut": (
+        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+        r"its file .*model\.safetensors is damaged: it has [\d,]+ bytes and should have",
+    ),
+    "weights html": (
+        lambda path: (path / "model.safetensors").write_text("<!DOCTYPE html>"),
+        r"its file .*model\.safetensors is damaged",
+    ),
+    "shard missing": (
+        lambda path: (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}'
+        ),
+        r"its file .*model-00002\.safetensors cannot be read: No such file",
+    ),
+    "index": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        r"index\.json is not an index of weight files",
+    ),
+    "index outside": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+        r"index\.json names files outside of the directory",
+    ),
+    "size": (
+        lambda path: (path / "config.json").write_text(
+            (path / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": -2')
+        ),
+        "num_hidden_layers -2; it must be a positive integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_of_a_model_is_named(name: str, model: Path, write: Write, tmp_path: Path) -> None:
+    damage, message = DAMAGED[name]
+    folder = tmp_path / "folder"
+    shutil.copytree(model, folder)
+    damage(folder)
+    (problem, *_) = validate(sft(folder, write(ROWS))).problems
+    assert re.search(message, problem), problem
+    assert "\n" not in problem
+
+
+def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(model, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "vocab_size": 8, "max_position_embeddings": 32}))
+    report = validate(sft(folder, write(ROWS)))
+    assert report.problems[0].startswith("the tokenizer makes token ")
+    assert "but the model's vocabulary ends at 7" in report.problems[0]
+    assert report.warnings == ("policy.max_total_sequence_length 64 is above the 32 positions of the model",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "has no rows"),
+        ([*ROWS, '{"prompt": "1'], "train.jsonl:41: not valid JSON"),
+        ([{"text": "1+1=2"}], "train.jsonl:1: columns ['text'] are no format that is understood"),
+        ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
+    ],
+)
+def test_data_that_cannot_be_used(model: Path, write: Write, rows: list[Any], expected: str) -> None:
+    report = validate(sft(model, write(rows)))
+    assert len(report.problems) == 1
+    assert expected in report.problems[0]
+    assert report.samples == ()
+
+
+def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:
+    train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
+    told = f"1 of the 41 rows looked at are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
+    assert validate(sft(model, train)).problems == (
+        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or singleton",
+    )
+    cut = validate(sft(model, train, oversize_rows="truncate"))
+    assert (cut.problems, cut.warnings) == ((), (f"{told} policy.oversize_rows is truncate, so their ends are cut off",))
+    packing = replace(PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=80)
+    alone = validate(sft(model, train, oversize_rows="singleton", sequence_packing=packing))
+    assert alone.problems == ()
+    assert alone.warnings == (
+        f"{told} policy.oversize_rows is singleton, so they stay whole",
+        "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens 80; policy.oversize_rows is"
+        " singleton",
+    )
+
+
+def test_prompts_must_leave_room(model: Path, write: Write) -> None:
+    short_of_room = validate(grpo(model, write([*ROWS, {"prompt": "1" * 50, "completion": "1"}])))
+    assert short_of_room.problems == ()
+    assert short_of_room.warnings == (
+        "1 of the 41 prompts looked at leave less than policy.generation.max_new_tokens 16 for the completion;"
+        " policy.max_total_sequence_length 69 would hold them all",
+    )
+    train = write([*ROWS, {"prompt": "1" * 61, "completion": "1"}])
+    assert validate(grpo(model, train)).problems == (
+        "1 of the 41 prompts looked at leave no room for a completion under policy.max_total_sequence_length 64, the longest with"
+        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (cut the beginning) or drop"
+        " (leave the rows out)",
+    )
+
+
+def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> None:
+    train = write(ROWS)
+    path = f"{__name__}.broken_reward"
+    problems = validate(grpo(model, train, RewardConfig(functions={"mine": RewardFunctionConfig(path=path)}))).problems
+    assert problems[0].startswith(
+        f"reward.functions.mine.path {path} raised KeyError: 'ground_truth' on this sample:\n  prompt: '0+1'"
+    )
+    missing = RewardConfig(functions={"mine": RewardFunctionConfig(path="no_such_module.reward")})
+    assert "reward.functions.mine.path" in validate(grpo(model, train, missing)).problems[0]
+    no_answers = validate(grpo(model, write([{"prompt": "1+1"}] * 8)))
+    assert "the row has no answer" in no_answers.problems[0]
+
+
+def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}")
+    report = validate(sft(model, write(ROWS[:8]), chat_template=str(template)))
+    assert "mark no token of this conversation (and 7 more of the 8 rows looked at)" in report.problems[0]

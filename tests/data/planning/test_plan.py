@@ -1,0 +1,351 @@
+"""The six sentences of `BatchPlan`'s docstring, one property each, and what users of a plan rely on."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from math import lcm
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
+from nemo_like.data.packing.metrics import PackingMetrics
+from nemo_like.data.planning.oversize import OversizeWarning
+from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
+from nemo_like.data.planning.spec import Layout, Sync
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
+    """Lengths, a spec and groups (or none): every packer, both layouts, all policies, alignments and multiples."""
+    layout: Layout = draw(st.sampled_from(["packed", "padded"]))
+    by_rows = layout == "padded" and draw(st.booleans())
+    step = draw(st.none() | st.integers(1, 6).map(lambda count: 4 * count))
+    spec = PlanSpec(
+        layout=layout,
+        max_tokens=None if by_rows and draw(st.booleans()) else draw(st.integers(48, 160)),
+        max_rows=draw(st.integers(4, 8)) if by_rows else None,
+        num_ranks=draw(st.integers(1, 5)),
+        global_batch_size=step,
+        algorithm=draw(st.sampled_from(PackingAlgorithm)),
+        balance=draw(st.sampled_from(["flops", "tokens", "none"])),
+        sync=draw(st.sampled_from(["microbatch", "step"])),
+        microbatch_order=draw(st.sampled_from(["packer", "largest_first"])),
+        sequence_length_round=draw(st.sampled_from([1, 3, 4])),
+        cp_size=draw(st.sampled_from([1, 2])),
+        tp_size=draw(st.sampled_from([1, 2])),
+        sequence_parallel=draw(st.booleans()),
+        microbatch_multiple=draw(st.integers(1, 3)),
+        oversize=draw(st.sampled_from(["truncate", "singleton", "drop"])),
+        seed=draw(st.integers(0, 3)),
+    )
+    lengths = draw(st.lists(st.integers(1, 60) | st.integers(1, 250), max_size=40))
+    if not draw(st.booleans()):
+        return lengths, spec, None
+    size = draw(st.sampled_from([1, 2, 4]))  # divides 4, so no group crosses a step
+    return lengths, spec, [7 * (row // size) % 101 for row in range(len(lengths))]
+
+
+def planned(case: tuple[list[int], PlanSpec, list[int] | None]) -> BatchPlan:
+    lengths, spec, groups = case
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OversizeWarning)
+        return plan_batch(lengths, spec, groups)
+
+
+def microbatches(plan: BatchPlan) -> list[Microbatch]:
+    return [microbatch for rank in plan.ranks for microbatch in rank]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_row_is_exactly_once_in_microbatches_deferred_or_dropped(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
+    lengths, spec, _ = case
+    plan = planned(case)
+    placed = [row for microbatch in microbatches(plan) for row in microbatch.rows]
+    assert sorted([*placed, *plan.deferred, *plan.dropped]) == list(range(len(lengths)))
+    assert not plan.dropped or spec.oversize == "drop"
+    assert plan.metrics()["packing/num_dropped"] == len(plan.dropped)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_no_microbatch_is_above_the_cap_except_one_row_or_group_alone(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
+    lengths, spec, groups = case
+    plan = planned(case)
+    num_truncated = 0
+    for microbatch in microbatches(plan):
+        assert len(microbatch.lengths) == len(microbatch.padded_lengths) == len(microbatch.rows)
+        if microbatch.num_tokens > (spec.max_tokens or 1 << 60):
+            assert spec.oversize == "singleton"
+            assert len(microbatch.rows) == 1 or len({(groups or lengths)[row] for row in microbatch.rows}) == 1
+        assert spec.max_rows is None or len(microbatch.rows) <= spec.max_rows
+        for row, length, padded in zip(microbatch.rows, microbatch.lengths, microbatch.padded_lengths, strict=True):
+            assert length <= padded
+            assert length == lengths[row] or (spec.oversize == "truncate" and 1 <= length < lengths[row])
+            num_truncated += length < lengths[row]
+    assert plan.num_truncated == num_truncated
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_ranks_run_the_same_number_of_microbatches_in_a_step(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+    lengths, spec, _ = case
+    plan = planned(case)
+    assert {len(rank) for rank in plan.ranks} == {plan.num_microbatches}
+    assert plan.num_steps == -(-len(lengths) // (spec.global_batch_size or max(len(lengths), 1)))
+    for start, stop in pairwise(plan.step_offsets):
+        assert stop > start and (stop - start) % spec.microbatch_multiple == 0
+        num_dummies = sum(microbatch.is_dummy for rank in plan.ranks for microbatch in rank[start:stop])
+        assert (
+            spec.max_rows is not None or num_dummies == 0 or spec.oversize == "drop" or is_short_of_items(case, plan, start, stop)
+        )
+    for microbatch in microbatches(plan):
+        assert not microbatch.is_dummy or microbatch == Microbatch((), (), (), spec.dummy_tokens)
+
+
+def is_short_of_items(case: tuple[list[int], PlanSpec, list[int] | None], plan: BatchPlan, start: int, stop: int) -> bool:
+    """Whether the step has fewer rows (or groups) than microbatches."""
+    groups = case[2] or range(len(case[0]))
+    items = {groups[row] for rank in plan.ranks for microbatch in rank[start:stop] for row in microbatch.rows}
+    return len(items) < (stop - start) * plan.spec.num_ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_the_same_lengths_groups_and_spec_give_the_same_plan(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+    plan = planned(case)
+    assert plan == planned(case) and hash(plan) == hash(planned(case))
+    again = BatchPlan.from_json(plan.to_json())
+    assert again == plan and again.ranks == plan.ranks and again.metrics() == plan.metrics()
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_no_row_crosses_a_global_batch_and_groups_stay_together(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+    lengths, spec, groups = case
+    plan = planned(case)
+    rows_per_step = spec.global_batch_size or max(len(lengths), 1)
+    home: dict[int, tuple[int, int]] = {}
+    for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
+        for rank in range(spec.num_ranks):
+            for m in range(start, stop):
+                for row in plan.ranks[rank][m].rows:
+                    assert row // rows_per_step == step
+                    if groups is not None:
+                        assert home.setdefault(groups[row], (rank, m)) == (rank, m)
+    if groups is not None:
+        assert not {groups[row] for row in plan.dropped} & set(home)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_padded_lengths_and_totals_are_multiples_of_what_cp_and_tp_need(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
+    _, spec, _ = case
+    chunks = 2 * spec.cp_size if spec.cp_size > 1 else 1
+    total = lcm(chunks, spec.cp_size * spec.tp_size if spec.sequence_parallel else 1)
+    for microbatch in microbatches(planned(case)):
+        assert microbatch.num_tokens % total == 0
+        padded = sum(microbatch.padded_lengths)
+        if spec.layout == "packed":
+            assert microbatch.is_dummy or padded <= microbatch.num_tokens < padded + total
+            for length, row in zip(microbatch.lengths, microbatch.padded_lengths, strict=True):
+                assert row == -(-length // lcm(spec.sequence_length_round, chunks)) * lcm(spec.sequence_length_round, chunks)
+        else:
+            assert microbatch.is_dummy or padded == microbatch.num_tokens
+            assert len(set(microbatch.padded_lengths)) <= 1
+            assert all(row % lcm(spec.sequence_length_round, total) == 0 for row in microbatch.padded_lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(48, 400))
+def test_another_budget_keeps_rows_on_their_ranks_and_steps(
+    case: tuple[list[int], PlanSpec, list[int] | None], max_tokens: int
+) -> None:
+    plan = planned(case)
+    by_rows = plan.spec.max_tokens is None
+    other = plan.with_budget(max_rows=3) if by_rows else plan.with_budget(max_tokens)
+    assert len({len(rank) for rank in other.ranks}) == 1 and other.num_steps == plan.num_steps
+    for rank in range(plan.spec.num_ranks):
+        shard_rows = plan.rows_of_rank(rank)
+        local = other.rank_plan(rank, shard_rows)
+        for step in range(plan.num_steps):
+            before, after = plan.rank_plan(rank).step(step), local.step(step)
+            assert sorted(row for m in before for row in m.rows) == sorted(row for m in after for row in m.rows)
+            kept = {row: length for m in before for row, length in zip(m.rows, m.lengths, strict=True)}
+            for microbatch in after:
+                within = microbatch.num_tokens <= (other.spec.max_tokens or 1 << 60)
+                assert within or len(microbatch.rows) == 1 or other is plan
+                assert [kept[row] for row in microbatch.rows] == list(microbatch.lengths)
+                assert len(microbatch.rows) <= (other.spec.max_rows or len(shard_rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_a_rank_plan_is_the_same_microbatches_over_consecutive_rows(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+    plan = planned(case)
+    assert sorted([row for rank in range(plan.spec.num_ranks) for row in plan.rows_of_rank(rank)] + list(plan.dropped)) == list(
+        range(len(case[0]))
+    )
+    for rank in range(plan.spec.num_ranks):
+        rank_plan, next_row = plan.rank_plan(rank), 0
+        for local, of_batch in zip(rank_plan.microbatches, plan.ranks[rank], strict=True):
+            assert local.rows == tuple(range(next_row, next_row + len(local.rows)))
+            assert tuple(plan.rows_of_rank(rank)[list(local.rows)].tolist()) == of_batch.rows
+            assert (local.lengths, local.padded_lengths, local.num_tokens) == of_batch_numbers(of_batch)
+            next_row += len(local.rows)
+        assert rank_plan.num_steps == plan.num_steps and rank_plan.step_offsets == plan.step_offsets
+
+
+def of_batch_numbers(microbatch: Microbatch) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return microbatch.lengths, microbatch.padded_lengths, microbatch.num_tokens
+
+
+def test_worked_example_packed() -> None:
+    plan = plan_batch([5, 3, 4, 4], PlanSpec(max_tokens=8, num_ranks=2))
+    assert sorted(sorted(microbatch.rows) for microbatch in microbatches(plan)) == [[0, 1], [2, 3]]
+    assert plan.step_offsets == (0, 1) and {microbatch.num_tokens for microbatch in microbatches(plan)} == {8}
+
+
+def test_no_balance_deals_the_packers_bins_in_turn() -> None:
+    for algorithm in PackingAlgorithm:
+        spec = PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance="none")
+        bins = get_packer(algorithm, 2048, bin_count_multiple=4).pack(LENGTHS)
+        plan = plan_batch(LENGTHS, spec)
+        assert [list(plan.ranks[b % 4][b // 4].rows) for b in range(len(bins))] == bins
+
+
+@pytest.mark.parametrize("algorithm", [name for name in PackingAlgorithm if name != "best_fit_decreasing"])
+def test_a_chosen_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingAlgorithm) -> None:
+    in_turn, by_work = (
+        plan_batch(LENGTHS, PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance=balance))
+        for balance in ("none", "flops")
+    )
+    assert {m.rows for m in microbatches(in_turn)} == {m.rows for m in microbatches(by_work)}
+    assert by_work.metrics()["packing/rank_imbalance_flops"] <= in_turn.metrics()["packing/rank_imbalance_flops"]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("sync", ["microbatch", "step"])
+def test_balance_evens_what_it_is_told_to(layout: Layout, sync: Sync) -> None:
+    spec = PlanSpec(layout=layout, max_tokens=2048, num_ranks=8, sync=sync)
+    flops = plan_batch(LENGTHS, spec).metrics()
+    tokens = plan_batch(LENGTHS, replace(spec, balance="tokens")).metrics()
+    none = plan_batch(LENGTHS, replace(spec, balance="none")).metrics()
+    assert flops["packing/rank_imbalance_flops"] < min(1.02, none["packing/rank_imbalance_flops"])
+    assert tokens["packing/rank_imbalance_tokens"] < min(1.02, none["packing/rank_imbalance_tokens"])
+
+
+def test_largest_first_runs_the_microbatches_of_a_rank_by_size() -> None:
+    for layout in ("packed", "padded"):
+        spec = PlanSpec(layout=layout, max_tokens=2048, num_ranks=4, microbatch_order="largest_first")
+        for rank in plan_batch(LENGTHS, spec).ranks:
+            sizes = [microbatch.num_tokens for microbatch in rank]
+            assert sizes == sorted(sizes, reverse=True)
+
+
+def test_rows_at_a_time_are_in_the_given_order() -> None:
+    plan = plan_batch([3, 9, 2, 5, 7, 1, 8], PlanSpec(layout="padded", max_rows=2, num_ranks=2, global_batch_size=4))
+    assert [[m.rows for m in rank] for rank in plan.ranks] == [[(0, 1), (4,)], [(2, 3), (5, 6)]]
+    assert plan.ranks[0][0].padded_lengths == (9, 9) and plan.ranks[1][1].num_tokens == 16
+    assert plan.step_offsets == (0, 1, 2)
+
+
+def test_fewer_rows_than_ranks_leave_dummies() -> None:
+    for spec in (PlanSpec(max_tokens=16), PlanSpec(layout="padded", max_tokens=16), PlanSpec(layout="padded", max_rows=2)):
+        plan = plan_batch([5, 9], replace(spec, num_ranks=4, cp_size=2))
+        assert plan.num_microbatches == 1
+        assert sorted(m.rows for m in microbatches(plan)) == [(), (), (0,), (1,)]
+        assert plan.metrics()["packing/num_dummies"] == 2
+        assert {m.num_tokens for m in microbatches(plan) if m.is_dummy} == {4}
+
+
+def test_an_empty_batch_is_a_plan_without_steps() -> None:
+    for spec in (PlanSpec(max_tokens=16, num_ranks=2), PlanSpec(layout="padded", max_rows=2, num_ranks=2)):
+        plan = plan_batch([], spec)
+        assert (plan.num_steps, plan.num_microbatches, plan.ranks) == (0, 0, ((), ()))
+        assert plan.rank_plan(1).microbatches == () and len(plan.rows_of_rank(1)) == 0
+        assert plan.metrics()["packing/padding_share"] == 0.0
+        assert BatchPlan.from_json(plan.to_json()) == plan and "0 rows" in str(plan)
+
+
+def test_one_row_is_one_microbatch() -> None:
+    for layout in ("packed", "padded"):
+        plan = plan_batch([5], PlanSpec(layout=layout, max_tokens=16))
+        assert plan.ranks == ((Microbatch((0,), (5,), (5,), 5),),)
+
+
+def test_metrics_are_those_of_the_packing_over_real_tokens() -> None:
+    spec = PlanSpec(max_tokens=2048, num_ranks=4, cp_size=2, sequence_length_round=64)
+    plan = plan_batch(LENGTHS, spec)
+    bins = [list(microbatch.rows) for microbatch in microbatches(plan)]
+    stats = PackingMetrics().calculate_stats_only(LENGTHS, bins, 2048)
+    metrics = plan.metrics()
+    assert metrics["packing/utilization"] == pytest.approx(stats["average_utilization"])
+    assert metrics["packing/waste_ratio"] == pytest.approx(stats["waste_ratio"])
+    assert metrics["packing/bin_balance"] == pytest.approx(stats["bin_balance"])
+    assert metrics["packing/efficiency"] == pytest.approx(stats["bin_efficiency"])
+    positions = sum(microbatch.num_tokens for microbatch in microbatches(plan))
+    assert metrics["packing/padding_share"] == pytest.approx(1 - LENGTHS.sum() / positions)
+    by_rank = [sum(sum(microbatch.padded_lengths) for microbatch in rank) for rank in plan.ranks]
+    assert metrics["packing/rank_imbalance_tokens"] == pytest.approx(max(by_rank) / np.mean(by_rank))
+    work = [sum(spec.cost.of(microbatch.padded_lengths).sum() for microbatch in rank) for rank in plan.ranks]
+    assert metrics["packing/rank_imbalance_flops"] == pytest.approx(max(work) / np.mean(work))
+    assert metrics["packing/num_microbatches"] == plan.num_microbatches
+
+
+def test_imbalance_over_steps_is_weighted_by_work() -> None:
+    """Steps of tokens (6, 2) and (1, 1): ratios 1.5 and 1, work 8 and 2, so (1.5 * 8 + 1 * 2) / 10."""
+    spec = PlanSpec(layout="padded", max_rows=1, num_ranks=2, global_batch_size=2)
+    assert plan_batch([6, 2, 1, 1], spec).metrics()["packing/rank_imbalance_tokens"] == pytest.approx(1.4)
+
+
+def test_a_score_budget_below_a_row_is_an_error_or_runs_it_alone() -> None:
+    plan = plan_batch([30, 5, 6], PlanSpec(max_tokens=32))
+    with pytest.raises(ValueError, match=r"row 0 has 30 tokens .* policy.sequence_packing.logprob_mb_tokens = 16"):
+        plan.with_budget(16)
+    alone = replace(plan, spec=replace(plan.spec, oversize="singleton")).with_budget(16)
+    assert [m.rows for m in alone.ranks[0]] == [(0,), (2, 1)]
+    assert plan.with_budget(32) is plan
+
+
+def test_a_larger_score_budget_needs_fewer_microbatches() -> None:
+    for spec in (PlanSpec(max_tokens=2048), PlanSpec(layout="padded", max_tokens=2048)):
+        plan = plan_batch(LENGTHS, replace(spec, num_ranks=4, global_batch_size=64))
+        assert plan.with_budget(8192).num_microbatches < plan.num_microbatches / 2
+
+
+def test_a_plan_prints_what_it_does() -> None:
+    text = str(plan_batch(LENGTHS, PlanSpec(max_tokens=2048, num_ranks=2, global_batch_size=128)))
+    assert text.startswith("256 rows on 2 ranks, 2 steps") and "step 1 rank 1:" in text
+
+
+def test_ranks_and_steps_out_of_range_are_named() -> None:
+    plan = plan_batch([5, 3], PlanSpec(max_tokens=8, num_ranks=2))
+    with pytest.raises(IndexError, match="dp_rank 2 of 2"):
+        plan.rows_of_rank(2)
+    with pytest.raises(IndexError, match="step 1 of 1"):
+        plan.rank_plan(0).step(1)
+
+
+def test_large_batches_keep_every_promise() -> None:
+    """One case above every threshold of compiled code, with several steps and ranks."""
+    lengths = np.clip(np.random.default_rng(1).lognormal(np.log(300), 0.9, 12_000).astype(np.int64), 4, 2048)
+    for algorithm in PackingAlgorithm:
+        spec = PlanSpec(max_tokens=2048, num_ranks=4, global_batch_size=6000, algorithm=algorithm, microbatch_multiple=2)
+        plan = plan_batch(lengths, spec)
+        assert np.array_equal(np.sort(plan.rows), np.arange(12_000))
+        assert plan.num_tokens.max() <= 2048 and plan.num_steps == 2
+        assert all(count % 2 == 0 for count in np.diff(plan.step_offsets))

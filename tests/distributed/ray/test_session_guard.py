@@ -1,0 +1,209 @@
+"""What remains of a Ray session when its driver is killed: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from nemo_like.distributed.ray.failures import process_state
+from nemo_like.distributed.ray.session_guard import SessionFolder, remove_session
+
+ROOT = Path(__file__).parents[3]
+
+
+def start_python(script: str, stderr: TextIO | None = None, **environment: str) -> subprocess.Popen[str]:
+    """A driver in a process group of its own, as a shell starts it."""
+    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=kept | environment,
+        cwd=ROOT,
+        process_group=0,
+    )
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Ray, whose sockets have paths of limited length."""
+    with tempfile.TemporaryDirectory(prefix="nl_") as name:
+        yield Path(name)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z", "X")
+
+
+CLUSTER = """
+    import json, os, signal, sys
+    from pathlib import Path
+    import ray
+    from nemo_like.config.schema import ClusterConfig
+    from nemo_like.distributed.ray.session_guard import remove_all_sessions
+    from nemo_like.distributed.parallel_layout import Topology
+    from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+    from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+    from tests.distributed.plain_workers import PlainWorker
+
+    received = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: received.append(number))
+    cluster = RayVirtualCluster(ClusterConfig(workers_per_node=2, cpus_per_worker=0.1))
+    group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", topology=Topology(dp=2))
+    pids = [location.pid for location in group.locations]
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(0, number)
+    assert group.run_all_workers("multiply", 2) == [0, 2], "the workers survive both signals"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert set(received) == {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}, received
+    started = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+    print(json.dumps([str(cluster._session.path), pids + [int(pid) for pid in started]]), flush=True)
+"""
+
+
+def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
+    """The workers survive signals to the whole process group; one is stopped when the driver is killed."""
+    driver = start_python(CLUSTER + "    signal.pause()\n")
+    assert driver.stdout is not None
+    folder, pids = json.loads(driver.stdout.readline())
+    assert Path(folder).name.startswith("nemo_like_ray_")
+    assert len(pids) >= 5, "two workers, the GCS, the raylet, the guard"
+    assert all(map(is_running, pids))
+    os.kill(pids[0], signal.SIGSTOP)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not Path(folder).exists())
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path) -> None:
+    """Ray ends the driver's process at its next call, without an exception; an idle driver ends too."""
+    script = """
+        import os, signal
+        from nemo_like.config.schema import ClusterConfig
+        from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster, _raylet_pid
+        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
+        cluster.shutdown()
+        cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
+        os.kill(_raylet_pid(), signal.SIGKILL)
+        signal.pause()
+        """
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        driver = start_python(script, stderr=file)
+    assert driver.wait(60) == 1
+    assert errors.read_text().count("error: the raylet (pid ") == 1, "and nothing when a cluster is shut down"
+
+
+def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    driver = start_python(
+        """
+        import json, signal, subprocess, sys
+        from nemo_like.distributed.ray.session_guard import SessionFolder, remove_session
+        session = SessionFolder()
+        log = (session.path / "worker.err").open("w")
+        worker = subprocess.Popen(["sleep", "1000"], stdout=log, stderr=log)
+        print(json.dumps([str(session.path), worker.pid, session._guard.pid]), flush=True)
+        signal.pause()
+        """
+    )
+    assert driver.stdout is not None
+    folder, worker, guard = json.loads(driver.stdout.readline())
+    other = SessionFolder()
+    assert Path(folder).is_dir(), "a session whose driver lives is left alone"
+    for pid in (guard, driver.pid):
+        os.kill(pid, signal.SIGKILL)
+    driver.wait()
+    wait_until(lambda: not is_running(guard))
+    assert Path(folder).is_dir()
+    assert is_running(worker)
+
+    third = SessionFolder()
+    assert not Path(folder).exists()
+    assert not is_running(worker)
+    assert other.path.is_dir()
+    logs = other.path / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("why")
+    other.close(keep_logs=tmp_path / "kept")
+    third.close()
+    assert (tmp_path / "kept" / "raylet.err").read_text() == "why"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_has_open(tmp_path: Path):
+    folder = tmp_path / "nemo_like_ray_test"
+    folder.mkdir()
+    with (folder / "agent.log").open("w") as log:
+        sleep, descriptors = shutil.which("sleep"), (log.fileno(),)
+        agent = subprocess.Popen(["ray::DashboardAgent", "60"], executable=sleep, pass_fds=descriptors)
+        reader = subprocess.Popen(["sleep", "60"], pass_fds=descriptors)
+    try:
+        # The kernel shows the command line a moment after the new program has begun.
+        wait_until(lambda: b"ray::" in Path(f"/proc/{agent.pid}/cmdline").read_bytes())
+        remove_session(folder)
+        assert agent.wait(10) == -signal.SIGKILL
+        assert reader.poll() is None, "only processes of Ray are killed"
+        assert not folder.exists()
+    finally:
+        for process in (agent, reader):
+            process.kill()
+            process.wait()
+
+
+def test_a_head_that_dies_while_ray_starts_is_one_message(tmp_path: Path, short_folder: Path) -> None:
+    """Ray itself waits 60 s for it and then ends the process without a message."""
+    script = f"""
+        import os, signal, threading, time
+        from pathlib import Path
+        import ray
+        from nemo_like.config.schema import ClusterConfig
+        from nemo_like.distributed.ray import startup_watch
+        from nemo_like.distributed.ray.session_guard import gcs_pid
+        from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+        startup_watch._GRACE_S = 2.0
+
+        def kill_head():
+            pid = None
+            while pid is None:
+                time.sleep(0.01)
+                pid = gcs_pid(Path({str(short_folder)!r}))
+            time.sleep(0.5)
+            assert not ray.is_initialized(), "the head is killed while ray.init waits"
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Thread(target=kill_head, daemon=True).start()
+        RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1), logs=Path({str(tmp_path / "logs")!r}))
+        """
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        driver = start_python(script, stderr=file, RAY_TMPDIR=str(short_folder))
+    assert driver.wait(50) == 1
+    assert errors.read_text().count("error: ") == 1
+    assert "the head of Ray (GCS, pid " in errors.read_text()
+    assert list(short_folder.iterdir()) == []
+    assert (tmp_path / "logs" / "gcs_server.out").exists()

@@ -1,0 +1,267 @@
+"""One model, whatever the layout of its ranks: tensor, sequence and context parallelism change nothing but who computes.
+
+Each layout has one process group and does everything in it: gradients, scores and isolation of every architecture, four
+optimizer steps, checkpoints, and the weights as they leave it. One process and plain transformers say what is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nemo_like.config.schema import (
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses import NllLoss
+from nemo_like.metrics import metric_values
+from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor import model as dtensor_model
+from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.parameters import local
+from nemo_like.policy.worker import PolicyWorker
+from tests.policy.tiny import ARCHITECTURES, context, random_batch, row_loss, run_ranks, saved_tensors
+
+LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
+TOLERANCE = 1e-5
+BASE = PolicyConfig(model_name="", train_global_batch_size=len(LENGTHS), logprob_chunk_size=16, max_grad_norm=0.5)
+PACKED = dataclasses.replace(BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48))
+DYNAMIC = dataclasses.replace(BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48))
+CHECKPOINTED = dataclasses.replace(PACKED, activation_checkpointing=True)
+TRAINED = dataclasses.replace(PACKED, optimizer=OptimizerConfig(lr=1e-3))
+
+LAYOUTS = {
+    "dp 2": (2, ParallelConfig()),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
+    "cp 2": (2, ParallelConfig(context=2)),
+    "dp 2 x tp 2": (4, ParallelConfig(tensor=2)),
+    "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
+    "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+}
+MODELS = (*ARCHITECTURES, "llama_biased")
+MODELS_OF_FOUR_RANKS = ("qwen3_window", "qwen2_tied", "llama_biased")
+"""Each kind of weight and of attention once: four ranks cost more."""
+
+
+@pytest.fixture(scope="module")
+def models(model_dir, tmp_path_factory) -> Callable[[str], str]:
+    """The directory of a tiny model; `llama_biased` has a bias in every product and a padding token."""
+    biased = tmp_path_factory.mktemp("llama_biased")
+    _, sizes = ARCHITECTURES["llama"]
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**sizes.to_dict(), "attention_bias": True, "mlp_bias": True, "pad_token_id": 40})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(biased)
+    return lambda name: str(biased) if name == "llama_biased" else model_dir(name)
+
+
+class Rank:
+    """One rank of a layout: makes workers in the process group it is in, and gives them its shard of a batch."""
+
+    def __init__(self, worker_context: WorkerContext, parallel: ParallelConfig) -> None:
+        self.rank = worker_context.rank
+        self.parallel = parallel
+        self.topology = Topology.from_world_size(worker_context.world_size, cp=parallel.context, tp=parallel.tensor)
+
+    def worker(self, config: PolicyConfig) -> PolicyWorker:
+        engine = DTensorEngine(
+            config, torch.device("cpu"), self.topology, self.rank, sequence_parallel=self.parallel.sequence, trainable=True
+        )
+        return PolicyWorker(config, engine, None)
+
+    def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
+        spec = plan_spec(
+            config,
+            purpose="train",
+            topology=self.topology,
+            cost=CostModel(),
+            sequence_parallel=self.parallel.sequence,
+        )
+        return batch.shard(plan_batch(batch["length"], spec))[self.topology.dp_rank(self.rank)]
+
+
+def gradients(worker: PolicyWorker, shard: SlicedDataDict) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The gradient of one step that leaves every weight as it is, and the step's metrics."""
+    engine: Any = worker._policy
+    found: dict[str, np.ndarray] = {}
+
+    def step(lr: float, *, is_loss_finite: bool = True) -> float:
+        found.update((name, tensor.clone().numpy()) for name, tensor in engine.full_gradients(list(engine.weight_shapes())))
+        return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
+
+    engine.optimizer_step = step
+    (metrics,) = worker.train(shard, None, NllLoss())
+    del engine.optimizer_step
+    return found, metric_values(metrics)
+
+
+def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
+    """Gradient in both layouts, and recomputed; scores and isolation."""
+    worker = rank.worker(dataclasses.replace(PACKED, model_name=model))
+    shards = {name: rank.shard(config, batch) for name, config in (("packed", PACKED), ("dynamic", DYNAMIC))}
+    found: dict[str, Any] = {name: gradients(worker, shard) for name, shard in shards.items()}
+    found["checkpointed"] = gradients(rank.worker(dataclasses.replace(CHECKPOINTED, model_name=model)), shards["packed"])
+    scores = {name: worker.score(shard)["prev_logprobs"] for name, shard in shards.items()}
+    rows = {name: [np.asarray(row) for row in shard["input_ids"]] for name, shard in shards.items()}
+    found["scores"] = [(ids, row) for name in shards for ids, row in zip(rows[name], map(np.asarray, scores[name]), strict=True)]
+    found["isolation"] = [worker.probe_isolation()]
+    worker.config = DYNAMIC
+    found["isolation"].append(worker.probe_isolation())
+    return found
+
+
+def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = random_batch(LENGTHS, seed=step)
+        (metrics,) = worker.train(rank.shard(worker.config, batch), None, NllLoss())
+        losses.append(metrics["policy/loss"].value)
+    return losses
+
+
+def held_by_every_tp_rank(worker: PolicyWorker) -> dict[str, np.ndarray]:
+    """This rank's part of the weights that tensor parallelism does not cut."""
+    engine: Any = worker._policy
+    return {weight.name: local(weight.parameter).clone().numpy() for weight in engine._weights if weight.cut.dim is None}
+
+
+def program(
+    worker_context: WorkerContext, parallel: ParallelConfig, models: Mapping[str, str], trained: str, straight: Path, out: Path
+) -> dict[str, Any]:
+    """All that a layout is asked to do."""
+    rank = Rank(worker_context, parallel)
+    mesh.init_process_group(worker_context)
+    try:
+        batch = random_batch(LENGTHS)
+        found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # as a model too large to stay whole does it
+            config = dataclasses.replace(TRAINED, model_name=trained)
+            worker = rank.worker(config)
+            found["losses"] = train(worker, rank, range(2))
+            worker.save(out / "half")
+            found["losses"] += train(worker, rank, range(2, 4))
+            worker.save(out / "end")
+            found["held by every tp rank"] = held_by_every_tp_rank(worker)
+            worker.load(straight / "half")
+            found["resumed"] = train(worker, rank, range(2, 4))
+            other = Rank(worker_context, ParallelConfig() if parallel.tensor > 1 else ParallelConfig(tensor=2))
+            moved = other.worker(config)
+            moved.load(out / "half")
+            found["moved"] = train(moved, other, range(2, 4))
+            found["bfloat16"] = train(rank.worker(dataclasses.replace(config, precision="bfloat16")), rank, range(4))
+            worker.sleep()
+            worker.wake()
+            worker.export_hf(out / "hf")
+            buckets = [worker.weight_bucket(index) for index in range(worker.num_weight_buckets(4000))]
+        found["weights"] = {name: tensor.numpy() for bucket in buckets if bucket for name, tensor in bucket.decode()}
+        return found
+    finally:
+        mesh.destroy()
+
+
+@pytest.fixture(scope="module")
+def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
+    """Losses of four steps of one process, and its checkpoints after two and after four."""
+    out = tmp_path_factory.mktemp("straight")
+    rank = Rank(context(), ParallelConfig())
+    worker = rank.worker(dataclasses.replace(TRAINED, model_name=models("qwen3_tied")))
+    losses = train(worker, rank, range(2))
+    worker.save(out / "half")
+    losses += train(worker, rank, range(2, 4))
+    worker.save(out / "end")
+    return losses, out
+
+
+def expected_of(model: str, batch: BatchedDataDict) -> tuple[dict[str, np.ndarray], float, dict[bytes, np.ndarray]]:
+    """Gradient, loss, and log-probs of each row's trained tokens, by plain transformers on unpadded rows."""
+    reference = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    loss = row_loss(reference, batch)
+    loss.backward()
+    scores = {}
+    for ids, mask, trained in zip(batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True):
+        input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+        with torch.no_grad():
+            log_probs = reference(input_ids).logits[0].log_softmax(-1)
+        row = np.zeros(len(ids), dtype=np.float32)
+        row[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
+        scores[ids.tobytes()] = row * mask * trained
+    named = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    return named, loss.item(), scores
+
+
+def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> tuple[float, str]:
+    """The largest relative error in the 2-norm, and the tensor it is of; the names must agree."""
+    assert found.keys() == expected.keys()
+    return max((float(np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])), name) for name in expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, tmp_path):
+    world_size, parallel = LAYOUTS[layout]
+    names = MODELS if world_size == 2 else MODELS_OF_FOUR_RANKS
+    straight_losses, straight_dir = straight
+    paths = {name: models(name) for name in names}
+    ranks = run_ranks(rank_pool, program, world_size, meeting, parallel, paths, models("qwen3_tied"), straight_dir, tmp_path)
+    batch = random_batch(LENGTHS)
+    for name in names:
+        gradient, loss, scores = expected_of(paths[name], batch)
+        norm = float(np.sqrt(sum(np.square(tensor).sum() for tensor in gradient.values())))
+        for how in ("packed", "dynamic", "checkpointed"):
+            error, where = worst(ranks[0][name][how][0], gradient)
+            assert error < TOLERANCE, (name, how, where)
+            for rank in ranks:
+                metrics = rank[name][how][1]
+                assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (name, how)
+                assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (name, how)
+        for rank in ranks:
+            assert len(rank[name]["scores"]) > 0
+            for ids, row in rank[name]["scores"]:
+                np.testing.assert_allclose(row, scores[ids.tobytes()], rtol=1e-5, atol=1e-5)
+            assert [report.layout for report in rank[name]["isolation"]] == ["packed", "padded"]
+    assert_trained_alike(ranks, straight_losses, straight_dir, tmp_path)
+    for first in range(0, world_size, parallel.tensor):
+        for name, expected in ranks[first]["held by every tp rank"].items():
+            for rank in ranks[first : first + parallel.tensor]:
+                assert np.array_equal(rank["held by every tp rank"][name], expected), name
+
+
+def assert_trained_alike(ranks: list[dict[str, Any]], losses: list[float], straight: Path, out: Path) -> None:
+    """Four steps; the last two after a checkpoint of one process, and of this layout in another; what left the engine."""
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
+        assert rank["resumed"] == pytest.approx(losses[2:], rel=TOLERANCE)
+        assert rank["moved"] == pytest.approx(losses[2:], rel=TOLERANCE)
+        assert rank["bfloat16"] == pytest.approx(losses, rel=1e-2)
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for when in ("half", "end"):
+            found, expected = ({n: t.numpy() for n, t in saved_tensors(d / when, kind).items()} for d in (out, straight))
+            error, where = worst(found, expected)
+            assert error < TOLERANCE, (kind, when, where)
+    weights = {name: tensor.numpy() for name, tensor in saved_tensors(straight / "end", "weight").items()}
+    assert worst(ranks[0]["weights"], weights)[0] < TOLERANCE
+    assert all(rank["weights"] == {} for rank in ranks[1:])
+    exported = AutoModelForCausalLM.from_pretrained(out / "hf")
+    for name, parameter in exported.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), ranks[0]["weights"][name]), name

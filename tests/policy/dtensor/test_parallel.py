@@ -1,0 +1,109 @@
+"""Which part of each weight a tensor-parallel rank holds, and which models cannot be split so. One process, no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.parallel import Cut, TensorParallel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def cuts_of(config: PreTrainedConfig, *, rank: int = 1, size: int = 2, sequence: bool = False) -> dict[str, Cut]:
+    """The cuts of a model without memory; its collectives, never called, have no group."""
+    group: Any = None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    cuts = TensorParallel(group, rank, size, sequence).apply(model, "a model")
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        cut = cuts[name]
+        assert tuple(weight.shape) == tuple(cut.of(torch.empty(cut.full_shape)).shape), name
+    return cuts
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_heads_channels_and_vocabulary_are_cut_and_the_rest_is_whole(sequence):
+    cuts = cuts_of(Qwen3Config(**SIZES, attention_bias=True, tie_word_embeddings=True), sequence=sequence)
+    layer = "model.layers.1"
+    assert cuts[f"{layer}.self_attn.q_proj.weight"] == Cut((64, 32), 0, 32, 64)
+    assert cuts[f"{layer}.self_attn.k_proj.bias"] == Cut((32,), 0, 16, 32)
+    assert cuts[f"{layer}.self_attn.o_proj.weight"] == Cut((32, 64), 1, 32, 64)
+    assert cuts[f"{layer}.mlp.down_proj.weight"] == Cut((32, 48), 1, 24, 48)
+    assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == Cut((67, 32), 0, 33, 67)
+    # Heads are never all here; tokens, and with them norms and biases behind a sum, only under sequence parallelism.
+    assert cuts[f"{layer}.self_attn.q_norm.weight"] == Cut((16,), has_partial_grad=True)
+    assert cuts[f"{layer}.input_layernorm.weight"] == Cut((32,), has_partial_grad=sequence)
+    assert cuts[f"{layer}.self_attn.o_proj.bias"] == Cut((32,), has_partial_grad=sequence)
+    assert cuts["model.norm.weight"] == Cut((32,), has_partial_grad=sequence)
+
+
+def test_the_ranks_parts_are_the_whole():
+    parts = [cuts_of(LlamaConfig(**SIZES, mlp_bias=True), rank=rank) for rank in (0, 1)]
+    for name, cut in parts[0].items():
+        full = torch.arange(torch.Size(cut.full_shape).numel()).view(cut.full_shape)
+        together = [part[name].of(full) for part in parts]
+        if cut.dim is None:
+            assert all(torch.equal(part, full) for part in together), name
+        else:
+            assert torch.equal(torch.cat(together, cut.dim), full), name
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        (LlamaConfig(**SIZES), 4, "2 key-value heads, which 4 tensor-parallel ranks cannot share evenly"),
+        (Qwen3Config(**{**SIZES, "num_attention_heads": 6}), 4, "6 attention heads"),
+        (GPT2Config(vocab_size=67, n_embd=32, n_layer=1, n_head=4), 2, "no tensor-parallel plan"),
+        (Olmo2Config(**SIZES), 2, r"q_proj, a Linear, to be colwise_gather_output"),
+        (Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16), 2, r"experts.*to be "),
+        (LlamaConfig(**{**SIZES, "vocab_size": 1}), 2, "vocabulary of 1 is smaller than 2 ranks"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_with_the_way_out(config, size, message):
+    with pytest.raises(ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"):
+        cuts_of(config, rank=0, size=size)
+
+
+def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
+    config = Qwen3Config(**SIZES)
+    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if "norm" not in name}
+    monkeypatch.setattr(Qwen3Config, "base_model_tp_plan", plan)
+    with pytest.raises(ConfigError, match=r"does not say how Qwen3Attention holds q_norm\.weight"):
+        cuts_of(config)
+
+
+def test_a_pipeline_is_refused():
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor has no pipeline"):
+        DTensorEngine(
+            PolicyConfig(model_name=""),
+            torch.device("cpu"),
+            Topology(pp=2),
+            0,
+            sequence_parallel=False,
+            trainable=True,
+        )

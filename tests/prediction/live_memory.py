@@ -1,0 +1,51 @@
+"""What a forward and backward of a small real model keep alive, byte by byte, on CPU."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.model import TokenScorer, decoder_layers
+from nemo_like.policy.model_inputs import ModelInputs
+
+
+class LiveStorage(TorchDispatchMode):
+    """Bytes of the storages made inside the block that are alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._sizes:
+                storage = leaf.untyped_storage()
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return result
+
+
+def peak_bytes(model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, checkpointing: bool) -> int:
+    """Peak of what a step needs besides weights and gradients."""
+    scorer = TokenScorer(model, chunk_size, Groups())
+    layers = decoder_layers(model)
+    if checkpointing:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    for parameter in scorer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveStorage() as live:
+        logprobs = scorer(inputs, 1.0, False, None).logprobs
+        logprobs.sum().backward()
+    return live.peak

@@ -1,0 +1,135 @@
+"""Every strategy plans every row, and what is told of a plan is what the plan itself says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec
+from nemo_like.data.planning.spec import round_up
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.prediction.comparison import compare
+from nemo_like.prediction.lengths import RowLengths
+from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.plan_report import PlanReport, PlanRequest, enough_tokens, make_plan
+
+COST = CostModel(linear=50.0, quadratic=1.0)
+
+
+@st.composite
+def settings_of_a_plan(draw: st.DrawFn) -> tuple[np.ndarray, PlanSpec]:
+    num_ranks, batch_size = draw(st.integers(1, 5)), draw(st.integers(5, 24))
+    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=60))
+    cp_size = draw(st.sampled_from([1, 2]))
+    spec = PlanSpec(
+        max_tokens=round_up(max(lengths), 2 * cp_size) + draw(st.integers(0, 120)) * 2 * cp_size,
+        num_ranks=num_ranks,
+        global_batch_size=batch_size,
+        sync=draw(st.sampled_from(["microbatch", "step"])),
+        cp_size=cp_size,
+        cost=COST,
+    )
+    return np.array(lengths), spec
+
+
+def work_by_hand(plan: BatchPlan) -> np.ndarray:
+    """Work of each microbatch [R, M] from the microbatches themselves."""
+
+    def work(rows: tuple[int, ...], num_tokens: int) -> float:
+        return float(COST.of(rows).sum()) + COST.linear * (num_tokens - sum(rows)) if rows else float(COST.of([num_tokens])[0])
+
+    return np.array([[work(mb.padded_lengths, mb.num_tokens) for mb in rank] for rank in plan.ranks])
+
+
+@settings(max_examples=40, deadline=None)
+@given(settings_of_a_plan())
+@example((np.array([1, 1, 3, 3, 3]), PlanSpec(max_tokens=4, num_ranks=3, global_batch_size=5, sync="step", cost=COST)))
+def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(case: tuple[np.ndarray, PlanSpec]):
+    lengths, spec = case
+    comparison = compare(lengths, spec)
+    for outcome in comparison.outcomes:
+        plan = outcome.plan
+        rows = [row for rank in plan.ranks for microbatch in rank for row in microbatch.rows]
+        assert sorted(rows) == list(range(len(lengths))), outcome.strategy.key
+        np.testing.assert_array_equal(plan.lengths, lengths[plan.rows])
+        np.testing.assert_allclose(outcome.work, work_by_hand(plan))
+        positions = sum(microbatch.num_tokens for rank in plan.ranks for microbatch in rank)
+        assert outcome.padding_share == pytest.approx(1 - lengths.sum() / positions)
+        if outcome.metrics["packing/num_dummies"] == 0 and spec.total_multiple == 1:
+            assert outcome.rank_flops == pytest.approx(outcome.metrics["packing/rank_imbalance_flops"])
+            assert outcome.rank_tokens == pytest.approx(outcome.metrics["packing/rank_imbalance_tokens"])
+        if plan.spec.layout == "packed":
+            assert outcome.utilization == pytest.approx(outcome.metrics["packing/utilization"])
+            assert outcome.num_microbatches >= comparison.least_microbatches
+            assert outcome.over_bound is not None and outcome.over_bound >= 1 - 1e-9
+        assert outcome.step_time >= 1 - 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(settings_of_a_plan())
+def test_a_step_takes_as_long_as_its_dearest_ranks(case: tuple[np.ndarray, PlanSpec]):
+    lengths, spec = case
+    comparison = compare(lengths, spec, pp_size=3)
+    for outcome in comparison.outcomes:
+        work, offsets, total = work_by_hand(outcome.plan), outcome.plan.step_offsets, 0.0
+        for start, stop in pairwise(offsets):
+            part = work[:, start:stop]
+            waited = part.max(axis=0).sum() if spec.sync == "microbatch" else part.sum(axis=1).max()
+            total += waited * (stop - start + 2) / (stop - start)
+        assert outcome.step_time == pytest.approx(total * spec.num_ranks / COST.of(lengths).sum())
+
+
+def plan(lengths: list[int], **values: object) -> PlanReport:
+    values = {"batch_size": 8, "placement": Placement(), **values}
+    return make_plan(PlanRequest(rows=RowLengths(np.array(lengths), "a test"), **values))  # type: ignore[arg-type]
+
+
+def test_padding_to_the_batch_pads_to_its_longest_row():
+    report = plan([10, 20, 30, 40] * 4, max_tokens=80)
+    outcome = report.comparison["padded/batch"]
+    assert set(outcome.plan.padded_lengths.tolist()) == {40}
+    assert outcome.padding_share == pytest.approx(1 - 25 / 40)
+    assert outcome.strategy.title == "padded to the batch, 2 rows"
+
+
+def test_whole_batches_are_planned_and_the_rest_is_named():
+    report = plan(list(range(1, 22)), max_tokens=64)
+    assert report.comparison.num_steps == 2 and "5 rows are left over" in report.notes[0]
+    assert plan([3, 4, 5], max_tokens=64).comparison.num_steps == 1
+
+
+@pytest.mark.parametrize(("oversize", "num_rows", "longest"), [("truncate", 8, 50), ("drop", 6, 9), ("singleton", 8, 70)])
+def test_rows_above_the_budget_are_the_same_in_every_strategy(oversize: str, num_rows: int, longest: int):
+    report = plan([70, 60, 9, 9, 9, 9, 9, 9], max_tokens=50, oversize=oversize)
+    assert "2 of 8 rows are above --max-tokens 50" in report.notes[0]
+    for outcome in report.comparison.outcomes:
+        assert (len(outcome.plan.lengths), outcome.plan.lengths.max()) == (num_rows, longest), outcome.strategy.key
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_enough_tokens_make_every_step_one_microbatch(lengths: list[int], num_ranks: int):
+    rows = RowLengths(np.array(lengths), "a test", is_ordered=True)
+    placement = sharded(num_ranks)
+    request = PlanRequest(rows=rows, batch_size=max(num_ranks, 7), placement=placement)
+    whole = len(lengths) // request.batch_size * request.batch_size or len(lengths)
+    budget = enough_tokens(rows.values[:whole], request, 256)
+    report = make_plan(PlanRequest(rows=rows, batch_size=request.batch_size, placement=placement, max_tokens=budget))
+    assert report.comparison.chosen.num_microbatches == 1
+
+
+def test_a_small_microbatch_takes_as_long_as_moving_the_weights():
+    lengths = [20] * 64
+    slow = plan(lengths, max_tokens=20, batch_size=64, placement=sharded(2)).comparison
+    fast = plan(lengths, max_tokens=20, batch_size=64, placement=sharded(1)).comparison
+    assert fast.chosen.step_time == pytest.approx(1.0)
+    assert slow.chosen.step_time > 50  # 8 bytes against 6 FLOPs: 1,778 tokens
+
+
+def sharded(dp: int) -> Placement:
+    return Placement(topology=Topology(dp=dp))

@@ -1,0 +1,85 @@
+"""Runs that are asked to end: by a signal, by the time limit, and by Ctrl-C on a Ray cluster."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from pathlib import Path
+
+import pytest
+
+from nemo_like.cli import main
+from nemo_like.config.load import to_yaml
+from nemo_like.config.schema import RunConfig
+from nemo_like.training import stopping
+from tests.algorithms.test_runs import read_metrics
+from tests.recipe import Recipe
+
+
+def write(config: RunConfig, folder: Path) -> str:
+    path = folder / "stopping.yaml"
+    path.write_text(to_yaml(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)]
+)
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    exit_code: int,
+) -> None:
+    config = recipe.grpo(
+        "reward.functions.digits.path=tests.algorithms.rewards.signal_once",
+        "grpo.val_at_start=false",
+        "grpo.max_num_steps=2",
+        "grpo.num_prompts_per_step=2",
+        "grpo.num_generations_per_prompt=2",
+        "policy.train_global_batch_size=4",
+        "policy.generation.max_new_tokens=4",
+        "checkpointing.export_hf=false",
+    )
+    path = write(config, recipe.folder)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("TEST_SIGNAL", name)
+    assert main(["grpo", "--config", path]) == exit_code
+    said = capfd.readouterr().err
+    assert "ends after the current step" in said
+    assert f"stopped by {name} after step 1: resume=true continues the run" in said
+    run = recipe.folder / "grpo"
+    assert (run / "latest").read_text() == "checkpoints/step_1\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    if name == "SIGTERM":
+        assert main(["grpo", "--config", path, "resume=true"]) == 0
+        assert [line["step"] for line in read_metrics(run)] == [1, 2]
+
+
+def test_the_time_limit_ends_the_run_after_the_step(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ages = itertools.chain([0.0, 0.0], itertools.repeat(10.0))
+    monkeypatch.setattr(stopping, "process_age_s", lambda: next(ages))
+    config = recipe.sft("cluster.time_limit=0:00:05", "sft.val_at_start=false")
+    assert main(["sft", "--config", write(config, recipe.folder)]) == 75
+    assert "stopped by cluster.time_limit 0:00:05 after step 2" in capfd.readouterr().err
+    assert (recipe.folder / "sft" / "latest").read_text() == "checkpoints/step_2\n"
+
+
+def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
+    recipe: Recipe, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe.sft()
+    path = write(config, recipe.folder)
+    monkeypatch.setattr(
+        "nemo_like.algorithms.sft.open_job", lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    )
+    assert main(["sft", "--config", path]) == 130
+    assert "interrupted. The run has no checkpoint" in capfd.readouterr().err
+
+
+def test_the_age_of_the_process_passes() -> None:
+    first = stopping.process_age_s()
+    assert 0 < first <= stopping.process_age_s() < 7 * 86400
