@@ -49,10 +49,16 @@ class Cost(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    trace = None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
-    print(f"{'lengths':<12} {'way':<16} {'ms':>8} {'bytes':>7} {'peak':>7} {'GB':>6}   (bytes and peak over the real tokens')")
+    trace = (
+        None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
+    )
+    print(
+        f"{'lengths':<12} {'way':<16} {'ms':>8} {'bytes':>7} {'peak':>7} {'GB':>6}   (bytes and peak over the real tokens')"
+    )
     for kind in KINDS:
-        lengths = np.minimum(lengths_of(kind, arguments.rows, arguments.max_tokens, 0, trace), arguments.max_tokens)
+        lengths = np.minimum(
+            lengths_of(kind, arguments.rows, arguments.max_tokens, 0, trace), arguments.max_tokens
+        )
         _compare(kind, lengths, arguments)
 
 
@@ -72,7 +78,12 @@ def _compare(kind: str, lengths: np.ndarray, arguments: argparse.Namespace) -> N
     if arguments.ray:
         import ray
 
-        ray.init(ignore_reinit_error=True, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
+        ray.init(
+            ignore_reinit_error=True,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=6 << 30,
+        )
         ways["+ put (Ray)"] = lambda: [ray.put(shard) for shard in batch.shard(plan)]
         ways["padded + put"] = lambda: [ray.put(shard) for shard in _shard_padded(padded, plan)]
     for name, way in ways.items():
@@ -102,8 +113,12 @@ def _measured(way: Callable[[], Any], repeats: int) -> Cost:
 
 def _batch(lengths: np.ndarray) -> BatchedDataDict:
     generator, size = np.random.default_rng(0), int(lengths.sum())
-    columns = {name: generator.integers(0, 99, size).astype(dtype) for name, dtype in TOKEN_COLUMNS.items()}
-    return BatchedDataDict({name: Jagged.from_lengths(values, lengths) for name, values in columns.items()})
+    columns = {
+        name: generator.integers(0, 99, size).astype(dtype) for name, dtype in TOKEN_COLUMNS.items()
+    }
+    return BatchedDataDict(
+        {name: Jagged.from_lengths(values, lengths) for name, values in columns.items()}
+    )
 
 
 def _pad(batch: BatchedDataDict, width: int) -> dict[str, np.ndarray]:
@@ -121,7 +136,8 @@ def _shard_padded(padded: dict[str, np.ndarray], plan: BatchPlan) -> list[dict[s
     ordered = {name: column[order] for name, column in padded.items()}
     bounds = np.cumsum([0, *(len(plan.rows_of_rank(rank)) for rank in range(plan.spec.num_ranks))])
     return [
-        {name: column[start:stop] for name, column in ordered.items()} for start, stop in itertools.pairwise(bounds)
+        {name: column[start:stop] for name, column in ordered.items()}
+        for start, stop in itertools.pairwise(bounds)
     ]
 
 
@@ -134,14 +150,27 @@ def _check(batch: BatchedDataDict, padded: dict[str, np.ndarray], plan: BatchPla
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--max-tokens", type=int, default=8192, help="cap of a row and of a microbatch")
+    parser.add_argument(
+        "--max-tokens", type=int, default=8192, help="cap of a row and of a microbatch"
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ray", action="store_true", help="also put the shards into Ray's object store")
-    parser.add_argument("--lengths", type=Path, help="a file of lengths, scaled like the other distributions")
-    parser.add_argument("--columns", type=lambda text: text.split(","), default=[], help="columns to add up, by comma")
+    parser.add_argument(
+        "--ray", action="store_true", help="also put the shards into Ray's object store"
+    )
+    parser.add_argument(
+        "--lengths", type=Path, help="a file of lengths, scaled like the other distributions"
+    )
+    parser.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        default=[],
+        help="columns to add up, by comma",
+    )
     return parser
 
 

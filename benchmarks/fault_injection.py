@@ -96,8 +96,15 @@ class Kill:
 class Bench:
     """The runs of one algorithm: a reference and any number of killed ones."""
 
-    def __init__(self, algorithm: str, folder: Path, options: argparse.Namespace, rng: random.Random) -> None:
-        self.algorithm, self.folder, self.options, self.rng = algorithm, folder / algorithm, options, rng
+    def __init__(
+        self, algorithm: str, folder: Path, options: argparse.Namespace, rng: random.Random
+    ) -> None:
+        self.algorithm, self.folder, self.options, self.rng = (
+            algorithm,
+            folder / algorithm,
+            options,
+            rng,
+        )
         self.demo = folder / "demo"
         self.startup_s = self.step_s = self.save_s = 0.0
         self.folder.mkdir(parents=True)
@@ -148,7 +155,9 @@ class Bench:
                 break
         if kill.exit_code != 0:
             return kills, [f"the run was not completed: {kill.message}"]
-        differences = compare(self.folder / "out" / "reference", self.folder / "out" / f"run_{number}")
+        differences = compare(
+            self.folder / "out" / "reference", self.folder / "out" / f"run_{number}"
+        )
         return kills, differences
 
     def _kill(self, attempt: Attempt, kill: Kill) -> None:
@@ -160,7 +169,9 @@ class Bench:
             attempt.wait_until(lambda: False, self.rng.uniform(0.0, 1.5 * self.step_s))
         else:
             attempt.wait_until(attempt.is_saving, self.options.start_bound, poll_s=0.0005)
-            attempt.wait_until(lambda: False, self.rng.uniform(0.0, 1.2 * self.save_s), poll_s=0.0005)
+            attempt.wait_until(
+                lambda: False, self.rng.uniform(0.0, 1.2 * self.save_s), poll_s=0.0005
+            )
         victims: list[fault_processes.Process] = []
 
         def found() -> bool:
@@ -181,7 +192,9 @@ class Bench:
         try:
             kill.exit_code = attempt.process.wait(bound)
         except subprocess.TimeoutExpired:
-            kill.problems.append(f"the driver did not exit within {bound:g} s after the {kill.target or 'start'}")
+            kill.problems.append(
+                f"the driver did not exit within {bound:g} s after the {kill.target or 'start'}"
+            )
         kill.seconds_to_exit = round(time.monotonic() - began, 2)
         attempt.close(kill)
         errors = attempt.errors()
@@ -191,7 +204,9 @@ class Bench:
         if kill.exit_code != 0 and not kill.message:
             kill.problems.append(f"exit code {kill.exit_code} without a message")
         if not kill.phase and kill.exit_code != 0:
-            kill.problems.append(f"an attempt that was not killed failed with exit code {kill.exit_code}")
+            kill.problems.append(
+                f"an attempt that was not killed failed with exit code {kill.exit_code}"
+            )
         if "Traceback" in errors.split("The last lines it wrote")[0]:
             kill.problems.append("the message contains a traceback")
         if kill.problems:
@@ -229,7 +244,10 @@ class Attempt:
         self.num_steps_before = self.num_steps()
         self._log_size = self._log_path.stat().st_size if self._log_path.exists() else 0
         self.started_at = time.monotonic()
-        with self._errors.open("w") as errors, (bench.folder / f"{name}.stdout").open("w") as output:
+        with (
+            self._errors.open("w") as errors,
+            (bench.folder / f"{name}.stdout").open("w") as output,
+        ):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "nemo_like", bench.algorithm, "--config", str(config)],
                 env=environment,
@@ -267,7 +285,9 @@ class Attempt:
         log = ""
         if self._log_path.exists():  # only what this attempt wrote
             log = self._log_path.read_bytes()[self._log_size :].decode(errors="replace")
-        return fault_processes.of_target(target, self.process.pid, fault_processes.marked(self._mark), log)
+        return fault_processes.of_target(
+            target, self.process.pid, fault_processes.marked(self._mark), log
+        )
 
     def note_shared_memory(self) -> None:
         """Remember the shared memory of all processes, to find out later whether it is still there."""
@@ -298,8 +318,12 @@ def compare(reference: Path, run: Path) -> list[str]:
     differences = []
     expected, found = (_without_clocks(_metrics(path)) for path in (reference, run))
     if expected != found:
-        steps = [line.get("step") for line, other in zip(expected, found, strict=False) if line != other]
-        differences.append(f"metrics.jsonl: {len(found)} lines instead of {len(expected)}, different at steps {steps}")
+        steps = [
+            line.get("step") for line, other in zip(expected, found, strict=False) if line != other
+        ]
+        differences.append(
+            f"metrics.jsonl: {len(found)} lines instead of {len(expected)}, different at steps {steps}"
+        )
     names = {path.relative_to(root) for root in (reference, run) for path in _kept_files(root)}
     for name in sorted(names):
         contents = [root / name for root in (reference, run)]
@@ -311,7 +335,13 @@ def compare(reference: Path, run: Path) -> list[str]:
 
 
 def _kept_files(run: Path) -> list[Path]:
-    patterns = ("rollouts/*.jsonl", "plan/*", "hf/*", "checkpoints/*/policy/*.safetensors", "checkpoints/*/training_state.json")
+    patterns = (
+        "rollouts/*.jsonl",
+        "plan/*",
+        "hf/*",
+        "checkpoints/*/policy/*.safetensors",
+        "checkpoints/*/training_state.json",
+    )
     return [path for pattern in patterns for path in run.glob(pattern) if path.is_file()]
 
 
@@ -320,7 +350,10 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _without_clocks(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if not name.startswith(_CLOCKS)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(_CLOCKS)}
+        for line in lines
+    ]
 
 
 def _message(errors: str) -> str:
@@ -362,18 +395,33 @@ def run_bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"{algorithm}: start-up {bench.startup_s:.1f} s, step {bench.step_s:.2f} s, save {bench.save_s:.3f} s",
             flush=True,
         )
-        num_kills = options.kills * (index + 1) // len(algorithms) - options.kills * index // len(algorithms)
-        plan = [tuple(each.split(":")) for each in options.plan] if options.plan else make_plan(num_kills, algorithm, rng)
+        num_kills = options.kills * (index + 1) // len(algorithms) - options.kills * index // len(
+            algorithms
+        )
+        plan = (
+            [tuple(each.split(":")) for each in options.plan]
+            if options.plan
+            else make_plan(num_kills, algorithm, rng)
+        )
         number = 0
         while plan:
             number += 1
             done, differences = bench.run_killed(number, plan)
             kills += done
             num_done = sum(bool(kill.phase) for kill in done)
-            runs.append({"algorithm": algorithm, "run": number, "num_kills": num_done, "differences": differences})
+            runs.append(
+                {
+                    "algorithm": algorithm,
+                    "run": number,
+                    "num_kills": num_done,
+                    "differences": differences,
+                }
+            )
             outcome = "; ".join(differences) or "equal to the reference"
             print(f"{algorithm} run {number}: {num_done} kills, {outcome}", flush=True)
-    problems = sum(len(kill.problems) for kill in kills) + sum(len(run["differences"]) for run in runs)
+    problems = sum(len(kill.problems) for kill in kills) + sum(
+        len(run["differences"]) for run in runs
+    )
     return {
         "seed": options.seed,
         "seconds": round(time.monotonic() - began, 1),
@@ -391,10 +439,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--algorithm", choices=("sft", "grpo", "both"), default="both")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="policy workers")
-    parser.add_argument("--plan", nargs="*", metavar="PHASE:TARGET", help="these kills instead of random ones")
-    parser.add_argument("--start-bound", type=float, default=300, help="most seconds until the phase to kill in is reached")
-    parser.add_argument("--exit-bound", type=float, default=120, help="most seconds for the driver to exit after a kill")
-    parser.add_argument("--complete-bound", type=float, default=900, help="most seconds of an attempt that is not killed")
+    parser.add_argument(
+        "--plan", nargs="*", metavar="PHASE:TARGET", help="these kills instead of random ones"
+    )
+    parser.add_argument(
+        "--start-bound",
+        type=float,
+        default=300,
+        help="most seconds until the phase to kill in is reached",
+    )
+    parser.add_argument(
+        "--exit-bound",
+        type=float,
+        default=120,
+        help="most seconds for the driver to exit after a kill",
+    )
+    parser.add_argument(
+        "--complete-bound",
+        type=float,
+        default=900,
+        help="most seconds of an attempt that is not killed",
+    )
     parser.add_argument("--out", type=Path, help="where to write the report as JSON")
     parser.add_argument("--folder", type=Path, help="keep the runs in this new folder")
     options = parser.parse_args(argv)
@@ -405,7 +470,9 @@ def main(argv: list[str] | None = None) -> int:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     if report["num_problems"] == 0 and options.folder is None:
         shutil.rmtree(folder)
-    print(f"{report['num_kills']} kills in {report['seconds']:.0f} s, {report['num_problems']} problems")
+    print(
+        f"{report['num_kills']} kills in {report['seconds']:.0f} s, {report['num_problems']} problems"
+    )
     return 0 if report["num_problems"] == 0 else 1
 
 

@@ -49,13 +49,21 @@ def marked(mark: str) -> list[Process]:
             if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 continue
             start_time = _start_time(pid)
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            command = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
             if start_time is not None:
                 found.append(Process(pid, start_time, command))
     return found
 
 
-def of_target(target: str, driver_pid: int, processes: Iterable[Process], log: str) -> list[Process]:
+def of_target(
+    target: str, driver_pid: int, processes: Iterable[Process], log: str
+) -> list[Process]:
     """The processes among `processes` that are the target.
 
     `log` is the text of the run's `logs/driver.log`, which has the pids of the workers.
@@ -64,7 +72,11 @@ def of_target(target: str, driver_pid: int, processes: Iterable[Process], log: s
         return [process for process in processes if process.pid == driver_pid]
     if target in ("raylet", "gcs"):
         program = {"raylet": "raylet", "gcs": "gcs_server"}[target]
-        return [process for process in processes if Path(process.command.split(" ", 1)[0]).name == program]
+        return [
+            process
+            for process in processes
+            if Path(process.command.split(" ", 1)[0]).name == program
+        ]
     pids = {int(pid) for pid in re.findall(rf"worker \d+ of the {target} group: pid (\d+)", log)}
     return [process for process in processes if process.pid in pids]
 

@@ -60,8 +60,13 @@ class Report:
     def row(self, table: str, **values: Any) -> None:
         if not self.records or self.records[-1]["table"] != table:
             print("  ".join(_aligned(name, name) for name in values))
-        print("  ".join(_aligned(name, _shown(value)) for name, value in values.items()), flush=True)
-        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        print(
+            "  ".join(_aligned(name, _shown(value)) for name, value in values.items()), flush=True
+        )
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in values.items()
+        }
         self.records.append({"table": table, **plain})
 
 
@@ -69,13 +74,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     if arguments.no_numba:
         sys.modules["numba"] = None  # type: ignore[assignment]  # what importing a package that is not installed looks like
-    trace = None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
+    trace = (
+        None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
+    )
     sizes = arguments.sizes or ([512, 4096] if arguments.quick else [512, 4096, 65536])
     seeds = range(arguments.seeds or (1 if arguments.quick else 5))
     report, start = Report(), time.process_time()
     schedule(np.full(512, 7), 64, 8, work=work_of(np.full(512, 7)))
     get_packer("first_fit_decreasing", 64).pack_csr(np.full(4096, 7))
-    print(f"numba {'off' if arguments.no_numba else 'on'}; compiled or loaded in {time.process_time() - start:.1f} s")
+    print(
+        f"numba {'off' if arguments.no_numba else 'on'}; compiled or loaded in {time.process_time() - start:.1f} s"
+    )
     packing(report, sizes, trace, arguments)
     scheduling(report, sizes, seeds, trace, arguments)
     overflow(report, 100 if arguments.quick else 1000)
@@ -84,9 +93,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.json.write_text(json.dumps(report.records, indent=1))
 
 
-def packing(report: Report, sizes: list[int], trace: np.ndarray | None, arguments: argparse.Namespace) -> None:
+def packing(
+    report: Report, sizes: list[int], trace: np.ndarray | None, arguments: argparse.Namespace
+) -> None:
     """Bins and time of the packers; naive loops where they end within `--naive-limit` seconds."""
-    report.title("Packers, capacity 8192: ms, bins over the L2 bound, and how many times the time of best fit decreasing")
+    report.title(
+        "Packers, capacity 8192: ms, bins over the L2 bound, and how many times the time of best fit decreasing"
+    )
     for num_rows in sizes:
         for kind in KINDS:
             lengths = lengths_of(kind, num_rows, 8192, 0, trace)
@@ -100,12 +113,18 @@ def packing(report: Report, sizes: list[int], trace: np.ndarray | None, argument
                 )
             }
             if num_rows * bound / 2 / NAIVE_STEPS_PER_S < arguments.naive_limit:
-                contenders["naive first fit"] = lambda rows=rows: naive_first_fit_decreasing(rows, 8192)
-                contenders["naive modified ff"] = lambda rows=rows: naive_modified_first_fit_decreasing(rows, 8192)
+                contenders["naive first fit"] = lambda rows=rows: naive_first_fit_decreasing(
+                    rows, 8192
+                )
+                contenders["naive modified ff"] = lambda rows=rows: (
+                    naive_modified_first_fit_decreasing(rows, 8192)
+                )
                 if arguments.nemo_rl is not None:
                     pack = nemo_rl(arguments.nemo_rl)
                     for name in ("first_fit_decreasing", "modified_first_fit_decreasing"):
-                        contenders[f"NeMo-RL {name}"] = lambda rows=rows, name=name, pack=pack: pack(name, rows, 8192, 1)
+                        contenders[f"NeMo-RL {name}"] = lambda rows=rows, name=name, pack=pack: (
+                            pack(name, rows, 8192, 1)
+                        )
             if arguments.trl is not None:
                 place = trl(arguments.trl)
                 contenders["TRL best fit"] = lambda rows=rows, place=place: place(rows, 8192)
@@ -125,9 +144,17 @@ def packing(report: Report, sizes: list[int], trace: np.ndarray | None, argument
                 )
 
 
-def scheduling(report: Report, sizes: list[int], seeds: range, trace: np.ndarray | None, arguments: argparse.Namespace) -> None:
+def scheduling(
+    report: Report,
+    sizes: list[int],
+    seeds: range,
+    trace: np.ndarray | None,
+    arguments: argparse.Namespace,
+) -> None:
     """How level schedules are, over all distributions, both capacities and the seeds."""
-    report.title(f"Schedules: geometric mean (and worst) over {len(KINDS)} distributions x 2 capacities x {len(seeds)} seeds")
+    report.title(
+        f"Schedules: geometric mean (and worst) over {len(KINDS)} distributions x 2 capacities x {len(seeds)} seeds"
+    )
     for num_rows in sizes:
         for num_ranks in (8, 64):
             for name, plan in _schedulers(num_rows, arguments).items():
@@ -136,20 +163,28 @@ def scheduling(report: Report, sizes: list[int], seeds: range, trace: np.ndarray
                     for capacity in CAPACITIES:
                         for seed in seeds:
                             lengths = lengths_of(kind, num_rows, capacity, seed, trace)
-                            seconds, planned = _timed(partial(plan, lengths, capacity, num_ranks), 1)
+                            seconds, planned = _timed(
+                                partial(plan, lengths, capacity, num_ranks), 1
+                            )
                             bins = planned.bins() if isinstance(planned, Schedule) else planned
                             cells.append({**measure(bins, lengths, capacity), "ms": seconds * 1e3})
-                report.row("schedules", rows=num_rows, ranks=num_ranks, scheduler=name, **_summary(cells))
+                report.row(
+                    "schedules", rows=num_rows, ranks=num_ranks, scheduler=name, **_summary(cells)
+                )
 
 
-def _schedulers(num_rows: int, arguments: argparse.Namespace) -> dict[str, Callable[[np.ndarray, int, int], Any]]:
+def _schedulers(
+    num_rows: int, arguments: argparse.Namespace
+) -> dict[str, Callable[[np.ndarray, int, int], Any]]:
     schedulers: dict[str, Callable[[np.ndarray, int, int], Any]] = {
         "ours, sync=microbatch": lambda x, c, r: schedule(x, c, r, work=work_of(x)),
         "ours, sync=step": lambda x, c, r: schedule(x, c, r, work=work_of(x), sync="step"),
     }
     if num_rows > 4096:
         return schedulers
-    schedulers["naive first fit, in turn"] = lambda x, c, r: in_turn(naive_first_fit_decreasing(x.tolist(), c), r)
+    schedulers["naive first fit, in turn"] = lambda x, c, r: in_turn(
+        naive_first_fit_decreasing(x.tolist(), c), r
+    )
     if arguments.nemo_rl is not None:
         pack = nemo_rl(arguments.nemo_rl)
         name = "modified_first_fit_decreasing"
@@ -165,10 +200,17 @@ def measure(bins: RankBins, lengths: np.ndarray, capacity: int) -> dict[str, flo
     flat = np.array([i for rank in bins for bin_ in rank for i in bin_], dtype=np.int64)
     if sorted(flat.tolist()) != list(range(len(lengths))):
         raise ValueError("the plan does not hold each row once")
-    slots = [r * num_microbatches + m for r, rank in enumerate(bins) for m, bin_ in enumerate(rank) for _ in bin_]
+    slots = [
+        r * num_microbatches + m
+        for r, rank in enumerate(bins)
+        for m, bin_ in enumerate(rank)
+        for _ in bin_
+    ]
     work, num_slots = work_of(lengths), num_ranks * num_microbatches
     tokens = np.bincount(slots, lengths[flat], minlength=num_slots)
-    bin_work = np.bincount(slots, work[flat], minlength=num_slots).reshape(num_ranks, num_microbatches)
+    bin_work = np.bincount(slots, work[flat], minlength=num_slots).reshape(
+        num_ranks, num_microbatches
+    )
     bin_work = -np.sort(-bin_work, axis=1)  # every rank runs its dearest first: no order waits less
     floor = max(work.sum() / num_ranks, work.max())
     shape = (lengths, work, capacity, num_ranks, num_microbatches)
@@ -204,10 +246,16 @@ def _summary(cells: list[dict[str, float]]) -> dict[str, Any]:
 
 def overflow(report: Report, trials: int) -> None:
     """Random schedules of every kind, each bin against the cap."""
-    report.title(f"{trials} random schedules: bins above the cap, rows not exactly once, empty bins while rows are left")
+    report.title(
+        f"{trials} random schedules: bins above the cap, rows not exactly once, empty bins while rows are left"
+    )
     rng, over, wrong, empty = np.random.default_rng(0), 0, 0, 0
     for trial in range(trials):
-        capacity, num_rows, num_ranks = int(rng.integers(1, 9000)), int(rng.integers(1, 700)), int(rng.integers(1, 70))
+        capacity, num_rows, num_ranks = (
+            int(rng.integers(1, 9000)),
+            int(rng.integers(1, 700)),
+            int(rng.integers(1, 70)),
+        )
         longest = capacity if trial % 2 else 1 + capacity // 5
         lengths = rng.integers(1, longest + 1, num_rows)
         planned = schedule(
@@ -235,10 +283,20 @@ def scaling(report: Report, most_rows: int, trace: np.ndarray | None) -> None:
             lengths = lengths_of("rl", num_rows, 8192, 0, trace)
             values: dict[str, Any] = {}
             for sync in ("microbatch", "step"):
-                seconds, planned = _timed(lambda x=lengths, r=num_ranks, s=sync: schedule(x, 8192, r, work=work_of(x), sync=s), 2)
+                seconds, planned = _timed(
+                    lambda x=lengths, r=num_ranks, s=sync: schedule(
+                        x, 8192, r, work=work_of(x), sync=s
+                    ),
+                    2,
+                )
                 measure_of = "lockstep_over_bound" if sync == "microbatch" else "rank_imbalance"
-                values |= {f"{sync}_ms": seconds * 1e3, measure_of: f"{planned.stats[measure_of]:.5f}"}
-            report.row("scaling", rows=num_rows, ranks=num_ranks, M=planned.num_microbatches, **values)
+                values |= {
+                    f"{sync}_ms": seconds * 1e3,
+                    measure_of: f"{planned.stats[measure_of]:.5f}",
+                }
+            report.row(
+                "scaling", rows=num_rows, ranks=num_ranks, M=planned.num_microbatches, **values
+            )
 
 
 def _packer(algorithm: str, lengths: np.ndarray) -> Callable[[], Any]:
@@ -263,19 +321,43 @@ def _aligned(column: str, text: str) -> str:
 
 def _shown(value: Any) -> str:
     return (
-        f"{value:.4f}" if isinstance(value, float) and value < 100 else f"{value:.0f}" if isinstance(value, float) else str(value)
+        f"{value:.4f}"
+        if isinstance(value, float) and value < 100
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="512 and 4096 rows, one seed")
-    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows; default 512 4096 65536")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="numbers of rows; default 512 4096 65536"
+    )
     parser.add_argument("--seeds", type=int, help="default 5")
-    parser.add_argument("--lengths", type=Path, help="CSV, JSONL or a list of integers, for the distribution `trace`")
-    parser.add_argument("--columns", type=lambda text: text.split(","), default=[], help="columns to add up, by comma")
-    parser.add_argument("--naive-limit", type=float, default=5.0, help="skip naive packers expected to take more seconds")
-    parser.add_argument("--no-numba", action="store_true", help="run as where numba is not installed")
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        help="CSV, JSONL or a list of integers, for the distribution `trace`",
+    )
+    parser.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        default=[],
+        help="columns to add up, by comma",
+    )
+    parser.add_argument(
+        "--naive-limit",
+        type=float,
+        default=5.0,
+        help="skip naive packers expected to take more seconds",
+    )
+    parser.add_argument(
+        "--no-numba", action="store_true", help="run as where numba is not installed"
+    )
     parser.add_argument("--nemo-rl", type=Path, help="root of a NeMo-RL checkout")
     parser.add_argument("--verl", type=Path, help="root of a verl checkout")
     parser.add_argument("--trl", type=Path, help="root of a TRL checkout")

@@ -28,7 +28,9 @@ WORK = (24576.0, 1.0)
 KINDS = ("rl", "sft", "bimodal", "uniform", "trace")
 
 
-def lengths_of(kind: str, num_rows: int, capacity: int, seed: int, trace: np.ndarray | None) -> np.ndarray:
+def lengths_of(
+    kind: str, num_rows: int, capacity: int, seed: int, trace: np.ndarray | None
+) -> np.ndarray:
     """Row lengths, int64 [num_rows], at most `capacity`.
 
     rl: lognormal rollouts of median 1200, clipped at 8192. sft: a Pareto tail from 32. bimodal: nine tenths near 0.08 of
@@ -53,7 +55,9 @@ def lengths_of(kind: str, num_rows: int, capacity: int, seed: int, trace: np.nda
         lengths = rng.choice(trace, num_rows)
     else:
         is_long = rng.random(num_rows) < 0.35
-        lengths = np.where(is_long, rng.normal(3000, 900, num_rows), rng.lognormal(np.log(450), 0.7, num_rows))
+        lengths = np.where(
+            is_long, rng.normal(3000, 900, num_rows), rng.lognormal(np.log(450), 0.7, num_rows)
+        )
     return np.clip(lengths.astype(np.int64), 1 if kind == "uniform" else 16, most)
 
 
@@ -116,7 +120,12 @@ def naive_modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bi
         if len(bins[b]) > 1 or len(small) < 2 or lengths[small[0]] + lengths[small[1]] > rooms[b]:
             continue
         put(small.pop(0), b)
-        put(small.pop(next(k for k in reversed(range(len(small))) if lengths[small[k]] <= rooms[b])), b)
+        put(
+            small.pop(
+                next(k for k in reversed(range(len(small))) if lengths[small[k]] <= rooms[b])
+            ),
+            b,
+        )
     rest = sorted([*medium, *small, *tiny], key=lambda i: -lengths[i])
     for b in range(len(bins)):
         while rest and lengths[rest[-1]] <= rooms[b]:
@@ -141,7 +150,9 @@ def load_functions(path: Path, names: list[str], scope: dict[str, Any]) -> dict[
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     missing = set(names) - {getattr(node, "name", None) for node in tree.body}
     if missing:
-        raise ValueError(f"{path} does not define {', '.join(sorted(missing))}; this benchmark knows another version of it")
+        raise ValueError(
+            f"{path} does not define {', '.join(sorted(missing))}; this benchmark knows another version of it"
+        )
     # Annotations may name modules that are not there.
     code = compile("from __future__ import annotations\n" + ast.unparse(tree), str(path), "exec")
     exec(code, scope)
@@ -176,15 +187,23 @@ def verl(checkout: Path) -> Callable[[np.ndarray, int, int], RankBins]:
         work = [int(value) for value in work_of(lengths)]
         ranks = partition(work, num_ranks, equal_size=True)
         count = max(-(-int(lengths[rows].sum()) // capacity) for rows in ranks)
-        parts = [partition([work[i] for i in rows], min(count, len(rows)), equal_size=False) for rows in ranks]
-        return [[[rows[k] for k in part] for part in bins] for rows, bins in zip(ranks, parts, strict=True)]
+        parts = [
+            partition([work[i] for i in rows], min(count, len(rows)), equal_size=False)
+            for rows in ranks
+        ]
+        return [
+            [[rows[k] for k in part] for part in bins]
+            for rows, bins in zip(ranks, parts, strict=True)
+        ]
 
     return balance
 
 
 def trl(checkout: Path) -> Callable[[list[int], int], Bins]:
     """TRL's best fit decreasing: its segment tree in its placement loop, without the tokens it would copy."""
-    tree_class = load_functions(checkout / "trl/data_utils.py", ["_SegmentTree"], {"defaultdict": defaultdict})["_SegmentTree"]
+    tree_class = load_functions(
+        checkout / "trl/data_utils.py", ["_SegmentTree"], {"defaultdict": defaultdict}
+    )["_SegmentTree"]
 
     def pack(lengths: list[int], capacity: int) -> Bins:
         tree, with_room, bins = tree_class(capacity), defaultdict(deque), []

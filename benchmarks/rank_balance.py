@@ -60,8 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder), lengths, arguments)
-        results = {name: _run(Path(folder), index, name, lengths, arguments) for index, name in enumerate(MODES)}
-    print(f"{'packing':<30}{'worst/mean':>12}{'worst step':>12}{'planned':>10}{'step s':>9}{'microbatches':>14}")
+        results = {
+            name: _run(Path(folder), index, name, lengths, arguments)
+            for index, name in enumerate(MODES)
+        }
+    print(
+        f"{'packing':<30}{'worst/mean':>12}{'worst step':>12}{'planned':>10}{'step s':>9}{'microbatches':>14}"
+    )
     for name, records in results.items():
         column = {key: np.array([record[key] for record in records]) for key in records[0]}
         print(
@@ -78,7 +83,12 @@ def _run(
     algorithm, balance = MODES[name]
     path = folder / f"mode_{index}.yaml"
     text = _CONFIG.format(
-        name=f"mode_{index}", folder=folder, longest=arguments.budget, algorithm=algorithm, balance=balance, **vars(arguments)
+        name=f"mode_{index}",
+        folder=folder,
+        longest=arguments.budget,
+        algorithm=algorithm,
+        balance=balance,
+        **vars(arguments),
     )
     path.write_text(text)
     config = load_config("sft", path, [])
@@ -91,7 +101,9 @@ def _run(
 
 def _lengths(arguments: argparse.Namespace) -> np.ndarray:
     """int64: tokens of every row, the longest of the trace scaled to the budget."""
-    trace = None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
+    trace = (
+        None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
+    )
     rows = arguments.batch_size * arguments.steps
     lengths = lengths_of("trace", rows, 8192, arguments.seed, trace)
     return np.maximum(lengths * arguments.budget // lengths.max(), 8)
@@ -118,11 +130,25 @@ def _write(folder: Path, lengths: np.ndarray, arguments: argparse.Namespace) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, help="CSV, JSONL or a list of integers; default: a stand-in")
-    parser.add_argument("--columns", type=lambda text: text.split(","), default=[], help="columns to add up, by comma")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", type=Path, help="CSV, JSONL or a list of integers; default: a stand-in"
+    )
+    parser.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        default=[],
+        help="columns to add up, by comma",
+    )
     parser.add_argument("--batch-size", type=int, default=64, help="rows per step")
-    parser.add_argument("--budget", type=int, default=1024, help="most tokens of a microbatch, and of the longest row")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=1024,
+        help="most tokens of a microbatch, and of the longest row",
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)

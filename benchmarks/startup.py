@@ -17,18 +17,27 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", nargs="+", default=[], help="configs to validate")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args(argv)
     program = [sys.executable, "-m", "nemo_like"]
     commands = {
         "import torch": [sys.executable, "-c", "import torch"],
-        "import torch, ray, transformers": [sys.executable, "-c", "import torch, ray, transformers.modeling_utils"],
+        "import torch, ray, transformers": [
+            sys.executable,
+            "-c",
+            "import torch, ray, transformers.modeling_utils",
+        ],
         "nemo-like --help": [*program, "--help"],
         "nemo-like sft --help": [*program, "sft", "--help"],
     }
-    commands |= {f"nemo-like validate {path}": [*program, "validate", "--config", path] for path in arguments.config}
+    commands |= {
+        f"nemo-like validate {path}": [*program, "validate", "--config", path]
+        for path in arguments.config
+    }
     least = dict.fromkeys(commands, float("inf"))
     for _ in range(arguments.repeats):
         for name, command in commands.items():
@@ -45,7 +54,9 @@ def cpu_seconds(command: Sequence[str]) -> float:
     after = os.times()
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 if __name__ == "__main__":

@@ -101,11 +101,16 @@ def load_lengths(arguments: argparse.Namespace) -> np.ndarray:
     if arguments.lengths is not None:
         with arguments.lengths.open(newline="") as file:
             table = list(csv.DictReader(file))
-        lengths = np.array([sum(int(row[name]) for name in arguments.columns.split(",")) for row in table])
+        lengths = np.array(
+            [sum(int(row[name]) for name in arguments.columns.split(",")) for row in table]
+        )
     elif arguments.jsonl is not None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
         with arguments.jsonl.open() as file:
-            texts = [" ".join(json.loads(line)[name] for name in arguments.fields.split(",")) for line in file]
+            texts = [
+                " ".join(json.loads(line)[name] for name in arguments.fields.split(","))
+                for line in file
+            ]
         lengths = np.array([len(ids) for ids in tokenizer(texts)["input_ids"]])
     else:
         lengths = np.random.default_rng(0).lognormal(np.log(180), 0.9, 4096)
@@ -118,11 +123,23 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     """A random Llama of the asked size."""
     torch.manual_seed(0)
     if arguments.model == "llama-1b":  # the shape of Llama 3.2 1B
-        sizes: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+        sizes: dict[str, Any] = {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "vocab_size": 128256,
+        }
         sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
     else:
-        sizes = {"hidden_size": arguments.hidden, "intermediate_size": arguments.hidden * 3, "vocab_size": _VOCABULARY}
-        sizes |= {"num_hidden_layers": arguments.layers, "num_attention_heads": arguments.hidden // 64}
+        sizes = {
+            "hidden_size": arguments.hidden,
+            "intermediate_size": arguments.hidden * 3,
+            "vocab_size": _VOCABULARY,
+        }
+        sizes |= {
+            "num_hidden_layers": arguments.layers,
+            "num_attention_heads": arguments.hidden // 64,
+        }
         sizes |= {"num_key_value_heads": arguments.hidden // 64}
     config = LlamaConfig(**sizes, max_position_embeddings=131072, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -136,9 +153,14 @@ def measure(model: Path, rows: np.ndarray, arguments: argparse.Namespace) -> lis
     batch = BatchedDataDict(input_ids=input_ids, token_mask=mask, length=rows)
     openers: dict[str, Callable[[], Mode]] = {
         "transformers": lambda: TransformersLoop(model, batch, arguments),
-        **{name: partial(PolicyMode, model, name, batch, arguments) for name in ("padded", "padded mb", "dynamic", "packed")},
+        **{
+            name: partial(PolicyMode, model, name, batch, arguments)
+            for name in ("padded", "padded mb", "dynamic", "packed")
+        },
     }
-    openers = {name: opener for name, opener in openers.items() if name in arguments.modes.split(",")}
+    openers = {
+        name: opener for name, opener in openers.items() if name in arguments.modes.split(",")
+    }
     if arguments.device == "cpu":
         modes = {name: opener() for name, opener in openers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in modes}
@@ -146,7 +168,9 @@ def measure(model: Path, rows: np.ndarray, arguments: argparse.Namespace) -> lis
         for _ in range(arguments.steps + 1):
             for name, mode in modes.items():
                 _timed_step(mode, seconds[name], losses[name])
-        return [_result(name, mode, seconds[name], losses[name], 0.0) for name, mode in modes.items()]
+        return [
+            _result(name, mode, seconds[name], losses[name], 0.0) for name, mode in modes.items()
+        ]
     results = []
     for name, opener in openers.items():
         torch.cuda.empty_cache()
@@ -167,18 +191,32 @@ def _timed_step(mode: Mode, seconds: list[float], losses: list[float]) -> None:
     seconds.append(time.perf_counter() - start)
 
 
-def _result(name: str, mode: Mode, seconds: list[float], losses: list[float], peak_gb: float) -> Result:
+def _result(
+    name: str, mode: Mode, seconds: list[float], losses: list[float], peak_gb: float
+) -> Result:
     # The first step warms up; its loss, before any update, must agree between modes.
-    return Result(name, float(np.median(seconds[1:])), mode.padding_share, mode.num_microbatches, losses[0], peak_gb)
+    return Result(
+        name,
+        float(np.median(seconds[1:])),
+        mode.padding_share,
+        mode.num_microbatches,
+        losses[0],
+        peak_gb,
+    )
 
 
 class PolicyMode:
     """A policy of one worker in this process, batching one way."""
 
-    def __init__(self, model: Path, mode: str, batch: BatchedDataDict, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, model: Path, mode: str, batch: BatchedDataDict, arguments: argparse.Namespace
+    ) -> None:
         self._policy, self._batch = open_policy(model, mode, batch["length"], arguments), batch
         metrics = self._policy.plan(batch["length"]).metrics()
-        self.padding_share, self.num_microbatches = metrics["packing/padding_share"], metrics["packing/num_microbatches"]
+        self.padding_share, self.num_microbatches = (
+            metrics["packing/padding_share"],
+            metrics["packing/num_microbatches"],
+        )
 
     def step(self) -> float:
         placed = self._policy.place(self._batch, self._policy.plan(self._batch["length"]))
@@ -192,7 +230,9 @@ class TransformersLoop:
     """Plain transformers and AdamW: `budget // longest row` rows at a time, padded to the longest of them."""
 
     def __init__(self, model: Path, batch: BatchedDataDict, arguments: argparse.Namespace) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = LlamaForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self._model.to(arguments.device)
         if arguments.activation_checkpointing:
             self._model.gradient_checkpointing_enable()
@@ -201,21 +241,34 @@ class TransformersLoop:
         self._device, self._half = arguments.device, arguments.precision == "bfloat16"
         lengths = batch["length"]
         size = max(1, arguments.budget // int(lengths.max()))
-        self._parts = [range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
+        self._parts = [
+            range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)
+        ]
         self._rows, self._num_tokens = list(batch["input_ids"]), int((lengths - 1).sum())
         positions = sum(len(part) * int(lengths[list(part)].max()) for part in self._parts)
-        self.padding_share, self.num_microbatches = 1 - lengths.sum() / positions, float(len(self._parts))
+        self.padding_share, self.num_microbatches = (
+            1 - lengths.sum() / positions,
+            float(len(self._parts)),
+        )
 
     def step(self) -> float:
         total = 0.0
         for part in self._parts:
             ids = [torch.from_numpy(self._rows[row].astype(np.int64)) for row in part]
             padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self._device)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(self._device)
+            mask = torch.nn.utils.rnn.pad_sequence(
+                [torch.ones_like(row) for row in ids], batch_first=True
+            ).to(self._device)
             labels = padded.masked_fill(mask == 0, -100)
-            with torch.autocast(torch.device(self._device).type, torch.bfloat16, enabled=self._half):
+            with torch.autocast(
+                torch.device(self._device).type, torch.bfloat16, enabled=self._half
+            ):
                 output = self._model(
-                    padded, attention_mask=mask, labels=labels, use_cache=False, num_items_in_batch=self._num_tokens
+                    padded,
+                    attention_mask=mask,
+                    labels=labels,
+                    use_cache=False,
+                    num_items_in_batch=self._num_tokens,
                 )
             output.loss.backward()
             total += float(output.loss.detach())
@@ -252,22 +305,42 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
         )
         config = replace(config, dynamic_batching=dynamic)
     kwargs = {"config": config, "seed": 0, "needs_reference": False}
-    return Policy(LocalGroup(DTensorPolicyWorker, kwargs, local_context(device=arguments.device), name="policy"), config)
+    return Policy(
+        LocalGroup(
+            DTensorPolicyWorker, kwargs, local_context(device=arguments.device), name="policy"
+        ),
+        config,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=Path, help="CSV file with token counts")
-    parser.add_argument("--columns", default="ContextTokens,GeneratedTokens", help="its columns, added up")
+    parser.add_argument(
+        "--columns", default="ContextTokens,GeneratedTokens", help="its columns, added up"
+    )
     parser.add_argument("--jsonl", type=Path, help="JSONL file of texts, tokenised")
     parser.add_argument("--fields", default="question,answer")
     parser.add_argument("--tokenizer", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--scale-to", type=int, help="scale lengths so that the longest has this many tokens")
+    parser.add_argument(
+        "--scale-to", type=int, help="scale lengths so that the longest has this many tokens"
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", type=int, default=2048, help="most tokens of a microbatch")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--modes", default="transformers,padded,padded mb,dynamic,packed", help="which ones, by comma")
-    parser.add_argument("--model", choices=("tiny", "llama-1b"), default="tiny", help="tiny: of --hidden and --layers")
+    parser.add_argument(
+        "--modes",
+        default="transformers,padded,padded mb,dynamic,packed",
+        help="which ones, by comma",
+    )
+    parser.add_argument(
+        "--model",
+        choices=("tiny", "llama-1b"),
+        default="tiny",
+        help="tiny: of --hidden and --layers",
+    )
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

@@ -41,7 +41,14 @@ from nemo_like.files import (
     write_text,
 )
 
-__all__ = ["Checkpoint", "CheckpointError", "Checkpointer", "OpenCheckpoint", "TrainingState", "incomplete_reason"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpointer",
+    "OpenCheckpoint",
+    "TrainingState",
+    "incomplete_reason",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +91,9 @@ class TrainingState:
         for name, value in values.items():
             wanted = int if name == "step" else dict
             if not isinstance(value, wanted) or isinstance(value, bool):
-                raise CheckpointError(f"{path} has a {type(value).__name__} under {name!r}; it is damaged")
+                raise CheckpointError(
+                    f"{path} has a {type(value).__name__} under {name!r}; it is damaged"
+                )
         return TrainingState(**values)
 
 
@@ -113,7 +122,9 @@ class OpenCheckpoint:
             for name, record in report.items():
                 key = f"{subfolder}/{name}"
                 if key in self.reported:
-                    raise CheckpointError(f"rank {rank} and an earlier rank both wrote {key}; {self.path} is discarded")
+                    raise CheckpointError(
+                        f"rank {rank} and an earlier rank both wrote {key}; {self.path} is discarded"
+                    )
                 self.reported[key] = record
 
 
@@ -122,7 +133,9 @@ class Checkpointer:
 
     def __init__(self, run_path: Path, config: CheckpointingConfig) -> None:
         if config.keep_latest < 1:
-            raise ValueError(f"checkpointing.keep_latest is {config.keep_latest}; keep at least 1 checkpoint")
+            raise ValueError(
+                f"checkpointing.keep_latest is {config.keep_latest}; keep at least 1 checkpoint"
+            )
         self.config = config
         self.path = run_path / "checkpoints"
         self.latest_path = run_path / "latest"
@@ -143,7 +156,9 @@ class Checkpointer:
         whatever `keep_latest` is, until the next one that prunes.
         """
         if self._is_latest(step):
-            raise ValueError(f"{self._folder(step)} is the latest checkpoint already; call should_save({step}) first")
+            raise ValueError(
+                f"{self._folder(step)} is the latest checkpoint already; call should_save({step}) first"
+            )
         folder = self.path / f"{_WRITING}step_{step}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +192,9 @@ class Checkpointer:
             reason = self._problem(step, check)
             if reason is None:
                 for newer in (newer for newer in steps if newer > step and step == named):
-                    logger.warning("ignoring %s: `latest` names the older step_%d", self._folder(newer), step)
+                    logger.warning(
+                        "ignoring %s: `latest` names the older step_%d", self._folder(newer), step
+                    )
                 if reasons:
                     logger.warning("falling back to %s", self._folder(step))
                 else:
@@ -231,7 +248,9 @@ class Checkpointer:
             return None
         match = re.fullmatch(f"checkpoints/step_{_STEP}", text)
         if match is None:
-            logger.warning("%s says %r, not checkpoints/step_<N>; ignoring it", self.latest_path, text[:80])
+            logger.warning(
+                "%s says %r, not checkpoints/step_<N>; ignoring it", self.latest_path, text[:80]
+            )
             return None
         return int(match[1])
 
@@ -249,8 +268,15 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         """Remove all but the newest `keep_latest` up to `step`; newer ones are from before the run went back."""
-        listed = [kept for kept in self._steps() if kept <= step and (self._folder(kept) / MANIFEST).exists()]
-        self._remove(self._folder(other) for other in set(self._steps()) - set(listed[: self.config.keep_latest]))
+        listed = [
+            kept
+            for kept in self._steps()
+            if kept <= step and (self._folder(kept) / MANIFEST).exists()
+        ]
+        self._remove(
+            self._folder(other)
+            for other in set(self._steps()) - set(listed[: self.config.keep_latest])
+        )
 
     def _remove(self, folders: Iterable[Path]) -> None:
         for folder in list(folders):
@@ -259,7 +285,9 @@ class Checkpointer:
                     folder.unlink()
                 else:
                     shutil.rmtree(folder)
-            except OSError as error:  # the new checkpoint is safe; a folder left behind costs space only
+            except (
+                OSError
+            ) as error:  # the new checkpoint is safe; a folder left behind costs space only
                 logger.warning("could not remove %s: %s", folder, error)
 
     def _failure_message(self, error: BaseException, step: int, folder: Path) -> str | None:
@@ -288,7 +316,11 @@ class Checkpointer:
 
     def _earlier(self) -> str:
         named = self._named_step() if self._verified_step is None else self._verified_step
-        return "There is no earlier one" if named is None else f"step_{named} is intact; resume=true continues there"
+        return (
+            "There is no earlier one"
+            if named is None
+            else f"step_{named} is intact; resume=true continues there"
+        )
 
 
 def _folder_bytes(folder: Path) -> int:

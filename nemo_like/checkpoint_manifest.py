@@ -47,7 +47,9 @@ def write_manifest(folder: Path, step: int, reported: Mapping[str, FileRecord]) 
     for path in paths:
         if path.is_dir():
             sync_directory(path)
-    entries = {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()}
+    entries = {
+        name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()
+    }
     write_json(folder / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
 
 
@@ -55,7 +57,11 @@ def incomplete_reason(folder: Path, step: int) -> str | None:
     """Why `folder` is not a complete checkpoint of `step`; None if it is. Reads every file that has a checksum."""
     path = folder / MANIFEST
     if not path.exists():
-        return f"it has no {MANIFEST}, so its save was interrupted" if folder.exists() else "it does not exist"
+        return (
+            f"it has no {MANIFEST}, so its save was interrupted"
+            if folder.exists()
+            else "it does not exist"
+        )
     try:
         manifest = read_json(path)
         files = _checked_files(manifest)
@@ -74,7 +80,9 @@ def incomplete_reason(folder: Path, step: int) -> str | None:
 
     if sum(size for size, _ in files.values()) < _PARALLEL_BYTES:
         return next(filter(None, map(content_problem, files)), None)
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(
+        max_workers=min(8, os.cpu_count() or 1)
+    ) as pool:  # hashing releases the GIL
         return next(filter(None, pool.map(content_problem, files)), None)
 
 
@@ -83,7 +91,9 @@ def read_json(path: Path) -> Any:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"cannot read {path}: it is not a regular file of at most {_MAX_JSON_BYTES:,} bytes")
+            raise CheckpointError(
+                f"cannot read {path}: it is not a regular file of at most {_MAX_JSON_BYTES:,} bytes"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
@@ -125,7 +135,11 @@ def _size_problem(root: Path, path: Path, size: int) -> str | None:
         if not path.is_file():
             return f"{path.name} is missing"
         found = path.stat().st_size
-    except (OSError, RuntimeError, ValueError) as error:  # no permission, a circle of links, an impossible name
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # no permission, a circle of links, an impossible name
         return f"{path.name} cannot be read ({error})"
     return None if found == size else f"{path.name} has {found} bytes where {size} were written"
 
@@ -156,7 +170,9 @@ def _await_file(path: Path, size: int, step: int) -> None:
 
 def _visible_size(path: Path) -> int | None:
     try:
-        with path.open("rb") as file:  # opening a file makes a network file system ask for its size again
+        with path.open(
+            "rb"
+        ) as file:  # opening a file makes a network file system ask for its size again
             return os.fstat(file.fileno()).st_size
     except OSError:
         return None

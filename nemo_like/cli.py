@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     text = "check a config, its data and its batches without starting Ray; takes seconds"
     _add_config_command(commands, "validate", text, has_kind=True)
     text = "checks of the system on a config's own model and layout"
-    checks = commands.add_parser("check", help=text, description=text).add_subparsers(dest="what", required=True, metavar="WHAT")
+    checks = commands.add_parser("check", help=text, description=text).add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
     text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
     _add_config_command(checks, "parity", text, has_kind=True)
     text = "what packing is worth, from row lengths alone, before a GPU is rented; takes seconds"
@@ -60,11 +62,23 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan_command.add_arguments(plan)
-    export = commands.add_parser("export", help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model")
-    export.add_argument("source", type=Path, metavar="RUN", help="a run directory (its latest checkpoint) or a step folder")
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
+    )
+    export.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN",
+        help="a run directory (its latest checkpoint) or a step folder",
+    )
     export.add_argument("--out", required=True, type=Path, metavar="DIR")
-    export.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run's config to change")
-    convert = commands.add_parser("convert", help="turn a GGUF file into a Hugging Face model directory")
+    export.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run's config to change"
+    )
+    convert = commands.add_parser(
+        "convert", help="turn a GGUF file into a Hugging Face model directory"
+    )
     convert.add_argument("source", type=Path, metavar="FILE.gguf")
     convert.add_argument("--out", required=True, type=Path, metavar="DIR")
     return parser
@@ -73,10 +87,25 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool = False) -> None:
     """A command on a config; with `has_kind` of any job."""
     command = commands.add_parser(name, help=text, description=text)
-    command.add_argument("--config", required=True, type=Path, metavar="FILE", help="a YAML file, see examples/configs")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)")
+    command.add_argument(
+        "--config",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="a YAML file, see examples/configs",
+    )
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="keys to set (a.b=1), add (+a.b=1) or put back (~a.b)",
+    )
     if has_kind:
-        command.add_argument("--kind", choices=("sft", "grpo"), help="the job the config is for; default: from its keys")
+        command.add_argument(
+            "--kind",
+            choices=("sft", "grpo"),
+            help="the job the config is for; default: from its keys",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = build_parser().parse_known_args(argv)
     # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
     if unknown:
-        say_error(f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help")
+        say_error(
+            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help"
+        )
         return 2
     arguments.owns_process = argv is None
     try:
@@ -183,7 +214,9 @@ def train(config: RunConfig) -> RunResult | int:
             say_error(f"error: {error.cause}")
             return 1
         place = _write_traceback(error.traceback_text, _driver_log(config))
-        say_error(f"error: {shortened(str(error).strip(), _MAX_REASON)}. The traceback is in {place}")
+        say_error(
+            f"error: {shortened(str(error).strip(), _MAX_REASON)}. The traceback is in {place}"
+        )
         return 1
     except ClusterError as error:
         raise ConfigError(str(error)) from error
@@ -203,7 +236,9 @@ def train(config: RunConfig) -> RunResult | int:
     except (ConfigError, WriteError):
         raise
     except Exception as error:  # a bug: one message, and the traceback in the run's log
-        say_error(_failure_text(error, "".join(traceback.format_exception(error)), _driver_log(config)))
+        say_error(
+            _failure_text(error, "".join(traceback.format_exception(error)), _driver_log(config))
+        )
         return 1
 
 
@@ -220,7 +255,11 @@ def say_error(text: str) -> None:
 def _failure_text(error: BaseException, traceback_text: str, log: Path | None) -> str:
     """One message for an unexpected exception; its traceback goes to `log`, or to a new file if that cannot be written."""
     lines = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {shortened(lines[0], _MAX_REASON)}" if lines else type(error).__name__
+    reason = (
+        f"{type(error).__name__}: {shortened(lines[0], _MAX_REASON)}"
+        if lines
+        else type(error).__name__
+    )
     return f"error: {reason}. The traceback is in {_write_traceback(traceback_text, log)}"
 
 
@@ -234,7 +273,9 @@ def _write_traceback(text: str, log: Path | None) -> str:
             return str(log)
         except OSError:  # the run's directory is gone or full
             pass
-    with tempfile.NamedTemporaryFile("wb", prefix="nemo_like_", suffix=".log", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "wb", prefix="nemo_like_", suffix=".log", delete=False
+    ) as file:
         file.write(data)
         return file.name
 
@@ -259,5 +300,7 @@ def _log_to_console() -> None:
     """Warnings go to the console; what the package does in detail goes to the run's `logs/driver.log` only."""
     console = logging.StreamHandler()
     console.setLevel(os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"))
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console]
+    )
     logging.getLogger("nemo_like").setLevel(logging.INFO)

@@ -31,8 +31,12 @@ _ACCURACY = "validation/answer_mean"
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the task, run both phases, print the table; `--prepare-only` stops after building."""
     parser = argparse.ArgumentParser(prog="python -m nemo_like.demo", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data, the model and both runs")
-    parser.add_argument("--prepare-only", action="store_true", help="only build the model and the data in runs/demo")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the data, the model and both runs"
+    )
+    parser.add_argument(
+        "--prepare-only", action="store_true", help="only build the model and the data in runs/demo"
+    )
     arguments = parser.parse_args(argv)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
@@ -83,7 +87,15 @@ def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
 
 def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> None:
     table = Table(title="What was learned (held-out arithmetic, greedy answers)")
-    for heading in ("phase", "steps", "accuracy before", "accuracy after", "packed", "padding", "seconds"):
+    for heading in (
+        "phase",
+        "steps",
+        "accuracy before",
+        "accuracy after",
+        "packed",
+        "padding",
+        "seconds",
+    ):
         table.add_column(heading, justify="left" if heading == "phase" else "right")
     before_grpo, after_grpo = grpo.first[_ACCURACY], grpo.last[_ACCURACY]
     for name, result, before, after, seconds in (
@@ -103,7 +115,9 @@ def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> Non
     console.print(table)
     console.print(f"GRPO gained {100 * (after_grpo - before_grpo):+.1f} points of accuracy.")
     for result in (sft, grpo):
-        console.print(f"{result.run.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in {result.export}")
+        console.print(
+            f"{result.run.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in {result.export}"
+        )
 
 
 if __name__ == "__main__":

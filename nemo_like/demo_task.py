@@ -87,13 +87,23 @@ def build_demo(directory: Path, seed: int) -> None:
     reinforced = [_draw(rng, validation) for _ in range(NUM_GRPO_ROWS)]
     _write(
         directory / "sft_train.jsonl",
-        ({"prompt": p.prompt, "completion": p.completion(is_worked=rng.random() < WORKED_SHARE)} for p in supervised),
+        (
+            {"prompt": p.prompt, "completion": p.completion(is_worked=rng.random() < WORKED_SHARE)}
+            for p in supervised
+        ),
     )
-    _write(directory / "grpo_train.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in reinforced))
+    _write(
+        directory / "grpo_train.jsonl",
+        ({"prompt": p.prompt, "answer": p.answer} for p in reinforced),
+    )
     _write(
         directory / "validation.jsonl",
         (
-            {"prompt": p.prompt, "completion": p.completion(is_worked=rng.random() < WORKED_SHARE), "answer": p.answer}
+            {
+                "prompt": p.prompt,
+                "completion": p.completion(is_worked=rng.random() < WORKED_SHARE),
+                "answer": p.answer,
+            }
             for p in validation.values()
         ),
     )

@@ -21,7 +21,15 @@ from typing import Any
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 16 * 2**20
 """Free space below which a failed write is attributed to a full disk."""
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR)
+_NO_DIRECTORY_SYNC = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EBADF,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+)
 """How file systems (SMB, some FUSE) refuse to synchronise a directory."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """How libraries written in Rust report the system's error number."""
@@ -71,7 +79,9 @@ def describe_write_error(path: Path, number: int, what: str | None = None) -> st
         cause, remedy = os.strerror(number), f"Make it writable again or {move}"
     elif number in (errno.EACCES, errno.EPERM):
         cause = f"{os.strerror(number)} for user {os.geteuid()}"
-        remedy = f"Give this user write permission for {folder} or set output_dir to another directory"
+        remedy = (
+            f"Give this user write permission for {folder} or set output_dir to another directory"
+        )
     elif number in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
         cause = f"{os.strerror(number)}; {_missing_part(folder)} was removed or replaced"
         remedy = "Do not move or remove a run's directory while it runs"
@@ -97,7 +107,10 @@ def system_error_number(error: BaseException) -> int | None:
 
 def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bool:
     """Whether a failed write is a full disk: by the error's number, by its text, or by the space left at `path`."""
-    if any(system_error_number(seen) in _FULL or os.strerror(errno.ENOSPC) in str(seen) for seen in _causes(error)):
+    if any(
+        system_error_number(seen) in _FULL or os.strerror(errno.ENOSPC) in str(seen)
+        for seen in _causes(error)
+    ):
         return True
     if not isinstance(error, Exception) or num_written_bytes == 0:
         return False
@@ -138,7 +151,9 @@ def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
 def write_bytes(path: Path, content: bytes, what: str | None = None) -> FileRecord:
     """Replace `path` durably and atomically; raises WriteError. The file gets the permissions of the umask."""
     with replacing(path, what) as aside:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
     return FileRecord(len(content), hashlib.sha256(content).hexdigest())
@@ -155,12 +170,16 @@ def write_json(path: Path, value: Any, what: str | None = None) -> FileRecord:
         text = json.dumps(value, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path.name} can hold only plain JSON values: {error}") from error
-    return write_text(path, text, what)  # without a newline at its end, a file cut anywhere is no JSON
+    return write_text(
+        path, text, what
+    )  # without a newline at its end, a file cut anywhere is no JSON
 
 
 def write_json_lines(path: Path, records: Iterable[Any], what: str | None = None) -> FileRecord:
     """One JSON object per line, durably and atomically."""
-    return write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), what)
+    return write_text(
+        path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), what
+    )
 
 
 class AppendedFile:
@@ -173,7 +192,9 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with reporting_write_errors(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
             status = os.fstat(self._descriptor)
         self._identity = (status.st_dev, status.st_ino)
 
@@ -225,7 +246,9 @@ def finish_library_file(path: Path) -> FileRecord:
 def file_record(path: Path) -> FileRecord:
     """Size and checksum of an existing file, read in chunks; raises OSError."""
     with path.open("rb") as file:
-        return FileRecord(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileRecord(
+            os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        )
 
 
 def remove_file(path: Path) -> None:
@@ -267,7 +290,10 @@ def _fsync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a pipe or device, or a file system without fsync
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # a pipe or device, or a file system without fsync
             raise
 
 

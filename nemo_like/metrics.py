@@ -103,6 +103,8 @@ class Timers:
 
     def pop(self) -> Metrics:
         """`{"timing/<name>_s": Sum}` of everything timed since the last call."""
-        metrics: Metrics = {f"timing/{name}_s": Sum(seconds) for name, seconds in self._seconds.items()}
+        metrics: Metrics = {
+            f"timing/{name}_s": Sum(seconds) for name, seconds in self._seconds.items()
+        }
         self._seconds = {}
         return metrics

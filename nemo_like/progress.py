@@ -77,7 +77,9 @@ class Phase:
         elapsed, eta = _duration(time.monotonic() - self._started_at), self.eta_s()
         if self.total is None:
             return f"{self.done} {self.unit}, {elapsed}" if self.done else elapsed
-        return f"{self.done}/{self.total} {self.unit}, {elapsed}" + ("" if eta is None else f", {_duration(eta)} left")
+        return f"{self.done}/{self.total} {self.unit}, {elapsed}" + (
+            "" if eta is None else f", {_duration(eta)} left"
+        )
 
 
 class Progress:
@@ -87,7 +89,13 @@ class Progress:
     it, so that a log always says what is being waited for. Phases nest; one thread opens and closes them.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, interval_s: float = 10.0, num_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        interval_s: float = 10.0,
+        num_steps: int | None = None,
+    ) -> None:
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
         self._num_steps = num_steps
@@ -95,7 +103,9 @@ class Progress:
         self._is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, *, unit: str = "rows", done: int = 0) -> Iterator[Phase]:
+    def phase(
+        self, name: str, total: int | None = None, *, unit: str = "rows", done: int = 0
+    ) -> Iterator[Phase]:
         """Show a phase while the block runs; the block calls `advance` on what it gets.
 
         `total` is None where it is not known; `done` counts what a resumed run had done before, which says nothing of
@@ -138,7 +148,9 @@ class Progress:
 
         def tick() -> None:
             while not stopped.wait(self._interval_s):
-                self.say(" | ".join(f"{phase.name}: {phase.status()}" for phase in list(self._phases)))
+                self.say(
+                    " | ".join(f"{phase.name}: {phase.status()}" for phase in list(self._phases))
+                )
 
         ticker = threading.Thread(target=tick, name="progress", daemon=True)
         ticker.start()
@@ -160,7 +172,9 @@ class Progress:
         for segment, is_trained in sample.segments:
             text.append(self._printable(segment), style="bold green" if is_trained else "dim")
         facts = Text(self._printable(_facts(sample)))
-        return Panel(text, title=Text(heading), subtitle=facts if facts else None, title_align="left")
+        return Panel(
+            text, title=Text(heading), subtitle=facts if facts else None, title_align="left"
+        )
 
     def _printable(self, text: str) -> str:
         """`text` with control characters, and what the stream cannot encode, as escapes: models write anything."""
@@ -170,9 +184,13 @@ class Progress:
 def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
     """One line of what matters of a step. Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s 1,200`."""
     parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
-    parts += [f"{label} {metrics[name]:{form}}" for name, label, form in STEP_LINE if name in metrics]
     parts += [
-        f"{name.replace('/', ' ')} {value:.4g}" for name, value in metrics.items() if name.startswith("validation/")
+        f"{label} {metrics[name]:{form}}" for name, label, form in STEP_LINE if name in metrics
+    ]
+    parts += [
+        f"{name.replace('/', ' ')} {value:.4g}"
+        for name, value in metrics.items()
+        if name.startswith("validation/")
     ]
     return "  ".join(parts)
 
@@ -182,7 +200,6 @@ def sample_text(sample: Sample, heading: str) -> str:
     body = "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments)
     facts = _facts(sample)
     return f"--- {heading}{' | ' + facts if facts else ''}\n{body}"
-
 
 
 def _facts(sample: Sample) -> str:

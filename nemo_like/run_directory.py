@@ -22,7 +22,19 @@ from nemo_like.run_lock import LOCK_NAME, locked
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {"config.yaml", "metrics.jsonl", "plan", "rollouts", "skipped", "checkpoints", "latest", "tb", "hf", "logs", LOCK_NAME}
+_NAMES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "plan",
+    "rollouts",
+    "skipped",
+    "checkpoints",
+    "latest",
+    "tb",
+    "hf",
+    "logs",
+    LOCK_NAME,
+}
 _BEFORE_RESUME = ".before_resume"
 
 
@@ -76,7 +88,9 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
     directory, if the directory cannot be made, or if another driver uses it.
     """
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", run_name) is None:
-        raise ConfigError(f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'")
+        raise ConfigError(
+            f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'"
+        )
     run = RunDirectory(Path(output_dir) / run_name)
     _refuse_other_directory(run)
     _make_directories(run.path)
@@ -112,7 +126,10 @@ def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | 
     for path in sorted([*run.path.glob("*.jsonl"), *run.lengths.parent.glob("*.jsonl")]):
         if path.is_file():
             keep_records(path, last_step)
-    for path in [*run.rollouts(0).parent.glob("step_*.jsonl"), *run.skipped(0).parent.glob("step_*.jsonl")]:
+    for path in [
+        *run.rollouts(0).parent.glob("step_*.jsonl"),
+        *run.skipped(0).parent.glob("step_*.jsonl"),
+    ]:
         match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
         if match is not None and int(match[1]) > last_step:
             with reporting_write_errors(path):
@@ -134,7 +151,9 @@ def keep_records(path: Path, last_step: int) -> None:
         if num_removed == 0 and not is_cut:
             return
         with path.open("rb") as lines, replacing(path) as aside, aside.open("xb") as kept:
-            kept.writelines(line.rstrip(b"\n") + b"\n" for line in lines if _is_kept(line, last_step))
+            kept.writelines(
+                line.rstrip(b"\n") + b"\n" for line in lines if _is_kept(line, last_step)
+            )
     logger.info("removed %d records after step %d from %s", num_removed, max(last_step, 0), path)
 
 
@@ -145,9 +164,15 @@ def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
     try:
         before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError, AttributeError, RecursionError) as error:
-        logger.warning("%s cannot be read, so changes of the configuration are not listed: %s", run.config, error)
+        logger.warning(
+            "%s cannot be read, so changes of the configuration are not listed: %s",
+            run.config,
+            error,
+        )
         return
-    after = flatten(yaml.safe_load(yaml.safe_dump(dict(config))))  # the same plain types as what was read
+    after = flatten(
+        yaml.safe_load(yaml.safe_dump(dict(config)))
+    )  # the same plain types as what was read
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key, "(not there)"), after.get(key, "(not there)")
         if old != new and key != "resume":
@@ -183,8 +208,12 @@ def _refuse_other_directory(run: RunDirectory) -> None:
         names = {path.name for path in run.path.iterdir()} if run.path.is_dir() else None
     except OSError as error:
         raise ConfigError(f"output_dir: cannot read {run.path} ({error.strerror})") from error
-    if names is None or (names and "config.yaml" not in names and any(_is_foreign(name) for name in names)):
-        raise ConfigError(f"run_name: {run.path} exists and is not the directory of a run; choose another run_name")
+    if names is None or (
+        names and "config.yaml" not in names and any(_is_foreign(name) for name in names)
+    ):
+        raise ConfigError(
+            f"run_name: {run.path} exists and is not the directory of a run; choose another run_name"
+        )
 
 
 def _is_foreign(name: str) -> bool:

@@ -72,7 +72,9 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         if _is_file_of(path, descriptor):
-            with suppress(OSError):  # the directory was removed or made read-only; the lock is stale then
+            with suppress(
+                OSError
+            ):  # the directory was removed or made read-only; the lock is stale then
                 path.unlink()
         os.close(descriptor)
 
@@ -99,12 +101,19 @@ def _acquire(path: Path) -> int:
                 descriptor = _create(path, replace=True)
                 assert descriptor is not None, "a replacement needs no free name"
                 return descriptor
-            if flock != "taken" or holder is None or not _is_same_boot(holder) or holder.is_alive_here:
+            if (
+                flock != "taken"
+                or holder is None
+                or not _is_same_boot(holder)
+                or holder.is_alive_here
+            ):
                 break
             # A process that the dead driver started still has its descriptor, or another driver takes over right now.
         finally:
             os.close(existing)
-    raise ConfigError(refusal or f"output_dir: {path} appears and disappears; other processes start the same run")
+    raise ConfigError(
+        refusal or f"output_dir: {path} appears and disappears; other processes start the same run"
+    )
 
 
 def _refusal(path: Path, holder: Holder | None, flock: str) -> str:
@@ -115,9 +124,7 @@ def _refusal(path: Path, holder: Holder | None, flock: str) -> str:
         return f"run_name: {path} cannot be read, so another driver may use this run; if none does, remove {path}"
     who = f"process {holder.pid} on host {holder.host} since {holder.started}"
     if holder.is_alive_here and _is_same_boot(holder):
-        return (
-            f"run_name: the run in {path.parent} is in use by {who}; wait for it or stop it, or choose another run_name"
-        )
+        return f"run_name: the run in {path.parent} is in use by {who}; wait for it or stop it, or choose another run_name"
     if flock == "taken":
         return (
             f"run_name: the run in {path.parent} is in use by {who}, or by a process that it started; stop it, or choose"
@@ -135,7 +142,9 @@ def _refusal(path: Path, holder: Holder | None, flock: str) -> str:
 def _create(path: Path, *, replace: bool = False) -> int | None:
     """Create the lock file complete and locked; None if there is one already and `replace` is off."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     try:
         _write(descriptor)
         _flock(descriptor)
@@ -158,7 +167,9 @@ def _link(aside: Path, path: Path) -> bool:
     try:
         os.link(aside, path)
     except FileExistsError:
-        return aside.stat().st_nlink == 2  # a network file system may repeat a request that it has carried out
+        return (
+            aside.stat().st_nlink == 2
+        )  # a network file system may repeat a request that it has carried out
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
@@ -182,12 +193,14 @@ def _open(path: Path) -> int | None:
         ) from error
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):
-            raise ConfigError(f"run_name: {path} is not a regular file; remove it if no driver uses this run") from error
+            raise ConfigError(
+                f"run_name: {path} is not a regular file; remove it if no driver uses this run"
+            ) from error
         raise
 
 
 def _flock(descriptor: int) -> str:
-    """"held": by this process now; "taken": by another one; "unknown": the file system has no such locks."""
+    """ "held": by this process now; "taken": by another one; "unknown": the file system has no such locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -201,7 +214,9 @@ def _flock(descriptor: int) -> str:
 
 def _write(descriptor: int) -> None:
     os.write(descriptor, (json.dumps(asdict(Holder.this_process())) + "\n").encode())
-    with suppress(OSError):  # a pipe or a file system without fsync; the lock is a matter of live processes anyway
+    with suppress(
+        OSError
+    ):  # a pipe or a file system without fsync; the lock is a matter of live processes anyway
         os.fsync(descriptor)
 
 
@@ -244,7 +259,12 @@ def _start_ticks(pid: int) -> int | None:
     """Start time of a live process in clock ticks since boot; None if there is no such process, or only its zombie."""
     try:
         # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])

@@ -17,7 +17,9 @@ _VISIBLE_WITHIN_S = 5.0
 """A network file system may show a file that another node wrote only after a short time."""
 
 
-def check_shared(directory: Path, ask_workers: Callable[[str, str], Sequence[str]], nodes: Sequence[str]) -> None:
+def check_shared(
+    directory: Path, ask_workers: Callable[[str, str], Sequence[str]], nodes: Sequence[str]
+) -> None:
     """Raise ConfigError unless the driver and every worker read and write the same `directory`.
 
     `ask_workers(folder, token)` calls `answer(folder, token, rank)` in every worker and returns the answers in rank order.
@@ -25,13 +27,19 @@ def check_shared(directory: Path, ask_workers: Callable[[str, str], Sequence[str
     """
     with _probe_folder(directory) as (folder, token):
         answers = ask_workers(str(folder.resolve()), token)
-        found = [problem or _missing_answer(folder, token, rank) for rank, problem in enumerate(answers)]
+        found = [
+            problem or _missing_answer(folder, token, rank) for rank, problem in enumerate(answers)
+        ]
     problems = [(rank, problem) for rank, problem in enumerate(found) if problem]
     if not problems:
         return
     rank, problem = problems[0]
     node = f"node {nodes[rank]}" if rank < len(nodes) else "its node"
-    others = "" if len(problems) == 1 else f" (and {len(problems) - 1} of the {len(answers)} workers more)"
+    others = (
+        ""
+        if len(problems) == 1
+        else f" (and {len(problems) - 1} of the {len(answers)} workers more)"
+    )
     raise ConfigError(
         f"output_dir: policy worker {rank} on {node} and the driver on {socket.gethostname()} do not share"
         f" {directory.resolve()}: {problem}{others}. Checkpoints and the exported model need a directory that the driver and"
@@ -67,7 +75,11 @@ def _probe_folder(directory: Path) -> Iterator[tuple[Path, str]]:
 
 def _missing_answer(folder: Path, token: str, rank: int) -> str:
     path = folder / f"rank_{rank}"
-    return "" if _read_soon(path, token) == token else f"the driver does not see the file {path} that the worker wrote"
+    return (
+        ""
+        if _read_soon(path, token) == token
+        else f"the driver does not see the file {path} that the worker wrote"
+    )
 
 
 def _read_soon(path: Path, expected: str) -> str | None:

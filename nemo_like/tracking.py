@@ -106,14 +106,22 @@ class Tracker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def _warn_not_finite(self, step: int, values: Mapping[str, float]) -> None:
         for name in sorted(name for name, value in values.items() if not math.isfinite(value)):
             if name not in self._not_finite:
-                logger.warning("%s is %s at step %d (null in metrics.jsonl; said once)", name, values[name], step)
+                logger.warning(
+                    "%s is %s at step %d (null in metrics.jsonl; said once)",
+                    name,
+                    values[name],
+                    step,
+                )
                 self._not_finite.add(name)
 
 
@@ -175,7 +183,9 @@ class _TensorBoardSink:
         self._write(Event(session_log=SessionLog(status=SessionLog.START), step=first_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
         self._write(self._event(summary=self._summary(value=values), step=step))
 
     def sync(self) -> None:
@@ -205,7 +215,9 @@ class _WandbSink:
             config=dict(run_config),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # wandb's own counter would refuse the steps a resume repeats
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # wandb's own counter would refuse the steps a resume repeats
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

@@ -28,8 +28,14 @@ def api_problem(address: str) -> str | None:
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         # An address on this machine must not go through the proxy of the environment.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _is_local(address) else None
-        with (opener.open if opener else urllib.request.urlopen)(request, timeout=_TIMEOUT_S) as response:
+        opener = (
+            urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            if _is_local(address)
+            else None
+        )
+        with (opener.open if opener else urllib.request.urlopen)(
+            request, timeout=_TIMEOUT_S
+        ) as response:
             json.load(response)
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
@@ -85,7 +91,9 @@ def main() -> int:
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    Path(output_file).write_text(json.dumps(runtime_env(start_dir, packages, names)), encoding="utf-8")
+    Path(output_file).write_text(
+        json.dumps(runtime_env(start_dir, packages, names)), encoding="utf-8"
+    )
     return 0
 
 

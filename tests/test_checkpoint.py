@@ -19,11 +19,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_like import checkpoint_manifest
-from nemo_like.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, TrainingState, incomplete_reason
+from nemo_like.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    OpenCheckpoint,
+    TrainingState,
+    incomplete_reason,
+)
 from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.files import FileRecord, file_record, write_json
 
-FILES = {"policy/model.safetensors": b"\x00weights" * 40, "policy/optimizer.safetensors": b"\x01moments" * 80}
+FILES = {
+    "policy/model.safetensors": b"\x00weights" * 40,
+    "policy/optimizer.safetensors": b"\x01moments" * 80,
+}
 
 
 def checkpointer_at(run: Path, *, save_period: int = 10, keep_latest: int = 2) -> Checkpointer:
@@ -72,7 +81,9 @@ def test_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
     assert len(entry["sha256"]) == 64
 
 
-def test_find_latest_without_checkpoints_says_it_starts_at_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_find_latest_without_checkpoints_says_it_starts_at_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert checkpointer_at(tmp_path).find_latest() is None
     assert "starting at step 0" in caplog.text
 
@@ -91,7 +102,9 @@ def test_should_save(tmp_path: Path) -> None:
     assert checkpointer.should_save(33, is_last=True)
     save(checkpointer, 30)
     assert not checkpointer.should_save(30, is_last=True)
-    assert not Checkpointer(tmp_path, CheckpointingConfig(enabled=False)).should_save(10, is_last=True)
+    assert not Checkpointer(tmp_path, CheckpointingConfig(enabled=False)).should_save(
+        10, is_last=True
+    )
     assert not checkpointer_at(tmp_path, save_period=0).should_save(10)
 
 
@@ -121,7 +134,9 @@ def test_a_failing_writer_leaves_the_old_checkpoint_and_no_folder(tmp_path: Path
 def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
-    match = "no policy worker reported a file of the checkpoint of step 20, so it would hold no weights"
+    match = (
+        "no policy worker reported a file of the checkpoint of step 20, so it would hold no weights"
+    )
     with pytest.raises(CheckpointError, match=match), checkpointer.writing(20) as checkpoint:
         TrainingState(step=20).save(checkpoint.path)
     assert_whole(checkpointer.find_latest(), 10)
@@ -135,7 +150,10 @@ def test_a_file_that_the_driver_does_not_see_as_reported_is_not_published(
     checkpointer = checkpointer_at(tmp_path, keep_latest=1)
     save(checkpointer, 10)
     with (
-        pytest.raises(CheckpointError, match=r"model\.safetensors, but the driver .* must share the file system"),
+        pytest.raises(
+            CheckpointError,
+            match=r"model\.safetensors, but the driver .* must share the file system",
+        ),
         checkpointer.writing(20) as checkpoint,
     ):
         checkpoint.add("policy", write_policy(checkpoint, 20))
@@ -143,7 +161,9 @@ def test_a_file_that_the_driver_does_not_see_as_reported_is_not_published(
         path.unlink()
         if fault == "shorter":
             path.write_bytes(b"x")
-    assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"], "the older checkpoint stays"
+    assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"], (
+        "the older checkpoint stays"
+    )
     assert_whole(checkpointer.find_latest(), 10)
 
 
@@ -152,14 +172,22 @@ def test_checksums_of_the_ranks_are_taken_over_and_not_computed_again(tmp_path: 
     save(checkpointer, 10)
     with checkpointer.writing(20) as checkpoint:
         reports = write_policy(checkpoint, 20)
-        checkpoint.add("policy", [{name: FileRecord(r.size, "0" * 64) for name, r in report.items()} for report in reports])
+        checkpoint.add(
+            "policy",
+            [
+                {name: FileRecord(r.size, "0" * 64) for name, r in report.items()}
+                for report in reports
+            ],
+        )
         TrainingState(step=20).save(checkpoint.path)
     problem = incomplete_reason(checkpointer.path / "step_20", 20)
     assert problem is not None and "does not have the content that was written" in problem
     assert_whole(checkpointer.find_latest(), 10)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full"
+)
 def test_full_disk_is_one_paragraph_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
@@ -168,18 +196,31 @@ def test_full_disk_is_one_paragraph_and_leaves_the_old_checkpoint(tmp_path: Path
         (checkpoint.path / "weights").write_bytes(b"x")
     message = str(caught.value)
     assert "\n" not in message
-    for part in ("checkpoint of step 20", "ran full", "step_10 is intact", "keep_latest", "output_dir"):
+    for part in (
+        "checkpoint of step 20",
+        "ran full",
+        "step_10 is intact",
+        "keep_latest",
+        "output_dir",
+    ):
         assert part in message
     assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"]
     assert_whole(checkpointer.find_latest(), 10)
 
 
 def test_full_disk_reported_by_another_library_is_recognised(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="There is no earlier one"), checkpointer_at(tmp_path).writing(10):
-        raise RuntimeError("worker 1 failed") from ValueError("I/O error: No space left on device (os error 28)")
+    with (
+        pytest.raises(CheckpointError, match="There is no earlier one"),
+        checkpointer_at(tmp_path).writing(10),
+    ):
+        raise RuntimeError("worker 1 failed") from ValueError(
+            "I/O error: No space left on device (os error 28)"
+        )
 
 
-def test_latest_decides_over_a_newer_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_decides_over_a_newer_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
     save(checkpointer, 20)
@@ -200,7 +241,9 @@ def test_going_back_removes_what_lies_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pointer", [None, "", "checkpoints/step_99\n", "../../elsewhere\n"])
-def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_whole_folder(tmp_path: Path, pointer: str | None) -> None:
+def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_whole_folder(
+    tmp_path: Path, pointer: str | None
+) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
     save(checkpointer, 20)
@@ -226,7 +269,12 @@ def test_a_resume_without_a_usable_checkpoint_is_refused(tmp_path: Path) -> None
         (checkpointer.path / f"step_{step}" / "training_state.json").write_text("{")
     with pytest.raises(CheckpointError) as caught:
         checkpointer_at(tmp_path).find_latest()
-    for part in ("no checkpoint in", "step_20: training_state.json has", "step_10: ", "another run_name"):
+    for part in (
+        "no checkpoint in",
+        "step_20: training_state.json has",
+        "step_10: ",
+        "another run_name",
+    ):
         assert part in str(caught.value)
 
 
@@ -236,7 +284,10 @@ def manifest_with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 def with_name(name: str) -> Callable[[dict[str, Any]], Any]:
     """Another place for the file of weights, its size and checksum as they are."""
-    return lambda manifest: {**manifest, "files": {name: manifest["files"]["policy/model.safetensors"]}}
+    return lambda manifest: {
+        **manifest,
+        "files": {name: manifest["files"]["policy/model.safetensors"]},
+    }
 
 
 def nested(depth: int) -> str:
@@ -268,7 +319,10 @@ def nested(depth: int) -> str:
     ],
 )
 def test_an_odd_manifest_is_passed_over_with_a_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], Any], reason: str | None
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[dict[str, Any]], Any],
+    reason: str | None,
 ) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
@@ -296,7 +350,9 @@ def test_a_manifest_of_the_first_format_is_accepted_with_its_checksums(tmp_path:
     assert_whole(checkpointer.find_latest(), 10)
 
 
-@pytest.mark.parametrize("content", [None, "checkpoints/step_" + "1" * 5000, "checkpoints/step_-1", "x" * 100_000])
+@pytest.mark.parametrize(
+    "content", [None, "checkpoints/step_" + "1" * 5000, "checkpoints/step_-1", "x" * 100_000]
+)
 def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
@@ -308,7 +364,9 @@ def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
         checkpointer.latest_path.write_text(content)
     assert_whole(checkpointer.find_latest(), 10)
     if content is None:
-        with pytest.raises(CheckpointError, match=r"latest cannot be written: a directory has this name"):
+        with pytest.raises(
+            CheckpointError, match=r"latest cannot be written: a directory has this name"
+        ):
             save(checkpointer, 20)
     else:
         save(checkpointer, 20)
@@ -331,7 +389,10 @@ def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
 
 def test_a_checkpoints_directory_that_cannot_be_made_is_one_paragraph(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"the checkpoint of step 10 was not written: .*There is no earlier one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the checkpoint of step 10 was not written: .*There is no earlier one",
+    ):
         save(checkpointer_at(tmp_path), 10)
 
 
@@ -342,7 +403,9 @@ def test_a_checkpoints_directory_that_cannot_be_made_is_one_paragraph(tmp_path: 
     share=st.floats(0, 0.999),
 )
 @example(name="manifest.json", damage="cut", share=0.999)  # its last byte
-def test_any_damage_makes_a_folder_unloadable_and_the_older_one_is_used(name: str, damage: str, share: float) -> None:
+def test_any_damage_makes_a_folder_unloadable_and_the_older_one_is_used(
+    name: str, damage: str, share: float
+) -> None:
     with tempfile.TemporaryDirectory() as run:
         checkpointer = checkpointer_at(Path(run))
         save(checkpointer, 10)
@@ -395,7 +458,9 @@ for kill_at in range(1, 1000):
 
 def test_a_kill_at_any_file_operation_never_yields_half_a_checkpoint(tmp_path: Path) -> None:
     script = KILL_AT_EACH_FILE_OPERATION.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     num_kills = int(done.stdout) - 1
     assert num_kills >= 20  # opens, mkdirs, the two renames, the removals of the old folder
@@ -412,7 +477,9 @@ def test_a_kill_at_any_file_operation_never_yields_half_a_checkpoint(tmp_path: P
     assert steps == sorted(steps) and steps[0] == 10 and steps[-1] == 20
 
 
-def test_interrupted_save_is_ignored_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_interrupted_save_is_ignored_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
     shutil.copytree(checkpointer.path / "step_10", checkpointer.path / ".writing_step_20")

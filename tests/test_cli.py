@@ -60,15 +60,31 @@ def test_an_empty_data_set_says_so(files, capsys, tmp_path: Path):
 
 def test_a_reward_function_that_raises_shows_the_sample(files, capsys):
     code, message = run(
-        capsys, "grpo", "--config", files["grpo"], "reward.functions.digits.path=tests.algorithms.rewards.broken"
+        capsys,
+        "grpo",
+        "--config",
+        files["grpo"],
+        "reward.functions.digits.path=tests.algorithms.rewards.broken",
     )
     assert code == 2
-    for word in ("tests.algorithms.rewards.broken", "KeyError", "prompt:", "completion:", "answer:"):
+    for word in (
+        "tests.algorithms.rewards.broken",
+        "KeyError",
+        "prompt:",
+        "completion:",
+        "answer:",
+    ):
         assert word in message
 
 
 def test_a_missing_reward_function_is_found_before_anything_starts(files, capsys):
-    code, message = run(capsys, "grpo", "--config", files["grpo"], "reward.functions.digits.path=tests.nowhere.reward")
+    code, message = run(
+        capsys,
+        "grpo",
+        "--config",
+        files["grpo"],
+        "reward.functions.digits.path=tests.nowhere.reward",
+    )
     assert code == 2 and "reward.functions.digits.path" in message
 
 
@@ -80,13 +96,22 @@ def test_a_missing_config_file(capsys):
 def test_a_bad_held_out_row_is_found_before_the_first_step(files, recipe: Recipe, capsys):
     held_out = recipe.folder / "held_out.jsonl"
     held_out.write_text(json.dumps({"prompt": "1+1", "completion": "2" * 200}))
-    code, message = run(capsys, "sft", "--config", files["sft"], f"data.validation_path={held_out}", "sft.val_at_start=false")
+    code, message = run(
+        capsys,
+        "sft",
+        "--config",
+        files["sft"],
+        f"data.validation_path={held_out}",
+        "sft.val_at_start=false",
+    )
     assert code == 2 and "held_out.jsonl:1" in message
     assert not (recipe.folder / "sft").exists()
     assert main(["validate", "--config", files["sft"], f"data.validation_path={held_out}"]) == 2
 
 
-def test_a_model_without_weights_is_found_before_anything_starts(files, recipe: Recipe, capsys, tmp_path: Path):
+def test_a_model_without_weights_is_found_before_anything_starts(
+    files, recipe: Recipe, capsys, tmp_path: Path
+):
     hollow = tmp_path / "hollow"
     hollow.mkdir()
     for path in (recipe.demo / "model").iterdir():
@@ -103,13 +128,18 @@ def test_validate_finishes_without_ray_and_shows_the_mask(files, capsys):
 
 
 def test_a_good_run_from_the_command_line(files, recipe: Recipe, capsys):
-    assert main(["sft", "--config", files["sft"], "sft.max_num_steps=1", "sft.val_at_start=false"]) == 0
+    assert (
+        main(["sft", "--config", files["sft"], "sft.max_num_steps=1", "sft.val_at_start=false"])
+        == 0
+    )
     lines = (recipe.folder / "sft" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1]
 
 
 def test_control_characters_of_a_value_do_not_reach_the_terminal(files, capsys):
-    code, message = run(capsys, "sft", "--config", files["sft"], "data.train_path='\x1b[31m\u202e.jsonl'")
+    code, message = run(
+        capsys, "sft", "--config", files["sft"], "data.train_path='\x1b[31m\u202e.jsonl'"
+    )
     assert code == 2
     assert "\x1b" not in message and "\u202e" not in message
     assert "\\x1b[31m\\u202e.jsonl" in message
@@ -122,7 +152,9 @@ def test_a_bug_is_one_message_with_the_place_of_the_traceback(files, capsys, mon
     monkeypatch.setattr("nemo_like.config.load.load_config", fail)
     code, message = run(capsys, "validate", "--config", files["sft"])
     assert code == 1
-    assert message.startswith("error: ZeroDivisionError: division of \\x1b[31mnothing. The traceback is in ")
+    assert message.startswith(
+        "error: ZeroDivisionError: division of \\x1b[31mnothing. The traceback is in "
+    )
     assert len(message.splitlines()) == 1 and "Traceback" not in message
     path = Path(message.rpartition(" is in ")[2].strip())
     assert "ZeroDivisionError" in path.read_text()
@@ -134,7 +166,9 @@ def test_the_traceback_of_a_failed_run_goes_to_its_log(files, recipe: Recipe, ca
     model.mkdir()
     for path in (recipe.demo / "model").iterdir():
         data = path.read_bytes()
-        (model / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".safetensors" else data)
+        (model / path.name).write_bytes(
+            data[: len(data) // 2] if path.suffix == ".safetensors" else data
+        )
     code, message = run(capsys, "sft", "--config", files["sft"], f"policy.model_name={model}")
     assert code in (1, 2)
     assert "Traceback" not in message and len(message.splitlines()) == 1

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_like.demo_task import NUM_GRPO_ROWS, NUM_SFT_ROWS, NUM_VALIDATION_ROWS, WORKED_SHARE, Problem, build_demo
+from nemo_like.demo_task import (
+    NUM_GRPO_ROWS,
+    NUM_SFT_ROWS,
+    NUM_VALIDATION_ROWS,
+    WORKED_SHARE,
+    Problem,
+    build_demo,
+)
 from nemo_like.environments.math import answer_reward, format_reward
 from nemo_like.environments.reward import RewardSample
 
@@ -47,21 +54,31 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_the_splits_are_whole_disjoint_and_answerable(directory: Path) -> None:
-    sft, grpo, validation = (_rows(directory / f"{name}.jsonl") for name in ("sft_train", "grpo_train", "validation"))
-    assert (len(sft), len(grpo), len(validation)) == (NUM_SFT_ROWS, NUM_GRPO_ROWS, NUM_VALIDATION_ROWS)
+    sft, grpo, validation = (
+        _rows(directory / f"{name}.jsonl") for name in ("sft_train", "grpo_train", "validation")
+    )
+    assert (len(sft), len(grpo), len(validation)) == (
+        NUM_SFT_ROWS,
+        NUM_GRPO_ROWS,
+        NUM_VALIDATION_ROWS,
+    )
     held_out = {row["prompt"] for row in validation}
     assert len(held_out) == NUM_VALIDATION_ROWS
     assert held_out.isdisjoint(row["prompt"] for row in sft + grpo)
     for row in validation:
         assert row["answer"] == str(sum(map(int, row["prompt"].split("+"))))
-        sample = RewardSample(prompt=row["prompt"], completion=row["completion"], answer=row["answer"])
+        sample = RewardSample(
+            prompt=row["prompt"], completion=row["completion"], answer=row["answer"]
+        )
         assert answer_reward(sample) == format_reward(sample) == 1.0
     share = sum("=" in row["completion"] for row in sft) / len(sft)
     assert share == pytest.approx(WORKED_SHARE, abs=0.02)
 
 
 def test_rows_are_of_uneven_length(directory: Path) -> None:
-    lengths = sorted(len(row["prompt"]) + len(row["completion"]) for row in _rows(directory / "sft_train.jsonl"))
+    lengths = sorted(
+        len(row["prompt"]) + len(row["completion"]) for row in _rows(directory / "sft_train.jsonl")
+    )
     assert lengths[-1] > 4 * lengths[len(lengths) // 10]
 
 
@@ -70,8 +87,13 @@ def test_the_model_loads_and_the_tokenizer_gives_every_text_back(directory: Path
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert model.config.vocab_size == len(tokenizer) and model.num_parameters() < 1_000_000
     for row in _rows(directory / "sft_train.jsonl")[:200]:
-        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
-        opening = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        opening = tokenizer.apply_chat_template(
+            messages[:1], add_generation_prompt=True, tokenize=False
+        )
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         assert text == f"{opening}{row['completion']}{tokenizer.eos_token}"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -83,7 +105,9 @@ def test_the_model_loads_and_the_tokenizer_gives_every_text_back(directory: Path
     assert torch.isfinite(model(torch.tensor([ids])).logits).all()
 
 
-def test_the_same_seed_gives_the_same_files_and_leaves_the_global_generator_alone(directory: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_files_and_leaves_the_global_generator_alone(
+    directory: Path, tmp_path: Path
+) -> None:
     state = torch.random.get_rng_state()
     build_demo(tmp_path, seed=3)
     assert torch.equal(torch.random.get_rng_state(), state)

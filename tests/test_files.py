@@ -30,7 +30,9 @@ from nemo_like.files import (
 )
 
 FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a file that is always full")
+needs_full = pytest.mark.skipif(
+    not FULL.exists(), reason="needs /dev/full, a file that is always full"
+)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -76,10 +78,14 @@ def test_a_failed_write_keeps_the_old_content_and_no_temporary_file(tmp_path: Pa
 
 
 @given(text=st.text(st.characters(codec=None), max_size=20))
-def test_lone_surrogates_survive_json_lines(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_lone_surrogates_survive_json_lines(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
     write_json_lines(path, [{"text": text}, {"text": "end"}])
-    assert [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]] == [text, "end"]
+    assert [
+        json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]
+    ] == [text, "end"]
 
 
 def test_a_removed_directory_is_named(tmp_path: Path) -> None:
@@ -107,7 +113,10 @@ def test_a_replaced_file_is_noticed(tmp_path: Path) -> None:
 @needs_full
 def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
-    with pytest.raises(WriteError, match=r"the metrics of step 3 cannot be written to .*metrics\.jsonl: No space left .*MB"):
+    with pytest.raises(
+        WriteError,
+        match=r"the metrics of step 3 cannot be written to .*metrics\.jsonl: No space left .*MB",
+    ):
         AppendedFile(tmp_path / "metrics.jsonl").append(b"1\n", "the metrics of step 3")
 
 
@@ -128,11 +137,14 @@ def test_each_cause_has_its_remedy(tmp_path: Path, number: int, cause: str, reme
 
 
 def test_errors_of_other_libraries_are_recognised(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match=r"missing/x cannot be written: No such file"), reporting_write_errors(
-        tmp_path / "missing" / "x"
+    with (
+        pytest.raises(WriteError, match=r"missing/x cannot be written: No such file"),
+        reporting_write_errors(tmp_path / "missing" / "x"),
     ):
         save_file({"a": torch.ones(2)}, tmp_path / "missing" / "x")
-    assert is_disk_full(RuntimeError("I/O error: No space left on device (os error 28)"), tmp_path, 0)
+    assert is_disk_full(
+        RuntimeError("I/O error: No space left on device (os error 28)"), tmp_path, 0
+    )
     assert system_error_number(ConnectionResetError(errno.ECONNRESET, "reset")) is None
     with pytest.raises(ValueError, match="unrelated"), reporting_write_errors(tmp_path):
         raise ValueError("unrelated")

@@ -78,7 +78,9 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
             module = "." * node.level + (node.module or "")
             yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
+            yield from (
+                str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)
+            )
 
 
 def room_of_path(path: str) -> str:
@@ -106,13 +108,18 @@ def test_imports_point_downward_and_rooms_of_one_level_do_not_meet() -> None:
             other = room_of_import(name)
             is_same_place = other == room or LEVELS[other] == LEVELS[room] == TOP
             if not is_same_place and LEVELS[other] >= LEVELS[room]:
-                wrong.append(f"{path} (level {LEVELS[room]}) imports {name} (level {LEVELS[other]})")
+                wrong.append(
+                    f"{path} (level {LEVELS[room]}) imports {name} (level {LEVELS[other]})"
+                )
     assert wrong == []
 
 
 def test_imports_are_absolute() -> None:
     assert [
-        f"{path}: {name}" for path, tree in sources() for name in imported_names(tree) if name.startswith(".")
+        f"{path}: {name}"
+        for path, tree in sources()
+        for name in imported_names(tree)
+        if name.startswith(".")
     ] == []
 
 
@@ -128,27 +135,38 @@ def test_heavy_libraries_stay_at_home() -> None:
 
 def test_nothing_is_unpickled() -> None:
     picklers = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-    imports = [f"{path}: {name}" for path, tree in sources() for name in imported_names(tree) if name in picklers]
+    imports = [
+        f"{path}: {name}"
+        for path, tree in sources()
+        for name in imported_names(tree)
+        if name in picklers
+    ]
     loads = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path, tree in sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and (ast.unparse(node.func) == "torch.load" or any(word.arg == "allow_pickle" for word in node.keywords))
+        and (
+            ast.unparse(node.func) == "torch.load"
+            or any(word.arg == "allow_pickle" for word in node.keywords)
+        )
     ]
     assert imports + loads == []
 
 
 def test_no_room_is_a_drawer() -> None:
     drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
-    assert [path for path, _ in sources() if drawers & set(path.removesuffix(".py").split("/"))] == []
+    assert [
+        path for path, _ in sources() if drawers & set(path.removesuffix(".py").split("/"))
+    ] == []
 
 
 def test_files_and_functions_stay_small() -> None:
     long = [
         f"{path}: {num_lines} lines"
         for path, _ in sources()
-        if (num_lines := len((PACKAGE / path).read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+        if (num_lines := len((PACKAGE / path).read_text(encoding="utf-8").splitlines()))
+        > MAX_FILE_LINES
     ]
     long += [
         f"{path}:{node.lineno} {node.name}: {num_lines} lines"
@@ -163,6 +181,8 @@ def test_files_and_functions_stay_small() -> None:
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     script = f"import sys, {module}; print(*sorted({HEAVY!r} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

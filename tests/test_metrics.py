@@ -25,7 +25,9 @@ def metrics_of(numbers: list[int]) -> Metrics:
 
 
 @given(values, st.data())
-def test_any_split_into_microbatches_gives_the_whole_batch(numbers: list[int], data: st.DataObject) -> None:
+def test_any_split_into_microbatches_gives_the_whole_batch(
+    numbers: list[int], data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(1, len(numbers)), max_size=4)))
     bounds = [0, *cuts, len(numbers)]
     parts = [numbers[start:end] for start, end in itertools.pairwise(bounds) if start < end]

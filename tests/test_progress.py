@@ -19,7 +19,15 @@ SAMPLE = Sample((("2+2=", False), ("4", True)), reward=1.0, notes={"answer": "4"
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's own wishes about terminals are not under test."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES", "COLORTERM"):
+    for name in (
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "TTY_COMPATIBLE",
+        "TTY_INTERACTIVE",
+        "COLUMNS",
+        "LINES",
+        "COLORTERM",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
 
@@ -50,7 +58,12 @@ def without_styles(text: str) -> str:
 
 
 def test_step_line_shows_what_there_is_in_a_fixed_order() -> None:
-    metrics = {"policy/loss": 0.01236, "reward/mean": 0.531, "other/thing": 1.0, "packing/utilization": 0.987}
+    metrics = {
+        "policy/loss": 0.01236,
+        "reward/mean": 0.531,
+        "other/thing": 1.0,
+        "packing/utilization": 0.987,
+    }
     assert step_line(3, metrics, 100) == "step 3/100  reward 0.531  loss 0.0124  packed 98.7%"
     assert step_line(0, {"validation/accuracy": 0.25}) == "step 0  validation accuracy 0.25"
 
@@ -65,7 +78,9 @@ def test_eta_is_pace_times_what_is_left() -> None:
     time.sleep(0.05)
     phase.advance(20)
     eta = phase.eta_s()
-    assert eta is not None and 0.2 <= eta <= 2.0  # four times as long as the 0.05 s or more that 20 rows took
+    assert (
+        eta is not None and 0.2 <= eta <= 2.0
+    )  # four times as long as the 0.05 s or more that 20 rows took
     phase.advance(80)
     assert phase.eta_s() == 0.0
 
@@ -88,7 +103,9 @@ def test_a_phase_without_a_total_shows_its_time() -> None:
 
 def test_advance_counts_every_call_from_every_thread() -> None:
     phase = Phase("generate", None, "rows")
-    threads = [threading.Thread(target=lambda: [phase.advance() for _ in range(500)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [phase.advance() for _ in range(500)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -99,7 +116,10 @@ def test_advance_counts_every_call_from_every_thread() -> None:
 def test_a_log_gets_a_line_now_and_then_even_if_nothing_moves() -> None:
     stream = io.StringIO()
     progress = Progress(stream, interval_s=0.02)
-    with progress.phase("grpo", 10, unit="steps"), progress.phase("starting workers", 2, unit="workers"):
+    with (
+        progress.phase("grpo", 10, unit="steps"),
+        progress.phase("starting workers", 2, unit="workers"),
+    ):
         time.sleep(0.1)
     lines = stream.getvalue().splitlines()
     assert 2 <= len(lines) <= 6
@@ -148,7 +168,10 @@ def test_a_stream_that_is_not_utf8_still_prints() -> None:
 
 def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> None:
     def show(progress: Progress) -> None:
-        with progress.phase("grpo", 3, unit="steps") as steps, progress.phase("generate", 64) as rows:
+        with (
+            progress.phase("grpo", 3, unit="steps") as steps,
+            progress.phase("generate", 64) as rows,
+        ):
             rows.advance(16)
             steps.advance(1)
             time.sleep(0.6)  # two refreshes
@@ -162,9 +185,13 @@ def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> Non
     assert text.rstrip().endswith("done")
 
 
-def test_a_terminal_without_cursor_movement_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_cursor_movement_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert on_terminal(lambda progress: progress.show_samples([SAMPLE], "sample")).endswith("2+2=⟦4⟧\r\n")
+    assert on_terminal(lambda progress: progress.show_samples([SAMPLE], "sample")).endswith(
+        "2+2=⟦4⟧\r\n"
+    )
 
 
 def test_terminal_samples_are_panels_with_trained_text_in_green() -> None:

@@ -20,7 +20,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "ray_jobs").glob("*.sh"))
-CONFIGS = sorted(path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.name.startswith("_"))
+CONFIGS = sorted(
+    path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.name.startswith("_")
+)
 
 
 def test_each_example_has_a_submit_script_that_names_it() -> None:
@@ -28,8 +30,9 @@ def test_each_example_has_a_submit_script_that_names_it() -> None:
     for config in CONFIGS:
         script = ROOT / "ray_jobs" / f"submit_{config.stem}.sh"
         command = "grpo" if "grpo" in config.stem else "sft"
-        assert f"submit.sh{'' if config.stem.startswith('demo') else chr(34)} {command} examples/configs/{config.name}" in (
-            script.read_text(encoding="utf-8")
+        assert (
+            f"submit.sh{'' if config.stem.startswith('demo') else chr(34)} {command} examples/configs/{config.name}"
+            in (script.read_text(encoding="utf-8"))
         )
 
 
@@ -47,12 +50,17 @@ def test_each_script_is_executable_and_parses(script: Path) -> None:
         (["dance", "x.yaml"], "unknown command 'dance'"),
         (["sft", "examples/configs/missing.yaml"], "no config file examples/configs/missing.yaml"),
         (["--package", "missing", "sft", "x.yaml"], "--package missing is not a directory"),
-        (["--env", "NOT_SET_ANYWHERE", "sft", "x.yaml"], "--env NOT_SET_ANYWHERE: the variable is not set here"),
+        (
+            ["--env", "NOT_SET_ANYWHERE", "sft", "x.yaml"],
+            "--env NOT_SET_ANYWHERE: the variable is not set here",
+        ),
         (["--env", "TOKEN=secret", "sft", "x.yaml"], "--env takes the name of a variable"),
     ],
 )
 def test_wrong_use_is_told_with_exit_code_2(arguments: list[str], message: str) -> None:
-    done = subprocess.run([ROOT / "ray_jobs" / "submit.sh", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [ROOT / "ray_jobs" / "submit.sh", *arguments], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
@@ -104,18 +112,35 @@ def job_api() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_job_api_that_does_not_answer_is_one_message(copied: Path, job_api: str, tmp_path: Path) -> None:
+def test_a_job_api_that_does_not_answer_is_one_message(
+    copied: Path, job_api: str, tmp_path: Path
+) -> None:
     write_ray(copied, f"touch {copied}/was_called")
     (tmp_path / "token").write_text("wrong\n")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         closed_port = closed.getsockname()[1]
     cases = [
-        ({"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{closed_port}"}, "there is no Ray job API at .*refused"),
-        ({"RAY_API_SERVER_ADDRESS": "http://no-such-host.invalid:8265"}, "there is no Ray job API at http://no-such-host"),
+        (
+            {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{closed_port}"},
+            "there is no Ray job API at .*refused",
+        ),
+        (
+            {"RAY_API_SERVER_ADDRESS": "http://no-such-host.invalid:8265"},
+            "there is no Ray job API at http://no-such-host",
+        ),
         ({"RAY_API_SERVER_ADDRESS": "head:8265"}, "must begin with http:// or https://"),
-        ({"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN": "wrong"}, r"refuses the token \(HTTP 401\)"),
-        ({"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}, "refuses the token"),
-        ({"RAY_API_SERVER_ADDRESS": f"{job_api}/other", "RAY_AUTH_TOKEN": "right"}, "answers HTTP 404"),
+        (
+            {"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN": "wrong"},
+            r"refuses the token \(HTTP 401\)",
+        ),
+        (
+            {"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")},
+            "refuses the token",
+        ),
+        (
+            {"RAY_API_SERVER_ADDRESS": f"{job_api}/other", "RAY_AUTH_TOKEN": "right"},
+            "answers HTTP 404",
+        ),
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     for variables, message in cases:
@@ -131,18 +156,30 @@ def test_a_job_api_that_does_not_answer_is_one_message(copied: Path, job_api: st
     assert not (copied / "was_called").exists()
 
 
-def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(copied: Path, job_api: str) -> None:
-    write_ray(copied, f"""
+def test_a_run_gets_the_environment_it_needs_and_no_value_is_printed(
+    copied: Path, job_api: str
+) -> None:
+    write_ray(
+        copied,
+        f"""
         printf '%s\\n' "$@" > {copied}/arguments
         while [ "$1" != --runtime-env ]; do shift; done
         stat -c %a "$2" > {copied}/mode
         cp "$2" {copied}/runtime_env.json
-        exit 1""")
+        exit 1""",
+    )
     package = copied / "elsewhere" / "my_rewards"
     package.mkdir(parents=True)
     access = {"RAY_API_SERVER_ADDRESS": job_api, "RAY_AUTH_TOKEN": "right"}
-    given = {"HF_TOKEN": "secret-1", "WANDB_API_KEY": 'secret-"2"', "PYTHONPATH": "lib:/abs", "MINE": "secret-3"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "WANDB_"))}
+    given = {
+        "HF_TOKEN": "secret-1",
+        "WANDB_API_KEY": 'secret-"2"',
+        "PYTHONPATH": "lib:/abs",
+        "MINE": "secret-3",
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "WANDB_"))
+    }
     script = copied / "ray_jobs" / "submit.sh"
     done = subprocess.run(
         [script, "--package", "my_rewards", "--env", "MINE", "grpo", "run.yaml", "seed=1"],
@@ -177,7 +214,9 @@ def test_a_head_is_not_started_on_an_occupied_port(copied: Path, listener: int) 
     script = copied / "ray_jobs" / "start_head.sh"
     for option in ("--port", "--dashboard-port"):
         other = "--dashboard-port" if option == "--port" else "--port"
-        done = subprocess.run([script, f"{other}=0", option, str(listener)], capture_output=True, text=True)
+        done = subprocess.run(
+            [script, f"{other}=0", option, str(listener)], capture_output=True, text=True
+        )
         assert done.returncode == 1
         assert f"port {listener} is in use by another program" in done.stderr
     assert not (copied / "was_called").exists()
@@ -186,7 +225,9 @@ def test_a_head_is_not_started_on_an_occupied_port(copied: Path, listener: int) 
 def start_named(port: int, **environment: str) -> subprocess.Popen[bytes]:
     """A process that looks like a head: it has its name and its port argument."""
     command = f"exec -a 'gcs_server --gcs_server_port={port}' sleep 1000"
-    return subprocess.Popen(["bash", "-c", command], env=os.environ | environment, start_new_session=True)
+    return subprocess.Popen(
+        ["bash", "-c", command], env=os.environ | environment, start_new_session=True
+    )
 
 
 def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copied: Path) -> None:
@@ -198,7 +239,10 @@ def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copi
     try:
         done = subprocess.run([start, "--port", "64999"], capture_output=True, text=True)
         assert done.returncode == 1
-        assert f"a Ray head with port 64999 already runs on this machine (pid {foreign.pid})" in done.stderr
+        assert (
+            f"a Ray head with port 64999 already runs on this machine (pid {foreign.pid})"
+            in done.stderr
+        )
         done = subprocess.run([stop, "64999"], capture_output=True, text=True)
         assert done.returncode == 1
         assert "no head with port 64999 that ray_jobs/start_head.sh started" in done.stderr
@@ -214,14 +258,19 @@ def test_an_existing_head_is_named_and_only_a_head_of_the_script_is_stopped(copi
 
 
 def test_a_head_that_fails_to_start_leaves_no_process(copied: Path) -> None:
-    write_ray(copied, f"""
+    write_ray(
+        copied,
+        f"""
         [ "$1" = start ] || exit 0
         sleep 1000 > /dev/null 2>&1 &
         echo $! > {copied}/child
         echo "the reason" >&2
-        exit 3""")
+        exit 3""",
+    )
     script = copied / "ray_jobs" / "start_head.sh"
-    done = subprocess.run([script, "--port=0", "--dashboard-port=0"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [script, "--port=0", "--dashboard-port=0"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert "the reason" in done.stderr
     assert "the processes it had started were stopped" in done.stderr

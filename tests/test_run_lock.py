@@ -46,7 +46,9 @@ except ConfigError as error:
 @contextmanager
 def driver(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "locked\n"
@@ -63,7 +65,12 @@ def leave(directory: Path, holder: Holder) -> None:
 
 def test_a_second_driver_is_refused_and_a_killed_one_leaves_a_stale_lock(tmp_path: Path) -> None:
     with driver(tmp_path) as process:
-        with pytest.raises(ConfigError, match=rf"in use by process {process.pid} on host .* since 20"), locked(tmp_path):
+        with (
+            pytest.raises(
+                ConfigError, match=rf"in use by process {process.pid} on host .* since 20"
+            ),
+            locked(tmp_path),
+        ):
             pass
         assert (tmp_path / LOCK_NAME).exists(), "a refusal leaves the lock"
         process.send_signal(signal.SIGKILL)
@@ -108,7 +115,10 @@ def test_stale_locks(tmp_path: Path, has_flock: bool, monkeypatch: pytest.Monkey
         assert list(tmp_path.iterdir()) == []
     for holder, match in (
         (here, "in use by process"),
-        (replace(here, host="node7", boot_id="another machine"), rf"host node7 .* cannot check\. .* remove {tmp_path}/run\.lock"),
+        (
+            replace(here, host="node7", boot_id="another machine"),
+            rf"host node7 .* cannot check\. .* remove {tmp_path}/run\.lock",
+        ),
     ):
         leave(tmp_path, holder)
         with pytest.raises(ConfigError, match=match), locked(tmp_path):
@@ -150,7 +160,10 @@ def test_of_several_drivers_that_start_together_one_wins(tmp_path: Path, start: 
         leave(tmp_path, replace(Holder.this_process(), pid=2**22 + 1))
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", RACE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", RACE, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(5)
     ]

@@ -22,10 +22,15 @@ def test_records_are_appended_and_the_handler_is_removed(tmp_path: Path) -> None
             log.check()
     logger.warning("after the run")
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert [line.split("test_run_log: ")[1] for line in lines] == ["first", r"a lone surrogate \ud83d"]
+    assert [line.split("test_run_log: ")[1] for line in lines] == [
+        "first",
+        r"a lone surrogate \ud83d",
+    ]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full"
+)
 def test_a_full_disk_is_raised_by_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "driver.log").symlink_to("/dev/full")
     with run_log(tmp_path / "driver.log") as log:

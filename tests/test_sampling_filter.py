@@ -36,12 +36,16 @@ def kept_sets(logits: Tensor, token_filter: SamplingFilter) -> list[set[int]]:
 @given(seed=st.integers(0, 10_000), token_filter=FILTERS)
 def test_a_filter_keeps_what_its_definition_says(seed: int, token_filter: SamplingFilter) -> None:
     logits = random_logits(seed)
-    assert kept_sets(logits, token_filter) == [kept_tokens(row.tolist(), token_filter) for row in logits]
+    assert kept_sets(logits, token_filter) == [
+        kept_tokens(row.tolist(), token_filter) for row in logits
+    ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), token_filter=FILTERS)
-def test_tokens_with_equal_logits_are_kept_or_removed_together(seed: int, token_filter: SamplingFilter) -> None:
+def test_tokens_with_equal_logits_are_kept_or_removed_together(
+    seed: int, token_filter: SamplingFilter
+) -> None:
     """Four distinct values: most tokens are tied, also at the bounds of the filters."""
     logits = random_logits(seed).sign() + random_logits(seed + 1).sign() / 2
     found = kept_sets(logits, token_filter)
@@ -50,7 +54,9 @@ def test_tokens_with_equal_logits_are_kept_or_removed_together(seed: int, token_
     for row, (kept, kept_shuffled) in enumerate(zip(found, shuffled, strict=True)):
         assert kept == {int(order[token]) for token in kept_shuffled}
         values = logits[row].tolist()
-        assert kept == {token for token in range(37) if values[token] in {values[other] for other in kept}}
+        assert kept == {
+            token for token in range(37) if values[token] in {values[other] for other in kept}
+        }
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,7 +66,9 @@ def test_tokens_with_equal_logits_are_kept_or_removed_together(seed: int, token_
     top_p=st.floats(0.05, 0.99),
     min_p=st.floats(0.001, 0.9),
 )
-def test_filters_equal_those_of_transformers(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_equal_those_of_transformers(
+    seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = random_logits(seed)
     ids = torch.LongTensor([[0]] * len(logits))
     expected = TopKLogitsWarper(top_k=top_k)(ids, MinPLogitsWarper(min_p=min_p)(ids, logits))
@@ -87,7 +95,9 @@ def test_top_k_of_the_whole_vocabulary_or_more_keeps_everything() -> None:
         assert torch.equal(filter_logits(logits, SamplingFilter(top_k=top_k)), logits)
 
 
-@pytest.mark.parametrize("token_filter", [SamplingFilter(top_p=1e-6), SamplingFilter(min_p=1.0), SamplingFilter(top_k=1)])
+@pytest.mark.parametrize(
+    "token_filter", [SamplingFilter(top_p=1e-6), SamplingFilter(min_p=1.0), SamplingFilter(top_k=1)]
+)
 def test_the_most_likely_token_is_always_kept(token_filter: SamplingFilter) -> None:
     logits = random_logits(1)
     assert kept_sets(logits, token_filter) == [{int(token)} for token in logits.argmax(dim=-1)]

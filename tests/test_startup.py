@@ -22,7 +22,16 @@ HEAVY = {
     "pyarrow", "pandas", "scipy", "PIL",
 }  # fmt: skip
 """What `validate` on the demo needs none of."""
-LIBRARIES = HEAVY | {"numpy", "transformers", "tokenizers", "hydra", "omegaconf", "yaml", "rich", "jinja2"}
+LIBRARIES = HEAVY | {
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "hydra",
+    "omegaconf",
+    "yaml",
+    "rich",
+    "jinja2",
+}
 
 # The command runs as `nemo-like` does, in a process of its own; the last line of its output is about the process.
 _SCRIPT = f"""
@@ -54,7 +63,13 @@ def run(*arguments: str, path: Path | None = None) -> Ended:
     root = Path(__file__).parents[1]
     folders = [str(folder) for folder in (path, root) if folder is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run([sys.executable, "-c", _SCRIPT, *arguments], capture_output=True, text=True, env=environment, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=root,
+    )
     assert done.returncode == 0, done.stderr
     output, _, last = done.stdout.rstrip("\n").rpartition("\n")
     code, loaded, cpu_s = json.loads(last)
@@ -65,7 +80,9 @@ def cpu_of_importing_torch() -> float:
     before = os.times()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 def config_of(recipe: Recipe, kind: str, *overrides: str) -> tuple[RunConfig, str]:
@@ -76,8 +93,13 @@ def config_of(recipe: Recipe, kind: str, *overrides: str) -> tuple[RunConfig, st
 ANSWER = "reward.functions={answer: {path: nemo_like.environments.math.answer_reward}}"
 
 
-@pytest.mark.parametrize(("kind", "overrides"), [("sft", ()), ("grpo", ("policy.train_global_batch_size=32", f"++{ANSWER}"))])
-def test_validate_imports_no_heavy_library_and_reports_the_same_as_with_torch(recipe: Recipe, kind: str, overrides):
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [("sft", ()), ("grpo", ("policy.train_global_batch_size=32", f"++{ANSWER}"))],
+)
+def test_validate_imports_no_heavy_library_and_reports_the_same_as_with_torch(
+    recipe: Recipe, kind: str, overrides
+):
     config, path = config_of(recipe, kind, *overrides)
     ended = run("validate", "--config", path, *overrides)
     assert ended.code == 0, ended.output
@@ -100,14 +122,28 @@ def test_a_reward_function_may_use_torch_and_models_of_transformers(recipe: Reci
         "    return float(torch.ones(1)) if LlamaForSequenceClassification.__mro__ else 0.0\n"
     )
     _, path = config_of(recipe, "grpo")
-    ended = run("validate", "--config", path, "reward.functions.digits.path=model_reward.score", path=tmp_path)
+    ended = run(
+        "validate",
+        "--config",
+        path,
+        "reward.functions.digits.path=model_reward.score",
+        path=tmp_path,
+    )
     assert ended.code == 0, ended.output
     assert "torch" in ended.loaded
     assert "model_reward.score): 1" in ended.output
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("--version",), ("sft", "--help"), ("grpo", "--help"), ("validate", "--help"), ("plan", "--help")]
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("sft", "--help"),
+        ("grpo", "--help"),
+        ("validate", "--help"),
+        ("plan", "--help"),
+    ],
 )
 def test_help_imports_no_library(arguments: tuple[str, ...]):
     ended = run(*arguments)
@@ -117,7 +153,15 @@ def test_help_imports_no_library(arguments: tuple[str, ...]):
 
 
 def test_plan_counts_tokens_without_torch(demo: Path):
-    ended = run("plan", "--data", str(demo / "sft_train.jsonl"), "--tokenizer", str(demo / "model"), "--limit", "64")
+    ended = run(
+        "plan",
+        "--data",
+        str(demo / "sft_train.jsonl"),
+        "--tokenizer",
+        str(demo / "model"),
+        "--limit",
+        "64",
+    )
     assert ended.code == 0, ended.errors
     assert ended.loaded & {"torch", "ray", "tensorboard", "sympy"} == set()
 

@@ -25,7 +25,11 @@ from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, 
 from nemo_like.tracking import Tracker
 
 PLAIN = LoggerConfig(tensorboard=False)
-CONFIG = {"run_name": "first", "resume": False, "policy": {"optimizer": asdict(OptimizerConfig()), "stop": ("a", "b")}}
+CONFIG = {
+    "run_name": "first",
+    "resume": False,
+    "policy": {"optimizer": asdict(OptimizerConfig()), "stop": ("a", "b")},
+}
 
 
 def new_run(
@@ -43,11 +47,17 @@ def lines_of(run: RunDirectory) -> list[dict]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()
+    ]
 
 
 def log_steps(
-    run: RunDirectory, steps: range, *, resumed_step: int | None = None, config: LoggerConfig = PLAIN
+    run: RunDirectory,
+    steps: range,
+    *,
+    resumed_step: int | None = None,
+    config: LoggerConfig = PLAIN,
 ) -> None:
     start_run(run, CONFIG, resumed_step)
     with Tracker(run, config, CONFIG, resumed_step=resumed_step) as tracker:
@@ -58,7 +68,12 @@ def log_steps(
 def test_open_run_makes_the_directory_and_the_resolved_config(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run.path == tmp_path / "first"
-    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "logs", "plan", "rollouts"}, "no lock is left"
+    assert {path.name for path in run.path.iterdir()} == {
+        "config.yaml",
+        "logs",
+        "plan",
+        "rollouts",
+    }, "no lock is left"
     written = yaml.safe_load(run.config.read_text())
     assert written["policy"]["optimizer"] == asdict(OptimizerConfig())
     assert written["policy"]["stop"] == ["a", "b"]
@@ -96,7 +111,10 @@ def test_a_run_that_starts_again_keeps_the_metrics_it_had(tmp_path: Path) -> Non
 
 def test_resume_of_a_run_that_never_was_starts_it(tmp_path: Path) -> None:
     log_steps(new_run(tmp_path, resume=True), range(1, 3))
-    assert [line["step"] for line in lines_of(new_run(tmp_path, resume=True, resumed_step=2))] == [1, 2]
+    assert [line["step"] for line in lines_of(new_run(tmp_path, resume=True, resumed_step=2))] == [
+        1,
+        2,
+    ]
 
 
 def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
@@ -108,18 +126,26 @@ def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/x", "a b", ".hidden"])
 def test_a_run_name_must_be_one_directory(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"run_name: .* cannot name a directory"), open_run(str(tmp_path), name, resume=False):
+    with (
+        pytest.raises(ConfigError, match=r"run_name: .* cannot name a directory"),
+        open_run(str(tmp_path), name, resume=False),
+    ):
         pass
 
 
 def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     match = r"output_dir: cannot make .*file/first"
-    with pytest.raises(ConfigError, match=match), open_run(str(tmp_path / "file"), "first", resume=True):
+    with (
+        pytest.raises(ConfigError, match=match),
+        open_run(str(tmp_path / "file"), "first", resume=True),
+    ):
         pass
 
 
-def test_resume_lists_what_changed_in_the_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_lists_what_changed_in_the_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     new_run(tmp_path)
     optimizer = {**asdict(OptimizerConfig(lr=3e-4)), "momentum": 0.5}
     changed = {**CONFIG, "resume": True, "policy": {**CONFIG["policy"], "optimizer": optimizer}}
@@ -132,7 +158,9 @@ def test_resume_lists_what_changed_in_the_config(tmp_path: Path, caplog: pytest.
     assert yaml.safe_load(run.config.read_text())["policy"]["optimizer"]["lr"] == 3e-4
 
 
-def test_resume_over_a_damaged_config_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_over_a_damaged_config_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     new_run(tmp_path).config.write_text("policy: [")
     run = new_run(tmp_path, resume=True)
     assert "changes of the configuration are not listed" in caplog.text
@@ -142,7 +170,9 @@ def test_resume_over_a_damaged_config_says_so(tmp_path: Path, caplog: pytest.Log
 def test_metrics_are_on_disk_after_each_step_and_exact(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     shown: list[tuple[int, dict]] = []
-    with Tracker(run, PLAIN, CONFIG, show=lambda step, metrics: shown.append((step, dict(metrics)))) as tracker:
+    with Tracker(
+        run, PLAIN, CONFIG, show=lambda step, metrics: shown.append((step, dict(metrics)))
+    ) as tracker:
         tracker.log(0, {"policy/loss": 0.1 + 0.2, "packing/num_microbatches": 4})
         line = lines_of(run)[0]  # before close
         assert line.pop("unix_time_s") > 1e9
@@ -151,7 +181,9 @@ def test_metrics_are_on_disk_after_each_step_and_exact(tmp_path: Path) -> None:
     assert shown[1] == (1, {"policy/loss": 0.5, "policy/entropy": 0.25})
 
 
-def test_a_number_that_is_not_finite_is_null_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_that_is_not_finite_is_null_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = new_run(tmp_path)
     with Tracker(run, PLAIN, CONFIG) as tracker:
         tracker.log(1, {"policy/loss": math.nan, "policy/grad_norm": math.inf})
@@ -182,7 +214,9 @@ def test_after_a_resume_every_step_stands_once(
     content = run.metrics.read_bytes()
     last_line = len(content) - (content[:-1].rfind(b"\n") + 1)
     run.metrics.write_bytes(content[: len(content) - min(cut, last_line)])
-    num_whole = num_steps - (num_steps > 0 and cut > 1)  # without its newline alone, a line is still whole
+    num_whole = num_steps - (
+        num_steps > 0 and cut > 1
+    )  # without its newline alone, a line is still whole
     resumed_step = min(resumed_step, num_whole)
     log_steps(run, range(resumed_step + 1, 11), resumed_step=resumed_step)
     lines = lines_of(run)
@@ -213,7 +247,10 @@ def test_metrics_that_cannot_be_written_are_one_paragraph(tmp_path: Path) -> Non
     start_run(run, CONFIG, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with (
-        pytest.raises(WriteError, match=r"metrics of step 2 cannot be written to .*metrics\.jsonl: .*output_dir"),
+        pytest.raises(
+            WriteError,
+            match=r"metrics of step 2 cannot be written to .*metrics\.jsonl: .*output_dir",
+        ),
         Tracker(run, PLAIN, CONFIG) as tracker,
     ):
         tracker.log(1, {"policy/loss": 1.0})
@@ -228,14 +265,20 @@ def test_metrics_that_cannot_be_written_are_one_paragraph(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("package", "config"),
-    [("wandb", LoggerConfig(wandb_project="mine")), ("mlflow", LoggerConfig(mlflow_experiment="mine"))],
+    [
+        ("wandb", LoggerConfig(wandb_project="mine")),
+        ("mlflow", LoggerConfig(mlflow_experiment="mine")),
+    ],
 )
-def test_a_missing_tracker_names_the_extra(tmp_path: Path, package: str, config: LoggerConfig) -> None:
+def test_a_missing_tracker_names_the_extra(
+    tmp_path: Path, package: str, config: LoggerConfig
+) -> None:
     if importlib.util.find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     run = new_run(tmp_path)
     with pytest.raises(
-        ConfigError, match=rf"logger\.{package}_\w+: is 'mine', .* pip install 'nemo-like\[{package}\]'"
+        ConfigError,
+        match=rf"logger\.{package}_\w+: is 'mine', .* pip install 'nemo-like\[{package}\]'",
     ):
         Tracker(run, config, CONFIG)
     assert not run.metrics.exists()
@@ -246,12 +289,21 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = new_run(tmp_path)
     log_steps(run, range(1, 4), config=LoggerConfig(tensorboard=False, wandb_project="mine"))
-    log_steps(run, range(3, 5), resumed_step=2, config=LoggerConfig(tensorboard=False, wandb_project="mine"))
+    log_steps(
+        run,
+        range(3, 5),
+        resumed_step=2,
+        config=LoggerConfig(tensorboard=False, wandb_project="mine"),
+    )
     identifier = (run.logs / "wandb_run_id").read_text().strip()
-    assert len(list(run.logs.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 2, "a resume continues the run"
+    assert len(list(run.logs.glob(f"wandb/offline-run-*/run-{identifier}.wandb"))) == 2, (
+        "a resume continues the run"
+    )
     other = new_run(tmp_path / "other")
     log_steps(other, range(1, 2), config=LoggerConfig(tensorboard=False, wandb_project="mine"))
-    assert (other.logs / "wandb_run_id").read_text().strip() != identifier, "another output_dir has a run of its own"
+    assert (other.logs / "wandb_run_id").read_text().strip() != identifier, (
+        "another output_dir has a run of its own"
+    )
 
 
 def test_mlflow_gets_every_step_and_a_resume_goes_on_in_the_same_run(
@@ -267,4 +319,9 @@ def test_mlflow_gets_every_step_and_a_resume_goes_on_in_the_same_run(
     found = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert [entry.info.run_name for entry in found] == ["first"]
     assert found[0].data.params["policy.optimizer.lr"] == "1e-05"
-    assert {m.step for m in client.get_metric_history(found[0].info.run_id, "policy/loss")} == {1, 2, 3, 4}
+    assert {m.step for m in client.get_metric_history(found[0].info.run_id, "policy/loss")} == {
+        1,
+        2,
+        3,
+        4,
+    }

@@ -7,7 +7,9 @@ import numpy as np
 from nemo_like.config.schema import AdvantageConfig
 
 
-def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig
+) -> np.ndarray:
     """float32 [B] advantages from `rewards` [B] and `groups` int [B] (equal for completions of one prompt, any order).
 
     `group_mean`: A = R - mean(R). `leave_one_out` (RLOO): A = R - mean of the others = G/(G-1) * (R - mean(R)).
@@ -45,7 +47,11 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: AdvantageC
 
 
 def _std_of_others(
-    rewards: np.ndarray, means: np.ndarray, std: np.ndarray, sizes: np.ndarray, member_of: np.ndarray
+    rewards: np.ndarray,
+    means: np.ndarray,
+    std: np.ndarray,
+    sizes: np.ndarray,
+    member_of: np.ndarray,
 ) -> np.ndarray:
     """float64 [B]: sample standard deviation of the group's other rewards; exactly 0 where they are equal.
 

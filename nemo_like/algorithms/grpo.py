@@ -63,9 +63,13 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                         advantages = group_advantages(
                             rollout.batch["reward"], rollout.batch["group"], config.grpo.advantage
                         )
-                        places = np.repeat(loader.batch_places(), config.grpo.num_generations_per_prompt).tolist()
+                        places = np.repeat(
+                            loader.batch_places(), config.grpo.num_generations_per_prompt
+                        ).tolist()
                         columns = {"advantages": advantages, **scores}
-                        trained = TrainedBatch(step=step + 1, batch=rollout.batch, places=places, columns=columns)
+                        trained = TrainedBatch(
+                            step=step + 1, batch=rollout.batch, places=places, columns=columns
+                        )
                         with job.timers("train"):
                             metrics = train(job, placed, trained, loss)
                         with job.timers("weight_sync"):
@@ -109,4 +113,6 @@ def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Prompt], step: i
 def save_rollout(job: Job, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
     """Write `rollouts/step_<N>.jsonl`, one line per row."""
     if job.config.logger.save_rollouts:
-        write_json_lines(job.run.rollouts(step), rollout.records(advantages), f"the rollouts of step {step}")
+        write_json_lines(
+            job.run.rollouts(step), rollout.records(advantages), f"the rollouts of step {step}"
+        )

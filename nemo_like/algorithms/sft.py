@@ -32,7 +32,8 @@ def run_sft(config: SftRunConfig) -> RunResult:
 def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow]) -> RunResult:
     total = source.num_steps
     held_out = HeldOut(
-        list(source.validation_batches()), source.validation_prompts() if config.sft.val_generate else []
+        list(source.validation_batches()),
+        source.validation_prompts() if config.sft.val_generate else [],
     )
     with open_job(
         config,
@@ -58,7 +59,9 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
                     batch = BatchedDataDict(collate(job.next_rows(loader, step)))
                     plan, placed = job.place(batch, step)
                     with job.timers("train"), job.workplace.training():
-                        trained = TrainedBatch(step=step + 1, batch=batch, places=loader.batch_places(), columns={})
+                        trained = TrainedBatch(
+                            step=step + 1, batch=batch, places=loader.batch_places(), columns={}
+                        )
                         job.note(train(job, placed, trained, loss))
                 step += 1
                 job.note(plan_metrics(plan))

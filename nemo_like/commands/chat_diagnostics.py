@@ -13,7 +13,9 @@ from nemo_like.data.tools import row_tools
 _NUM_PROMPTS_COMPARED = 64
 
 
-def check_texts(encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_answers: bool) -> None:
+def check_texts(
+    encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_answers: bool
+) -> None:
     """Warn about control tokens in the texts of `rows`, all of them.
 
     The tokenizer turns such a text into the control token itself: in a user's text it ends the turn or begins another,
@@ -21,7 +23,9 @@ def check_texts(encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_
     conversations to learn from, not questions.
     """
     ends = list(dict.fromkeys((*encoder.template.end_texts, str(encoder.tokenizer.eos_token))))
-    control = re.compile("|".join(re.escape(text) for text in encoder.template.control_texts if text))
+    control = re.compile(
+        "|".join(re.escape(text) for text in encoder.template.control_texts if text)
+    )
     read: Callable[[Row], Sequence[Message]] = conversation if trains_answers else _questions
     ended: list[int] = []
     forged: list[tuple[int, str]] = []
@@ -29,7 +33,14 @@ def check_texts(encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_
         messages = read(row)
         if any(end in text for text in _texts(messages, assistant=True) for end in ends):
             ended.append(index)
-        found = next((match for text in _texts(messages, assistant=False) if (match := control.search(text))), None)
+        found = next(
+            (
+                match
+                for text in _texts(messages, assistant=False)
+                if (match := control.search(text))
+            ),
+            None,
+        )
         if found is not None:
             forged.append((index, found.group()))
     if ended:
@@ -48,7 +59,9 @@ def check_texts(encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_
 def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, findings: Findings) -> None:
     """Warn where rollouts and SFT rows put different tokens before an answer; `rows` are conversations."""
     looked_at = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
-    differences = [encoder.prompt_difference(conversation(row), row_tools(row)) for row in looked_at]
+    differences = [
+        encoder.prompt_difference(conversation(row), row_tools(row)) for row in looked_at
+    ]
     differences = differences or [encoder.prompt_difference()]
     found = [index for index, difference in enumerate(differences) if difference is not None]
     if found:
@@ -65,7 +78,9 @@ def _questions(row: Row) -> Sequence[Message]:
 
 def _texts(messages: Sequence[Message], *, assistant: bool) -> Iterator[str]:
     for message in messages:
-        if (message["role"] == "assistant") == assistant and isinstance(message.get("content"), str):
+        if (message["role"] == "assistant") == assistant and isinstance(
+            message.get("content"), str
+        ):
             yield message["content"]
 
 

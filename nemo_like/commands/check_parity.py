@@ -24,7 +24,13 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands.tiny_model import save_tiny_copy
 from nemo_like.config.parallel import num_replicas
-from nemo_like.config.schema import ClusterConfig, OptimizerConfig, ParallelConfig, RunConfig, SchedulerConfig
+from nemo_like.config.schema import (
+    ClusterConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SchedulerConfig,
+)
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
@@ -116,8 +122,14 @@ def check_parity(config: RunConfig) -> ParityReport:
         batch = _random_batch(model.config.vocab_size)
         expected = _train_plainly(model, batch, tiny)
         num_workers = policy_topology(tiny).world_size
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            findings = [finding for mode in MODES for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)]
+        with ProcessPoolExecutor(
+            num_workers, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
+            findings = [
+                finding
+                for mode in MODES
+                for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)
+            ]
     shape = f"{policy_topology(tiny)}{', sequence parallel' if parallel.sequence else ''}"
     shape += f", experts over {parallel.expert}" if parallel.expert > 1 else ""
     title = f"{config.policy.engine} on {shape}: a tiny {model_config.model_type} against transformers, {len(_LENGTHS)} rows"
@@ -127,7 +139,10 @@ def check_parity(config: RunConfig) -> ParityReport:
 def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
     """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32, an eager learner."""
     parallel = config.parallel
-    num_copies = max(min(2, num_replicas(config)), parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context))
+    num_copies = max(
+        min(2, num_replicas(config)),
+        parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context),
+    )
     policy = replace(
         config.policy,
         model_name=str(model),
@@ -146,20 +161,35 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
 
 def _in_mode(config: RunConfig, mode: str) -> RunConfig:
     packing = replace(
-        config.policy.sequence_packing, enabled=mode == "packed", train_mb_tokens=_BUDGET, logprob_mb_tokens=_BUDGET
+        config.policy.sequence_packing,
+        enabled=mode == "packed",
+        train_mb_tokens=_BUDGET,
+        logprob_mb_tokens=_BUDGET,
     )
     dynamic = replace(
-        config.policy.dynamic_batching, enabled=mode == "dynamic", train_mb_tokens=_BUDGET, logprob_mb_tokens=_BUDGET
+        config.policy.dynamic_batching,
+        enabled=mode == "dynamic",
+        train_mb_tokens=_BUDGET,
+        logprob_mb_tokens=_BUDGET,
     )
-    return replace(config, policy=replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic))
+    return replace(
+        config, policy=replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic)
+    )
 
 
 def _check_mode(
-    config: RunConfig, mode: str, batch: BatchedDataDict, expected: _Trained, folder: Path, pool: ProcessPoolExecutor
+    config: RunConfig,
+    mode: str,
+    batch: BatchedDataDict,
+    expected: _Trained,
+    folder: Path,
+    pool: ProcessPoolExecutor,
 ) -> list[Finding]:
     config, topology = _in_mode(config, mode), policy_topology(config)
     contexts = _contexts(topology.world_size, folder / f"{mode}.meeting")
-    futures = [pool.submit(_train_rank, context, config, batch, folder / mode) for context in contexts]
+    futures = [
+        pool.submit(_train_rank, context, config, batch, folder / mode) for context in contexts
+    ]
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
     isolation = next((leak for *_, leak in results if leak), "")
     losses, _, _ = results[topology.output_rank(0)]
@@ -167,16 +197,29 @@ def _check_mode(
     scores = [results[topology.output_rank(dp_rank)][1] for dp_rank in range(topology.dp)]
     logprobs = unshard([part["prev_logprobs"] for part in scores], plan)
     assert isinstance(logprobs, Jagged)
-    gradient_difference, worst_gradient = _worst(_saved(folder / mode / "first", "exp_avg"), expected.gradients)
-    weight_difference, worst_weight = _worst(_saved(folder / mode / "last", "weight"), expected.weights)
+    gradient_difference, worst_gradient = _worst(
+        _saved(folder / mode / "first", "exp_avg"), expected.gradients
+    )
+    weight_difference, worst_weight = _worst(
+        _saved(folder / mode / "last", "weight"), expected.weights
+    )
     elsewhere = _continue_alone(config, batch, folder / mode / "last", folder / f"{mode}.alone")
     return [
         Finding(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
         Finding(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
-        Finding(mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
-        Finding(mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)),
+        Finding(
+            mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"
+        ),
+        Finding(
+            mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)
+        ),
         Finding(mode, f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses)),
-        Finding(mode, f"weights after {NUM_STEPS} optimizer steps", weight_difference, f"worst at {worst_weight}"),
+        Finding(
+            mode,
+            f"weights after {NUM_STEPS} optimizer steps",
+            weight_difference,
+            f"worst at {worst_weight}",
+        ),
         Finding(mode, "checkpoint goes on in one process", abs(elsewhere / losses[-1] - 1)),
     ]
 
@@ -207,10 +250,15 @@ def _train_rank(
     return losses, scores, leak
 
 
-def _continue_alone(config: RunConfig, batch: BatchedDataDict, checkpoint: Path, meeting: Path) -> float:
+def _continue_alone(
+    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, meeting: Path
+) -> float:
     """The loss of the checkpoint in one process of the DTensor engine, whoever wrote it."""
     alone = replace(
-        config, policy=replace(config.policy, engine="dtensor"), parallel=ParallelConfig(), cluster=ClusterConfig()
+        config,
+        policy=replace(config.policy, engine="dtensor"),
+        parallel=ParallelConfig(),
+        cluster=ClusterConfig(),
     )
     (context,) = _contexts(1, meeting)
     worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
@@ -220,7 +268,9 @@ def _continue_alone(config: RunConfig, batch: BatchedDataDict, checkpoint: Path,
 
 def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
     """NaN on pipeline stages that see no loss."""
-    metrics = worker.train(shard, None, NllLoss())[0] if train else worker.evaluate(shard, NllLoss())
+    metrics = (
+        worker.train(shard, None, NllLoss())[0] if train else worker.evaluate(shard, NllLoss())
+    )
     return metric_values(metrics).get("policy/loss", float("nan"))
 
 
@@ -239,7 +289,9 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
 def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig) -> _Trained:
     """The same steps by transformers and AdamW, each row by itself and unpadded."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
-    logprobs = Jagged.from_rows([_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]], np.float32)
+    logprobs = Jagged.from_rows(
+        [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]], np.float32
+    )
     masked = Jagged(logprobs.values * (batch["token_mask"].values != 0), logprobs.offsets)
     losses, gradients = [], {}
     for step in range(NUM_STEPS + 1):
@@ -250,7 +302,9 @@ def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunCo
         loss.backward()
         if step == 0:
             found = {name: parameter.grad for name, parameter in model.named_parameters()}
-            gradients = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+            gradients = {
+                name: gradient.clone() for name, gradient in found.items() if gradient is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -278,10 +332,14 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     """Rows of random tokens, about two thirds of them trained; the first of a row, which nothing predicts, is not."""
     rng = np.random.default_rng(0)
     lengths = np.array(_LENGTHS, dtype=np.int64)
-    input_ids = Jagged.from_lengths(rng.integers(0, vocab_size, lengths.sum()).astype(np.int32), lengths)
+    input_ids = Jagged.from_lengths(
+        rng.integers(0, vocab_size, lengths.sum()).astype(np.int32), lengths
+    )
     mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
     mask[input_ids.offsets[:-1]] = 0
-    return BatchedDataDict(input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths)
+    return BatchedDataDict(
+        input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths
+    )
 
 
 def _contexts(world_size: int, meeting: Path) -> list[WorkerContext]:
@@ -302,14 +360,19 @@ def _contexts(world_size: int, meeting: Path) -> list[WorkerContext]:
 def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Every whole tensor of a kind (`weight`, `exp_avg`) in a checkpoint, by Hugging Face name."""
     with open_checkpoint(checkpoint) as reader:
-        return {name: reader.read(f"{kind}/{name}", [0] * len(shape), shape) for name, shape in reader.shapes.items()}
+        return {
+            name: reader.read(f"{kind}/{name}", [0] * len(shape), shape)
+            for name, shape in reader.shapes.items()
+        }
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest relative difference over all tensors, and where it is."""
     if found.keys() != expected.keys():
         return np.inf, f"the names differ: {sorted(found.keys() ^ expected.keys())[:3]}"
-    differences = {name: _relative(found[name].numpy(), expected[name].numpy()) for name in expected}
+    differences = {
+        name: _relative(found[name].numpy(), expected[name].numpy()) for name in expected
+    }
     worst = max(differences, key=differences.__getitem__)
     return differences[worst], worst
 

@@ -24,7 +24,9 @@ class Report:
 
     def __str__(self) -> str:
         """The whole report as text; what the model is trained on stands in ⟦ ⟧."""
-        samples = [sample_text(sample, f"sample {index}") for index, sample in enumerate(self.samples, 1)]
+        samples = [
+            sample_text(sample, f"sample {index}") for index, sample in enumerate(self.samples, 1)
+        ]
         return "\n".join([*self._lines(), *samples, *self._verdict()])
 
     def show(self, progress: Progress) -> None:
@@ -42,7 +44,11 @@ class Report:
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"problem: {problem}" for problem in self.problems)
         count = len(self.problems)
-        yield "ok: nothing stands in the way of a run" if count == 0 else f"{count} problem{'s' * (count > 1)} to solve"
+        yield (
+            "ok: nothing stands in the way of a run"
+            if count == 0
+            else f"{count} problem{'s' * (count > 1)} to solve"
+        )
 
 
 @dataclass

@@ -16,7 +16,12 @@ from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import WEIGHT, CheckpointReader, checkpoint_problem, open_checkpoint
+from nemo_like.policy.checkpoint.sharded import (
+    WEIGHT,
+    CheckpointReader,
+    checkpoint_problem,
+    open_checkpoint,
+)
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.training.dataset import open_model_config
 
@@ -58,7 +63,9 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
         unfinished.rename(target)
     except NonFiniteError as error:
         shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
-        raise ConfigError(f"{shown_path(step_folder)}: {error}; export an earlier checkpoint") from error
+        raise ConfigError(
+            f"{shown_path(step_folder)}: {error}; export an earlier checkpoint"
+        ) from error
     except (ValueError, CheckpointError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
     except (OSError, WriteError) as error:
@@ -81,9 +88,13 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
     if is_step:
         return source, config
     try:
-        latest = Checkpointer(run, config.checkpointing).find_latest(lambda folder: checkpoint_problem(folder / "policy"))
+        latest = Checkpointer(run, config.checkpointing).find_latest(
+            lambda folder: checkpoint_problem(folder / "policy")
+        )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if latest is None:
-        raise ConfigError(f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one")
+        raise ConfigError(
+            f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one"
+        )
     return latest.path, config

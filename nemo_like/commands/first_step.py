@@ -16,7 +16,9 @@ from nemo_like.training.dataset import PromptSource, SftSource, load_training, o
 Value = TypeVar("Value")
 
 
-def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> tuple[np.ndarray, str]:
+def first_lengths(
+    config: RunConfig, num_rows: int | None, num_steps: int
+) -> tuple[np.ndarray, str]:
     """(row lengths int64 [B] in the order of the run, where they come from) of about `num_rows` rows, default `num_steps`.
 
     GRPO's completions are not sampled yet: each is taken to be of any length up to what fits, evenly. Raises ConfigError
@@ -25,17 +27,31 @@ def first_lengths(config: RunConfig, num_rows: int | None, num_steps: int) -> tu
     encoder = open_encoder(config, local_files_only=True)
     path, progress = config.data.train_path, Progress(sys.stderr)
     if isinstance(config, GrpoRunConfig):
-        prompts = PromptSource(config, encoder, load_training(config, "rl", progress), None).loader()
-        group_size, rng = config.grpo.num_generations_per_prompt, np.random.default_rng(config.seed % 2**64)
+        prompts = PromptSource(
+            config, encoder, load_training(config, "rl", progress), None
+        ).loader()
+        group_size, rng = (
+            config.grpo.num_generations_per_prompt,
+            np.random.default_rng(config.seed % 2**64),
+        )
         steps = _num_batches(num_rows, num_steps, config.grpo.num_prompts_per_step * group_size)
         taken = whole_batches(_take(prompts, steps, progress))
-        before = np.repeat(np.array([len(prompt.token_ids) for prompt in taken], dtype=np.int64), group_size)
-        room = np.minimum(config.policy.max_total_sequence_length - before, config.policy.generation.max_new_tokens)
+        before = np.repeat(
+            np.array([len(prompt.token_ids) for prompt in taken], dtype=np.int64), group_size
+        )
+        room = np.minimum(
+            config.policy.max_total_sequence_length - before,
+            config.policy.generation.max_new_tokens,
+        )
         wanted = config.policy.generation.max_new_tokens
-        return before + rng.integers(1, room + 1), f"prompts of {path}, completions guessed even from 1 to {wanted:,} tokens"
+        return before + rng.integers(
+            1, room + 1
+        ), f"prompts of {path}, completions guessed even from 1 to {wanted:,} tokens"
     assert isinstance(config, SftRunConfig)
     source = SftSource(config, encoder, load_training(config, "sft", progress), None)
-    steps = min(_num_batches(num_rows, num_steps, config.policy.train_global_batch_size), source.num_steps)
+    steps = min(
+        _num_batches(num_rows, num_steps, config.policy.train_global_batch_size), source.num_steps
+    )
     rows = source.loader()
     taken = whole_batches(_take(rows, max(steps, 1), progress))
     return np.array([len(row.input_ids) for row in taken], dtype=np.int64), path
@@ -56,12 +72,19 @@ def whole_batches(batches: Sequence[Sequence[Value]]) -> list[Value]:
     return [row for batch in batches if len(batch) == size for row in batch]
 
 
-def file_config(path: str, tokenizer: str, batch_size: int, seed: int, *, shuffle: bool) -> SftRunConfig:
+def file_config(
+    path: str, tokenizer: str, batch_size: int, seed: int, *, shuffle: bool
+) -> SftRunConfig:
     """A config that only says which rows and which tokenizer."""
     policy = PolicyConfig(
-        model_name=tokenizer, tokenizer_name=tokenizer, train_global_batch_size=batch_size, max_total_sequence_length=2**40
+        model_name=tokenizer,
+        tokenizer_name=tokenizer,
+        train_global_batch_size=batch_size,
+        max_total_sequence_length=2**40,
     )
-    return SftRunConfig(run_name="plan", seed=seed, policy=policy, data=DataConfig(train_path=path, shuffle=shuffle))
+    return SftRunConfig(
+        run_name="plan", seed=seed, policy=policy, data=DataConfig(train_path=path, shuffle=shuffle)
+    )
 
 
 def _num_batches(num_rows: int | None, num_steps: int, batch_size: int) -> int:

@@ -35,42 +35,126 @@ NUM_STEPS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `nemo-like plan`. A flag that is given wins over the config of --config and --metrics."""
-    source = parser.add_argument_group("where the lengths come from, one of").add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", type=Path, metavar="FILE", help="integers, a CSV with --column or a JSONL with --field")
-    source.add_argument("--data", type=Path, metavar="FILE", help="rows of text, as SFT takes them; with --tokenizer")
-    source.add_argument("--config", type=Path, metavar="FILE", help="a run's YAML: its data, tokenizer, model and cluster")
-    source.add_argument("--metrics", type=Path, metavar="FILE", help="metrics.jsonl of a past run, whose lengths are used")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys to set, with --config")
-    rows = parser.add_argument_group("rows")
-    rows.add_argument("--column", metavar="NAME[,NAME]", help="columns of a CSV; several are added up")
-    rows.add_argument("--field", metavar="NAME", help="field of a JSONL: a number, or a list whose items count")
-    rows.add_argument("--tokenizer", metavar="DIR", help="directory of the tokenizer for the rows of text")
-    rows.add_argument(
-        "--limit", type=_positive, metavar="N", help=f"rows to plan; default {MOST_ROWS:,}, of text {NUM_STEPS} steps"
+    source = parser.add_argument_group(
+        "where the lengths come from, one of"
+    ).add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="integers, a CSV with --column or a JSONL with --field",
     )
-    rows.add_argument("--in-order", action="store_true", help="batches of consecutive rows instead of shuffled ones")
+    source.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="rows of text, as SFT takes them; with --tokenizer",
+    )
+    source.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a run's YAML: its data, tokenizer, model and cluster",
+    )
+    source.add_argument(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="metrics.jsonl of a past run, whose lengths are used",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys to set, with --config"
+    )
+    rows = parser.add_argument_group("rows")
+    rows.add_argument(
+        "--column", metavar="NAME[,NAME]", help="columns of a CSV; several are added up"
+    )
+    rows.add_argument(
+        "--field", metavar="NAME", help="field of a JSONL: a number, or a list whose items count"
+    )
+    rows.add_argument(
+        "--tokenizer", metavar="DIR", help="directory of the tokenizer for the rows of text"
+    )
+    rows.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="N",
+        help=f"rows to plan; default {MOST_ROWS:,}, of text {NUM_STEPS} steps",
+    )
+    rows.add_argument(
+        "--in-order",
+        action="store_true",
+        help="batches of consecutive rows instead of shuffled ones",
+    )
     rows.add_argument("--seed", type=int, metavar="N", help="of the shuffle; default 0")
     model = parser.add_argument_group("model and cluster")
-    model.add_argument("--model", metavar="DIR|SIZE", help="directory with config.json, or a size such as 7b")
+    model.add_argument(
+        "--model", metavar="DIR|SIZE", help="directory with config.json, or a size such as 7b"
+    )
     for axis, text in (("dp", "data"), ("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        model.add_argument(f"--{axis}", type=_positive, metavar="N", help=f"{text}-parallel ranks; default 1")
-    model.add_argument("--sequence-parallel", action="store_true", default=None, help="share norms and residuals over tp")
-    model.add_argument("--engine", choices=("dtensor", "megatron"), help="default dtensor, with --pp megatron")
-    model.add_argument("--precision", choices=("bfloat16", "float32"), help="compute type; default bfloat16")
-    model.add_argument("--activation-checkpointing", action="store_true", default=None, help="recompute layers in the backward")
-    model.add_argument("--memory-gb", type=_size, metavar="N", help="memory of one GPU (GiB): recommends a token budget")
+        model.add_argument(
+            f"--{axis}", type=_positive, metavar="N", help=f"{text}-parallel ranks; default 1"
+        )
+    model.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        default=None,
+        help="share norms and residuals over tp",
+    )
+    model.add_argument(
+        "--engine", choices=("dtensor", "megatron"), help="default dtensor, with --pp megatron"
+    )
+    model.add_argument(
+        "--precision", choices=("bfloat16", "float32"), help="compute type; default bfloat16"
+    )
+    model.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        default=None,
+        help="recompute layers in the backward",
+    )
+    model.add_argument(
+        "--memory-gb",
+        type=_size,
+        metavar="N",
+        help="memory of one GPU (GiB): recommends a token budget",
+    )
     batch = parser.add_argument_group("batches")
-    batch.add_argument("--batch-size", type=_positive, metavar="N", help="rows per optimizer step; default 512")
-    batch.add_argument("--max-tokens", type=_positive, metavar="N", help="token budget of a microbatch; default: what fits")
-    batch.add_argument("--micro-batch-size", type=_positive, metavar="N", help="rows of a plainly padded microbatch")
-    batch.add_argument("--balance", choices=("flops", "tokens"), help="what ranks are balanced by; default flops")
-    batch.add_argument("--sync", choices=("microbatch", "step"), help="where ranks wait; default: as the engine does")
     batch.add_argument(
-        "--oversize", choices=("error", "truncate", "drop", "singleton"), help="rows above the budget; default error"
+        "--batch-size", type=_positive, metavar="N", help="rows per optimizer step; default 512"
+    )
+    batch.add_argument(
+        "--max-tokens",
+        type=_positive,
+        metavar="N",
+        help="token budget of a microbatch; default: what fits",
+    )
+    batch.add_argument(
+        "--micro-batch-size",
+        type=_positive,
+        metavar="N",
+        help="rows of a plainly padded microbatch",
+    )
+    batch.add_argument(
+        "--balance", choices=("flops", "tokens"), help="what ranks are balanced by; default flops"
+    )
+    batch.add_argument(
+        "--sync",
+        choices=("microbatch", "step"),
+        help="where ranks wait; default: as the engine does",
+    )
+    batch.add_argument(
+        "--oversize",
+        choices=("error", "truncate", "drop", "singleton"),
+        help="rows above the budget; default error",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON to FILE, or instead of the table")
-    output.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page with pictures")
+    output.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="JSON to FILE, or instead of the table"
+    )
+    output.add_argument(
+        "--html", type=Path, metavar="FILE", help="one self-contained page with pictures"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -117,7 +201,9 @@ def _request(arguments: argparse.Namespace) -> PlanRequest:
     }
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.balance is not None:
-        given["chosen"] = None  # the schedule by this balance is what is looked at, not the config's own way
+        given["chosen"] = (
+            None  # the schedule by this balance is what is looked at, not the config's own way
+        )
     return replace(request, placement=_placement(arguments, request.placement), **given)
 
 
@@ -132,11 +218,19 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         ("KEY=VALUE", arguments.overrides, ("config",)),
     ):
         if value and not any(getattr(arguments, name) is not None for name in needs):
-            raise ConfigError(f"{flag} is for {' and '.join(f'--{name}' for name in needs)}; leave it out")
+            raise ConfigError(
+                f"{flag} is for {' and '.join(f'--{name}' for name in needs)}; leave it out"
+            )
     if arguments.column and arguments.field:
         raise ConfigError("--column is for CSV and --field for JSONL; give one of them")
-    if arguments.memory_gb is not None and arguments.model is None and (arguments.lengths or arguments.data) is not None:
-        raise ConfigError("--memory-gb needs --model: what fits depends on the model, e.g. --model 7b")
+    if (
+        arguments.memory_gb is not None
+        and arguments.model is None
+        and (arguments.lengths or arguments.data) is not None
+    ):
+        raise ConfigError(
+            "--memory-gb needs --model: what fits depends on the model, e.g. --model 7b"
+        )
     if arguments.data is not None and arguments.tokenizer is None:
         raise ConfigError("--data needs --tokenizer DIR: lengths are counted in its tokens")
 
@@ -146,7 +240,12 @@ def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.prediction.plan_report import PlanRequest
 
     columns = [name.strip() for name in (arguments.column or "").split(",") if name.strip()]
-    rows = read_lengths(arguments.lengths, columns=columns, field=arguments.field, limit=arguments.limit or MOST_ROWS)
+    rows = read_lengths(
+        arguments.lengths,
+        columns=columns,
+        field=arguments.field,
+        limit=arguments.limit or MOST_ROWS,
+    )
     return PlanRequest(rows=replace(rows, is_ordered=arguments.in_order), shape=_shape(arguments))
 
 
@@ -160,11 +259,17 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
     if arguments.owns_process:
         import_transformers_without_torch()
     batch_size, seed = arguments.batch_size or PlanRequest.batch_size, arguments.seed or 0
-    config = file_config(str(arguments.data), arguments.tokenizer, batch_size, seed, shuffle=not arguments.in_order)
+    config = file_config(
+        str(arguments.data), arguments.tokenizer, batch_size, seed, shuffle=not arguments.in_order
+    )
     try:
         lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
-        text = str(error).replace("policy.tokenizer_name", "--tokenizer").replace("data.train_path", "--data")
+        text = (
+            str(error)
+            .replace("policy.tokenizer_name", "--tokenizer")
+            .replace("data.train_path", "--data")
+        )
         raise ConfigError(text) from error
     return PlanRequest(rows=RowLengths(lengths, source, is_ordered=True), shape=_shape(arguments))
 
@@ -178,13 +283,17 @@ def _from_config(arguments: argparse.Namespace) -> PlanRequest:
 
     if arguments.owns_process:
         import_transformers_without_torch()
-    config = load_config(detect_kind(arguments.config, arguments.overrides), arguments.config, arguments.overrides)
+    config = load_config(
+        detect_kind(arguments.config, arguments.overrides), arguments.config, arguments.overrides
+    )
     if arguments.tokenizer is not None:
         config = replace(config, policy=replace(config.policy, tokenizer_name=arguments.tokenizer))
     try:
         lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
-        hint = "; or name one for this plan with --tokenizer" if "no tokenizer" in str(error) else ""
+        hint = (
+            "; or name one for this plan with --tokenizer" if "no tokenizer" in str(error) else ""
+        )
         raise ConfigError(f"{error}{hint}") from error
     return _configured(config, RowLengths(lengths, source, is_ordered=True), arguments)
 
@@ -232,7 +341,9 @@ def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespa
         max_tokens=spec.max_tokens or longest_rows,
         balance="tokens" if spec.balance == "tokens" else "flops",
         oversize=spec.oversize,
-        budget_name=spec.budget_key if spec.max_tokens else "policy.train_micro_batch_size x policy.max_total_sequence_length",
+        budget_name=spec.budget_key
+        if spec.max_tokens
+        else "policy.train_micro_batch_size x policy.max_total_sequence_length",
         oversize_name="policy.oversize_rows",
         sequence_length_round=spec.sequence_length_round,
         micro_batch_size=spec.max_rows,
@@ -255,7 +366,8 @@ def placement_of(config: RunConfig) -> Placement:
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
         chunk_size=policy.logprob_chunk_size,
-        has_reference=isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty > 0,
+        has_reference=isinstance(config, GrpoRunConfig)
+        and config.loss_fn.reference_policy_kl_penalty > 0,
         device_gib=Placement.device_gib if config.cluster.gpus_per_node else CPU_GIB,
     )
 
@@ -263,7 +375,9 @@ def placement_of(config: RunConfig) -> Placement:
 def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
     """`base` with the flags that are given."""
     degrees = {axis: getattr(arguments, axis) for axis in ("dp", "tp", "cp", "pp")}
-    topology = replace(base.topology, **{axis: degree for axis, degree in degrees.items() if degree is not None})
+    topology = replace(
+        base.topology, **{axis: degree for axis, degree in degrees.items() if degree is not None}
+    )
     given = {
         "sequence_parallel": arguments.sequence_parallel,
         "engine": arguments.engine or ("megatron" if (arguments.pp or 1) > 1 else None),
@@ -271,7 +385,11 @@ def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
         "activation_checkpointing": arguments.activation_checkpointing,
         "device_gib": arguments.memory_gb,
     }
-    return replace(base, topology=topology, **{name: value for name, value in given.items() if value is not None})
+    return replace(
+        base,
+        topology=topology,
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _shape(arguments: argparse.Namespace, model_name: str | None = None) -> ModelShape | None:

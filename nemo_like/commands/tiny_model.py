@@ -18,15 +18,21 @@ _VOCABULARY = 251
 _WINDOW = 8
 
 
-def save_tiny_copy(model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0) -> PreTrainedModel:
+def save_tiny_copy(
+    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
+) -> PreTrainedModel:
     """Write a random model of the same architecture (heads shared as far, biases, norms, ties, positions, windows) that
     divides by `parallel`, and return it in float32 with eager attention."""
     torch.manual_seed(seed)
     config = tiny_config(model_config, parallel)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases start at constants; what is done to them should show
+            if (
+                parameter.ndim == 1
+            ):  # norms and biases start at constants; what is done to them should show
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model
@@ -35,7 +41,10 @@ def save_tiny_copy(model_config: PretrainedConfig, parallel: ParallelConfig, dir
 def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
     """`model_config` with few and narrow layers; everything that is not a size stays."""
     config: Any = copy.deepcopy(model_config)
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, kv_heads = (
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    )
     group = min(heads // kv_heads, _MAX_GROUP)
     num_kv_heads = 2 * parallel.tensor
     layers = max(2, parallel.pipeline)
@@ -82,4 +91,6 @@ def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
 def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
     """As many of the given kinds as there are layers for, the ones that occur first and last among them."""
     kinds = list(dict.fromkeys(layer_types))
-    return [kinds[min(layer * len(kinds) // num_layers, len(kinds) - 1)] for layer in range(num_layers)]
+    return [
+        kinds[min(layer * len(kinds) // num_layers, len(kinds) - 1)] for layer in range(num_layers)
+    ]

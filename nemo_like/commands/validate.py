@@ -90,11 +90,15 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
 def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findings) -> None:
     text = model.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    sizes = f"vocabulary of {text.vocab_size:,}" + (f", positions up to {positions:,}" if positions else "")
+    sizes = f"vocabulary of {text.vocab_size:,}" + (
+        f", positions up to {positions:,}" if positions else ""
+    )
     findings.say("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
     limit = config.policy.max_total_sequence_length
     if positions and limit > positions:
-        findings.warnings.append(f"policy.max_total_sequence_length {limit} is above the {positions} positions of the model")
+        findings.warnings.append(
+            f"policy.max_total_sequence_length {limit} is above the {positions} positions of the model"
+        )
 
 
 def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> None:
@@ -104,7 +108,9 @@ def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> No
         return
     asked, last = question(rows[0]), conversation(rows[0])[-1]
     completion = last.get("content") or "" if last["role"] == "assistant" else ""
-    sample = RewardSample(prompt=asked.text, completion=completion, answer=asked.answer, row=asked.row)
+    sample = RewardSample(
+        prompt=asked.text, completion=completion, answer=asked.answer, row=asked.row
+    )
     for name, function in functions.items():
         path = config.reward.functions[name].path
         try:
@@ -114,7 +120,9 @@ def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> No
                 f"reward.functions.{name}.path {path} {error} on this sample:\n{sample}"
             )
         else:
-            findings.say("rewards", f"{name} ({path}): {value:g} for the answer of {rows.places[0]} itself")
+            findings.say(
+                "rewards", f"{name} ({path}): {value:g} for the answer of {rows.places[0]} itself"
+            )
 
 
 def _look_at_rows(
@@ -135,12 +143,18 @@ def _look_at_rows(
         source = SftSource(config, encoder, train, validation)
         num_steps = findings.attempt(lambda: source.num_steps)
         if num_steps is not None:
-            epoch = describe_epoch(config, len(train), config.policy.train_global_batch_size, "rows")
+            epoch = describe_epoch(
+                config, len(train), config.policy.train_global_batch_size, "rows"
+            )
             findings.say("data", f"{num_steps:,} {'step' if num_steps == 1 else 'steps'}; {epoch}")
             findings.warnings += step_warnings(config, num_steps)
         _look_at_conversations(config, encoder, train, model, findings)
         if validation is not None:
-            held_out = _encode_some(validation, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings)
+            held_out = _encode_some(
+                validation,
+                lambda row: encoder.encode_sft(conversation(row), row_tools(row)),
+                findings,
+            )
             lengths_of = {index: len(row.input_ids) for index, row in held_out.items()}
             _check_lengths(config, validation, lengths_of, findings)
         if len(findings.problems) == num_problems:
@@ -148,36 +162,61 @@ def _look_at_rows(
             lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
             _preview(config, "the first step", lengths, cost, findings)
     elif isinstance(config, GrpoRunConfig):
-        epoch = findings.attempt(lambda: describe_epoch(config, len(train), config.grpo.num_prompts_per_step, "prompts"))
+        epoch = findings.attempt(
+            lambda: describe_epoch(config, len(train), config.grpo.num_prompts_per_step, "prompts")
+        )
         if epoch is not None:
             findings.say("data", epoch)
         prompts = _encode_some(train, lambda row: _encode_question(encoder, row), findings)
         _check_prompts(config, train, {index: len(ids) for index, ids in prompts.items()}, findings)
         _check_vocabulary(model, prompts.values(), findings)
         if validation is not None:
-            held_out = _encode_some(validation, lambda row: _encode_question(encoder, row), findings)
-            _check_prompts(config, validation, {index: len(ids) for index, ids in held_out.items()}, findings)
+            held_out = _encode_some(
+                validation, lambda row: _encode_question(encoder, row), findings
+            )
+            _check_prompts(
+                config, validation, {index: len(ids) for index, ids in held_out.items()}, findings
+            )
         if len(findings.problems) == num_problems:
-            asked = findings.attempt(lambda: next(PromptSource(config, encoder, train, validation).loader())) or []
-            findings.samples += [_prompt_sample(config, encoder, prompt) for prompt in asked[:NUM_SAMPLES]]
+            asked = (
+                findings.attempt(
+                    lambda: next(PromptSource(config, encoder, train, validation).loader())
+                )
+                or []
+            )
+            findings.samples += [
+                _prompt_sample(config, encoder, prompt) for prompt in asked[:NUM_SAMPLES]
+            ]
             for name, lengths in _rollout_lengths(config, asked):
                 _preview(config, f"a step with {name}", lengths, cost, findings)
 
 
 def _look_at_conversations(
-    config: RunConfig, encoder: ChatEncoder, train: Rows, model: PretrainedConfig | None, findings: Findings
+    config: RunConfig,
+    encoder: ChatEncoder,
+    train: Rows,
+    model: PretrainedConfig | None,
+    findings: Findings,
 ) -> None:
-    rows = _encode_some(train, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings)
-    _check_lengths(config, train, {index: len(row.input_ids) for index, row in rows.items()}, findings)
+    rows = _encode_some(
+        train, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), findings
+    )
+    _check_lengths(
+        config, train, {index: len(row.input_ids) for index, row in rows.items()}, findings
+    )
     _check_vocabulary(model, [row.input_ids for row in rows.values()], findings)
     untrained = [train.places[index] for index, row in rows.items() if not row.token_mask.any()]
     if untrained:
-        findings.warnings.append(f"{len(untrained)} of the rows looked at train no token, e.g. {untrained[0]}")
+        findings.warnings.append(
+            f"{len(untrained)} of the rows looked at train no token, e.g. {untrained[0]}"
+        )
     first = [rows[index] for index in sorted(rows)[:NUM_SAMPLES]]
     findings.samples += [Sample(encoder.segments(row)) for row in first]
 
 
-def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings) -> dict[int, Value]:
+def _encode_some(
+    rows: Rows, encode: Callable[[Row], Value], findings: Findings
+) -> dict[int, Value]:
     """The longest rows by their text, the first ones and a random few, encoded, by index; one problem for what fails."""
     sizes = [len(str(row)) for row in rows]
     longest = sorted(range(len(rows)), key=lambda index: -sizes[index])[:_NUM_LONGEST]
@@ -193,7 +232,11 @@ def _encode_some(rows: Rows, encode: Callable[[Row], Value], findings: Findings)
                 failures.append(f"{rows.places[index]}: {row_error_text(error)}")
             phase.advance()
     if failures:
-        more = f" (and {len(failures) - 1} more of the {len(encoded) + len(failures)} rows looked at)" if failures[1:] else ""
+        more = (
+            f" (and {len(failures) - 1} more of the {len(encoded) + len(failures)} rows looked at)"
+            if failures[1:]
+            else ""
+        )
         findings.problems.append(failures[0] + more)
     return encoded
 
@@ -205,11 +248,17 @@ def _encode_question(encoder: ChatEncoder, row: Row) -> np.ndarray:
 
 def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
     longest = max(lengths, key=lambda index: lengths[index])
-    which = f"all {len(rows):,}" if len(lengths) == len(rows) else f"the {len(lengths):,} looked at of {len(rows):,}"
+    which = (
+        f"all {len(rows):,}"
+        if len(lengths) == len(rows)
+        else f"the {len(lengths):,} looked at of {len(rows):,}"
+    )
     return f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.places[longest]})"
 
 
-def _check_lengths(config: RunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings) -> None:
+def _check_lengths(
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings
+) -> None:
     """SFT rows against `max_total_sequence_length` and the token budget."""
     if not lengths:
         return
@@ -223,16 +272,26 @@ def _check_lengths(config: RunConfig, rows: Rows, lengths: Mapping[int, int], fi
             f"{len(above)} of the {len(lengths):,} rows looked at are above policy.max_total_sequence_length {limit}, the"
             f" longest with {longest} tokens ({place})"
         )
-        outcomes = {"truncate": "their ends are cut off", "drop": "they are left out", "singleton": "they stay whole"}
+        outcomes = {
+            "truncate": "their ends are cut off",
+            "drop": "they are left out",
+            "singleton": "they stay whole",
+        }
         if policy == "error":
             way_out = f"raise it to {longest}, or set policy.oversize_rows to truncate (cut the end), drop or singleton"
             findings.problems.append(f"{text}; {way_out}")
         else:
-            findings.warnings.append(f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}")
-    _check_budget(config, min(longest, limit) if policy in ("truncate", "drop") else longest, findings)
+            findings.warnings.append(
+                f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
+            )
+    _check_budget(
+        config, min(longest, limit) if policy in ("truncate", "drop") else longest, findings
+    )
 
 
-def _check_prompts(config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings) -> None:
+def _check_prompts(
+    config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], findings: Findings
+) -> None:
     """Prompts against the room a completion needs."""
     if not lengths:
         return
@@ -246,12 +305,16 @@ def _check_prompts(config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int]
             f" policy.max_total_sequence_length {limit}, the longest with {longest} tokens"
             f" ({rows.places[max(above, key=lambda index: lengths[index])]})"
         )
-        outcome = {"truncate": "their beginnings are cut off", "drop": "they are left out"}.get(config.policy.oversize_rows)
+        outcome = {"truncate": "their beginnings are cut off", "drop": "they are left out"}.get(
+            config.policy.oversize_rows
+        )
         if outcome is None:
             way_out = "or set policy.oversize_rows to truncate (cut the beginning) or drop (leave the rows out)"
             findings.problems.append(f"{text}; raise it above {longest}, {way_out}")
         else:
-            findings.warnings.append(f"{text}; policy.oversize_rows is {config.policy.oversize_rows}, so {outcome}")
+            findings.warnings.append(
+                f"{text}; policy.oversize_rows is {config.policy.oversize_rows}, so {outcome}"
+            )
         return
     if longest + wanted > limit:
         short = sum(length + wanted > limit for length in lengths.values())
@@ -268,10 +331,16 @@ def _check_budget(config: RunConfig, longest: int, findings: Findings) -> None:
     if mode is None:
         return
     name, section = mode
-    for key, budget in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+    for key, budget in (
+        ("train_mb_tokens", section.train_mb_tokens),
+        ("logprob_mb_tokens", section.logprob_mb_tokens),
+    ):
         needed = -(-longest // section.sequence_length_round) * section.sequence_length_round
         if needed <= budget:
-            findings.say("lengths", f"{name}.{key} {budget:,} holds {budget // needed} of the longest row ({needed:,} tokens)")
+            findings.say(
+                "lengths",
+                f"{name}.{key} {budget:,} holds {budget // needed} of the longest row ({needed:,} tokens)",
+            )
         elif config.policy.oversize_rows != "error":
             findings.warnings.append(
                 f"the longest row takes {needed} tokens, more than {name}.{key} {budget}; policy.oversize_rows is"
@@ -279,7 +348,9 @@ def _check_budget(config: RunConfig, longest: int, findings: Findings) -> None:
             )
 
 
-def _check_vocabulary(model: PretrainedConfig | None, rows: Iterable[np.ndarray], findings: Findings) -> None:
+def _check_vocabulary(
+    model: PretrainedConfig | None, rows: Iterable[np.ndarray], findings: Findings
+) -> None:
     """Every token must be in the model's vocabulary."""
     if model is None:
         return
@@ -292,16 +363,25 @@ def _check_vocabulary(model: PretrainedConfig | None, rows: Iterable[np.ndarray]
         )
 
 
-def _rollout_lengths(config: GrpoRunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, np.ndarray]]:
+def _rollout_lengths(
+    config: GrpoRunConfig, prompts: Sequence[Prompt]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Row lengths of one step, int64 [P x G], under two guesses about completions nobody has sampled yet."""
     limit, wanted = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
-    before = np.repeat([len(prompt.token_ids) for prompt in prompts], config.grpo.num_generations_per_prompt)
+    before = np.repeat(
+        [len(prompt.token_ids) for prompt in prompts], config.grpo.num_generations_per_prompt
+    )
     room = np.minimum(limit - before, wanted)
-    yield "completions of any length", before + np.random.default_rng(config.seed % 2**64).integers(1, room + 1)
+    yield (
+        "completions of any length",
+        before + np.random.default_rng(config.seed % 2**64).integers(1, room + 1),
+    )
     yield "completions of the greatest length", before + room
 
 
-def _preview(config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel, findings: Findings) -> None:
+def _preview(
+    config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel, findings: Findings
+) -> None:
     """One line about the plan of a step, and what it would be without packing or dynamic batching."""
     if len(lengths) == 0:
         return

@@ -31,7 +31,9 @@ def _resolver(name: str, operation: Callable[[Any, Any], Number]) -> Callable[..
         for argument in arguments:
             is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
             if not is_number or not abs(argument) < 10**_MAX_DIGITS:
-                raise ValueError(f"{shown} takes two finite numbers, and {str(argument)[:_MAX_DIGITS]!r} is none")
+                raise ValueError(
+                    f"{shown} takes two finite numbers, and {str(argument)[:_MAX_DIGITS]!r} is none"
+                )
         if name == "div" and arguments[1] == 0:
             raise ValueError(f"{shown} divides by zero")
         result = operation(*arguments)

@@ -15,7 +15,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from nemo_like.config.compose import MISSING
 from nemo_like.config.errors import Problem
-from nemo_like.config.keys import child_types, field_types, is_open_section, is_section, without_none
+from nemo_like.config.keys import (
+    child_types,
+    field_types,
+    is_open_section,
+    is_section,
+    without_none,
+)
 from nemo_like.config.text import shortened, shown_value
 from nemo_like.config.yaml_locations import Sources
 
@@ -33,7 +39,9 @@ class _Rejected(Exception):
     """A value does not fit; the text says what would."""
 
 
-def build_config(section: type[Config], values: Mapping[str, Any], sources: Sources) -> tuple[Config | None, list[Problem]]:
+def build_config(
+    section: type[Config], values: Mapping[str, Any], sources: Sources
+) -> tuple[Config | None, list[Problem]]:
     """The dataclass, or None and everything that is wrong with `values`: missing keys, wrong types, illegal choices."""
     builder = _Builder(sources)
     config = builder.section(section, values, "")
@@ -42,7 +50,9 @@ def build_config(section: type[Config], values: Mapping[str, Any], sources: Sour
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as the plain nested values a YAML file would hold, which load again to an equal config."""
-    return {field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {
+        field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)
+    }
 
 
 class _Builder:
@@ -54,7 +64,9 @@ class _Builder:
         """An instance of the dataclass `section`; None after a problem, which is then in `problems`."""
         if not isinstance(values, Mapping):
             keys = ", ".join(list(field_types(section))[:4])
-            return self._reject(path, f"{path} is {_shown(values)}; it is a section with keys ({keys}, ...)")
+            return self._reject(
+                path, f"{path} is {_shown(values)}; it is a section with keys ({keys}, ...)"
+            )
         before = len(self.problems)
         built = {}
         for field in dataclasses.fields(section):
@@ -64,8 +76,14 @@ class _Builder:
                 built[field.name] = self.value(annotation, values[field.name], key)
             elif is_section(annotation):
                 built[field.name] = self.section(annotation, {}, key)
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                self._reject(key, f"{key} is not set and has no default; set it in the YAML or with {key}=VALUE")
+            elif (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            ):
+                self._reject(
+                    key,
+                    f"{key} is not set and has no default; set it in the YAML or with {key}=VALUE",
+                )
         return section(**built) if len(self.problems) == before else None
 
     def value(self, annotation: Any, value: Any, path: str) -> Any:
@@ -87,17 +105,25 @@ class _Builder:
 
     def _open_section(self, annotation: Any, value: Any, path: str) -> dict[str, Any] | None:
         if not isinstance(value, Mapping):
-            return self._reject(path, f"{path} is {_shown(value)}; it must be a mapping from names to sections")
+            return self._reject(
+                path, f"{path} is {_shown(value)}; it must be a mapping from names to sections"
+            )
         for name in value:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 rule = "names start with a letter and go on with letters, digits, '_' and '-'"
                 self._reject(path, f"{path} has the name {shown_value(name)}; {rule}")
-        return {name: self.value(annotation, inner, f"{path}.{name}") for name, inner in value.items()}
+        return {
+            name: self.value(annotation, inner, f"{path}.{name}") for name, inner in value.items()
+        }
 
     def _tuple(self, annotation: Any, value: Any, path: str) -> tuple[Any, ...] | None:
         if not isinstance(value, list | tuple):
-            return self._reject(path, f"{path} is {_shown(value)}; it must be a list, e.g. [{_shown(value)}]")
-        return tuple(self.value(annotation, item, f"{path}[{index}]") for index, item in enumerate(value))
+            return self._reject(
+                path, f"{path} is {_shown(value)}; it must be a list, e.g. [{_shown(value)}]"
+            )
+        return tuple(
+            self.value(annotation, item, f"{path}[{index}]") for index, item in enumerate(value)
+        )
 
     def _reject(self, path: str, text: str) -> None:
         self.problems.append(Problem((path,), text, self._sources.locate(path)))
@@ -152,9 +178,15 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
     if isinstance(value, str) and value in choices:
         return value
     value = shortened(str(value)) if isinstance(value, str | int | float) else ""
-    abbreviated = [choice for choice in choices if str(value).lower() == "".join(word[0] for word in choice.split("_"))]
+    abbreviated = [
+        choice
+        for choice in choices
+        if str(value).lower() == "".join(word[0] for word in choice.split("_"))
+    ]
     nearest = abbreviated or difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    raise _Rejected(f"one of {', '.join(choices)}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
+    raise _Rejected(
+        f"one of {', '.join(choices)}" + (f" (did you mean {nearest[0]}?)" if nearest else "")
+    )
 
 
 def _shown(value: Any) -> str:

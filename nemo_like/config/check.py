@@ -56,7 +56,11 @@ def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
     policy = config.policy
     if policy.sequence_packing.enabled:
         return "policy.sequence_packing", policy.sequence_packing
-    return ("policy.dynamic_batching", policy.dynamic_batching) if policy.dynamic_batching.enabled else None
+    return (
+        ("policy.dynamic_batching", policy.dynamic_batching)
+        if policy.dynamic_batching.enabled
+        else None
+    )
 
 
 def derivation(config: RunConfig) -> str:
@@ -64,23 +68,35 @@ def derivation(config: RunConfig) -> str:
 
     Example line: `8 prompts x 4 generations = 32 rows per step`.
     """
-    batch, workers, replicas = config.policy.train_global_batch_size, num_policy_workers(config.cluster), num_replicas(config)
+    batch, workers, replicas = (
+        config.policy.train_global_batch_size,
+        num_policy_workers(config.cluster),
+        num_replicas(config),
+    )
     lines = []
     if isinstance(config, GrpoRunConfig):
         prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
         rows, steps = prompts * group, config.grpo.max_num_steps
         updates = rows // batch
         lines.append(f"{prompts} prompts x {group} generations = {rows} rows per step")
-        lines.append(f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {_plural(updates, 'step')}")
+        lines.append(
+            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {_plural(updates, 'step')}"
+        )
         lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
     else:
         lines.append(f"{batch} rows per step = 1 optimizer step")
     if replicas == workers:
-        lines.append(f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each")
+        lines.append(
+            f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each"
+        )
     else:
         size = replica_size(config.parallel)
-        lines.append(f"{workers} workers / {size} that share a copy = {replicas} {_plural(replicas, 'copy', 'copies')}")
-        lines.append(f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} = {_number(batch / replicas)} rows each")
+        lines.append(
+            f"{workers} workers / {size} that share a copy = {replicas} {_plural(replicas, 'copy', 'copies')}"
+        )
+        lines.append(
+            f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} = {_number(batch / replicas)} rows each"
+        )
     lines += _microbatch_lines(config, math.ceil(batch / replicas))
     return "\n".join(lines)
 
@@ -99,7 +115,9 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
             name, section = mode
             verb = "packed" if name.endswith("packing") else "padded together"
             budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
-            at_once = budget // _round_up(policy.max_total_sequence_length, section.sequence_length_round)
+            at_once = budget // _round_up(
+                policy.max_total_sequence_length, section.sequence_length_round
+            )
             fit = f"{at_once}" if at_once else "less than one"
             yield (
                 f"{purpose}: {verb} in microbatches of at most {budget} tokens, which hold {fit} of the longest rows"
@@ -137,7 +155,12 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
 def _cluster(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.backend == "local":
-        for key, limit in (("num_nodes", 1), ("gpus_per_node", 1), ("workers_per_node", 1), ("generation_workers", 0)):
+        for key, limit in (
+            ("num_nodes", 1),
+            ("gpus_per_node", 1),
+            ("workers_per_node", 1),
+            ("generation_workers", 0),
+        ):
             value = getattr(cluster, key)
             if value > limit:
                 yield Problem(
@@ -161,7 +184,10 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
     path = config.data.validation_path
     if isinstance(config, SftRunConfig) and config.sft.val_generate:
         if path is None:
-            yield Problem(("sft.val_generate",), "sft.val_generate is true, but data.validation_path is not set")
+            yield Problem(
+                ("sft.val_generate",),
+                "sft.val_generate is true, but data.validation_path is not set",
+            )
         if not config.reward.functions:
             yield Problem(
                 ("sft.val_generate",),
@@ -171,7 +197,9 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
     period = select(config, f"{name}.val_period")
     if isinstance(period, int) and period > 0 and path is None:
         key = f"{name}.val_period"
-        yield Problem((key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0")
+        yield Problem(
+            (key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0"
+        )
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:
@@ -217,10 +245,17 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
     unit = num_replicas(config) if batching_section(config) is None else 1
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     legal = [size for size in divisors if size % unit == 0] or divisors
-    sizes = [*[size for size in legal if size < batch][-1:], *[size for size in legal if size > batch][:1]]
+    sizes = [
+        *[size for size in legal if size < batch][-1:],
+        *[size for size in legal if size > batch][:1],
+    ]
     step = batch // math.gcd(batch, group)
     yield Problem(
-        ("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+        (
+            "policy.train_global_batch_size",
+            "grpo.num_prompts_per_step",
+            "grpo.num_generations_per_prompt",
+        ),
         f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} / policy.train_global_batch_size"
         f" {batch} = {_number(rows / batch)} optimizer steps, not a whole number: set policy.train_global_batch_size to"
         f" {_either(sizes)}, or grpo.num_prompts_per_step to {_either(_nearest_multiples(prompts, step))}",
@@ -235,10 +270,15 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
     name, section = mode
     unit = math.lcm(section.sequence_length_round, length_multiple(config.parallel))
     shown = _unit_shown(name, section.sequence_length_round, config)
-    for key, budget in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
+    for key, budget in (
+        ("train_mb_tokens", section.train_mb_tokens),
+        ("logprob_mb_tokens", section.logprob_mb_tokens),
+    ):
         needed = _round_up(longest, unit)
         if budget < unit:
-            yield Problem((f"{name}.{key}",), f"{name}.{key} is {budget}, below {shown}: no row would fit")
+            yield Problem(
+                (f"{name}.{key}",), f"{name}.{key} is {budget}, below {shown}: no row would fit"
+            )
         elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
             rounded = f", {needed} when rounded up to {shown}" if needed != longest else ""
             yield Problem(
@@ -252,7 +292,9 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
 def _unit_shown(name: str, rounding: int, config: RunConfig) -> str:
     """Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`."""
     needed = length_multiple(config.parallel)
-    return f"{name}.sequence_length_round {rounding}" + (f" and the {needed} that parallel needs" if needed > 1 else "")
+    return f"{name}.sequence_length_round {rounding}" + (
+        f" and the {needed} that parallel needs" if needed > 1 else ""
+    )
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
@@ -288,7 +330,8 @@ def _rewards(config: GrpoRunConfig) -> Iterator[Problem]:
         )
     elif all(function.weight == 0 for function in functions.values()):
         yield Problem(
-            ("reward.functions",), "every weight in reward.functions is 0, so the reward is always 0; give one a weight"
+            ("reward.functions",),
+            "every weight in reward.functions is 0, so the reward is always 0; give one a weight",
         )
 
 

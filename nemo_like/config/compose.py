@@ -35,7 +35,9 @@ from nemo_like.config.yaml_locations import Sources, read_yaml
 _DEFAULTS_NAME = "_nemo_like_schema_defaults"
 _PRIMARY_NAME = "_nemo_like_primary"
 _MERGED_NAME = "_nemo_like_merged"
-_ENTRY = re.compile(r"^(?P<keywords>(?:(?:optional|override)\s+)*)(?P<name>[^@]+)(?P<package>@.*)?$")
+_ENTRY = re.compile(
+    r"^(?P<keywords>(?:(?:optional|override)\s+)*)(?P<name>[^@]+)(?P<package>@.*)?$"
+)
 _ARITHMETIC = re.compile(r"\$\{(add|mul|div):")
 MAX_FILES = 50
 MISSING = "???"
@@ -58,9 +60,13 @@ def schema_defaults(section: type) -> dict[str, Any]:
         if is_section(types[field.name]):
             plain[field.name] = schema_defaults(types[field.name])
         elif field.default is not dataclasses.MISSING:
-            plain[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
+            plain[field.name] = (
+                list(field.default) if isinstance(field.default, tuple) else field.default
+            )
         else:
-            plain[field.name] = MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+            plain[field.name] = (
+                MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+            )
     return plain
 
 
@@ -89,7 +95,9 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
         with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{shown_path(path)}: {shortened(_first_paragraph(error), 500)}") from error
+        raise ConfigError(
+            f"{shown_path(path)}: {shortened(_first_paragraph(error), 500)}"
+        ) from error
 
 
 @contextmanager
@@ -101,7 +109,9 @@ def _hydra_errors(path: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         name = "the config" if path is None else shown_path(path)
-        raise ConfigError(f"{name} cannot be composed: {shortened(_first_paragraph(error), 500)}") from error
+        raise ConfigError(
+            f"{name} cannot be composed: {shortened(_first_paragraph(error), 500)}"
+        ) from error
 
 
 def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
@@ -109,7 +119,9 @@ def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoader)
     with _hydra_errors(path):
-        defaults = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN).defaults
+        defaults = loader.compute_defaults_list(
+            _PRIMARY_NAME, list(overrides), RunMode.RUN
+        ).defaults
     layers = []
     if inherits_by_path(path, read_yaml(path)):
         layers += [Layer(file, "") for file in merge_order(path)]
@@ -137,7 +149,9 @@ def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
 def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
     key = str(error.full_key or "the config")
     place = sources.locate(key)
-    problem = re.sub(r"^(Key|Value)Error raised while resolving interpolation: ", "", _first_paragraph(error)).strip('"')
+    problem = re.sub(
+        r"^(Key|Value)Error raised while resolving interpolation: ", "", _first_paragraph(error)
+    ).strip('"')
     if problem.startswith("Environment variable"):
         way_out = "; set it, or write ${oc.env:NAME,default}"
     else:
@@ -149,11 +163,17 @@ def _first_paragraph(error: Exception) -> str:
     """The message and that of its cause, without Hydra's search paths, links and key dumps."""
     texts = [str(error), str(error.__cause__ or "")]
     paragraphs = [re.split(r"\n\s*\n|\n\s+full_key:", text.strip())[0] for text in texts]
-    lines = [line.strip() for paragraph in dict.fromkeys(filter(None, paragraphs)) for line in paragraph.splitlines()]
+    lines = [
+        line.strip()
+        for paragraph in dict.fromkeys(filter(None, paragraphs))
+        for line in paragraph.splitlines()
+    ]
     return ": ".join(line for line in lines if "https://" not in line) or type(error).__name__
 
 
-def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False) -> list[Path]:
+def _chain(
+    path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False
+) -> list[Path]:
     path = path.resolve()
     if path in trail:
         circle = " -> ".join(shown_path(file) for file in (*trail[trail.index(path) :], path))
@@ -165,7 +185,9 @@ def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bo
             if target is None:
                 continue
             if not target.is_file():
-                raise ConfigError(f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}")
+                raise ConfigError(
+                    f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}"
+                )
             files += _chain(target, config_dir, (*trail, path), by_path=True)
             _check_num_files(files)
         return files
@@ -180,7 +202,9 @@ def _chain(path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bo
 def _check_num_files(files: Sequence[Path]) -> None:
     """Files that each name the next one twice would be read exponentially often."""
     if len(files) > MAX_FILES:
-        raise ConfigError(f"the defaults of {shown_path(files[0])} name more than {MAX_FILES} files")
+        raise ConfigError(
+            f"the defaults of {shown_path(files[0])} name more than {MAX_FILES} files"
+        )
 
 
 def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:
@@ -195,7 +219,9 @@ def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path
             if name == "_self_" or "override" in keywords or "${" in name:
                 continue
             if name.startswith("../") and not package:
-                raise ConfigError(f"{place} defaults entry {name}: for a file outside the folder write {name}@_global_")
+                raise ConfigError(
+                    f"{place} defaults entry {name}: for a file outside the folder write {name}@_global_"
+                )
             folder = config_dir if name.startswith("/") else path.parent
             target = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"
             if target.is_file():
@@ -211,7 +237,11 @@ def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
     elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
         group, options = entry.value[0]
         chosen = options.value if isinstance(options, yaml.SequenceNode) else [options]
-        pairs = [(group.value, f"/{option.value}") for option in chosen if option.value not in ("null", "~", "")]
+        pairs = [
+            (group.value, f"/{option.value}")
+            for option in chosen
+            if option.value not in ("null", "~", "")
+        ]
     else:
         raise ConfigError(f"{place} defaults entry is neither `name` nor `group: name`")
     for text, suffix in pairs:

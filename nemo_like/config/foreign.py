@@ -26,7 +26,12 @@ from nemo_like.config.keys import (
     without_none,
 )
 
-TOOLS: dict[str, dict[str, Entry]] = {"NeMo RL": NEMO_RL, "verl": VERL, "TRL": TRL, "Cosmos-RL": COSMOS_RL}
+TOOLS: dict[str, dict[str, Entry]] = {
+    "NeMo RL": NEMO_RL,
+    "verl": VERL,
+    "TRL": TRL,
+    "Cosmos-RL": COSMOS_RL,
+}
 TABLE: dict[str, Entry] = {path: entry for table in TOOLS.values() for path, entry in table.items()}
 """Dotted key of another tool -> what to do with it."""
 
@@ -65,20 +70,39 @@ class Findings:
         """Whether they are to be grouped: one is known as a key of another tool, and there are three or a section."""
         unknown = [finding for finding in self.found if finding.path not in SAME_KEYS]
         recognized = [finding.path for finding in unknown if finding.is_recognized]
-        return bool(recognized) and (len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized)))
+        return bool(recognized) and (
+            len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized))
+        )
 
     def covers(self, path: str) -> bool:
         """Whether a message about the key `path` is part of the findings already."""
         return any(
-            finding.path == path or path.startswith(f"{finding.path}.") or finding.path.startswith(f"{path}.")
+            finding.path == path
+            or path.startswith(f"{finding.path}.")
+            or finding.path.startswith(f"{path}.")
             for finding in self.found
         )
 
 
 def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
     """The job of a config of verl, TRL or Cosmos-RL, told from keys that only one job has; None if there are none."""
-    grpo = {"actor_rollout_ref", "algorithm", "critic", "rollout", "num_generations", "max_completion_length", "reward_funcs"}
-    sft = {"optim", "packing", "assistant_only_loss", "completion_only_loss", "max_length", "max_seq_length"}
+    grpo = {
+        "actor_rollout_ref",
+        "algorithm",
+        "critic",
+        "rollout",
+        "num_generations",
+        "max_completion_length",
+        "reward_funcs",
+    }
+    sft = {
+        "optim",
+        "packing",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "max_length",
+        "max_seq_length",
+    }
     policy = _value_at(tree, "train.train_policy.type")
     if policy in RUN_CONFIGS:
         return policy
@@ -102,11 +126,17 @@ def unknown_text(kind: Kind, path: str) -> str:
 def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
     """Classify every unknown key of the merged content of a config, in its order."""
     found = [*_section(kind, tree, tree, "")]
-    targets = {target for finding in found for target in finding.targets if finding.group == "renamed"}
-    found = [finding for finding in found if finding.group == "renamed" or finding.path not in targets]
+    targets = {
+        target for finding in found for target in finding.targets if finding.group == "renamed"
+    }
+    found = [
+        finding for finding in found if finding.group == "renamed" or finding.path not in targets
+    ]
     paths = [finding.path for finding in found]
     counts = {
-        name: sum(path in table or any(key.startswith(f"{path}.") for key in table) for path in paths)
+        name: sum(
+            path in table or any(key.startswith(f"{path}.") for key in table) for path in paths
+        )
         for name, table in TOOLS.items()
     }
     tools = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
@@ -115,18 +145,26 @@ def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
 
 def missing_keys(kind: Kind, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
     """Keys that must be set and are not, once the renamed ones are."""
-    targets = {target for finding in found if finding.group == "renamed" for target in finding.targets}
+    targets = {
+        target for finding in found if finding.group == "renamed" for target in finding.targets
+    }
     needed = ["run_name", "policy.model_name", "data.train_path"]
     if kind == "grpo":
         needed.append("reward.functions")
     periods = [_value_at(tree, f"{kind}.val_period")]
-    periods += [_value_at(tree, finding.path) for finding in found if f"{kind}.val_period" in finding.targets]
+    periods += [
+        _value_at(tree, finding.path)
+        for finding in found
+        if f"{kind}.val_period" in finding.targets
+    ]
     if any(period not in (None, "0", 0, "-1") for period in periods):
         needed.append("data.validation_path")
     return [key for key in needed if key not in targets and _value_at(tree, key) in (None, "", {})]
 
 
-def _section(kind: Kind, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -> Iterator[Finding]:
+def _section(
+    kind: Kind, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
+) -> Iterator[Finding]:
     for name, value in section.items():
         path = f"{prefix}.{name}" if prefix else name
         annotation = type_at(RUN_CONFIGS[kind], path)
@@ -156,7 +194,11 @@ def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iter
         reason = entry.null if isinstance(entry, Renamed) and value is None else ""
         yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
     elif isinstance(value, Mapping) and has_inner:
-        inner = [one for name, item in value.items() for one in _unknown(kind, tree, f"{path}.{name}", item)]
+        inner = [
+            one
+            for name, item in value.items()
+            for one in _unknown(kind, tree, f"{path}.{name}", item)
+        ]
         yield from _collapsed(path, inner)
     elif (
         entry is None
@@ -174,7 +216,9 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
     reasons = list(dict.fromkeys(one.text for one in inner if one.group == "unsupported"))
     if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
         return inner
-    return [Finding(path, "unsupported", text=reasons[0]) if reasons else Finding(path, "deletable")]
+    return [
+        Finding(path, "unsupported", text=reasons[0]) if reasons else Finding(path, "deletable")
+    ]
 
 
 def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: Entry) -> Finding:
@@ -183,7 +227,11 @@ def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: E
         return Finding(path, "deletable")
     if isinstance(entry, Unsupported):
         is_off = _all_in(value, entry.off)
-        return Finding(path, "deletable") if is_off else Finding(path, "unsupported", text=entry.reason)
+        return (
+            Finding(path, "deletable")
+            if is_off
+            else Finding(path, "unsupported", text=entry.reason)
+        )
     if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in ("null", "false"):
         return Finding(path, "deletable")
     old = canonical(value)
@@ -194,7 +242,9 @@ def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: E
         if new is None:
             return Finding(path, "deletable")
         if new == "":
-            known = ", ".join(f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped is not None)
+            known = ", ".join(
+                f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped is not None
+            )
             about = "; ".join(filter(None, (note, f"of its values, {known}")))
             return Finding(path, "unsupported", text=f"{' and '.join(entry.targets)}: {about}")
         new = None if new == "*" else new
@@ -230,7 +280,9 @@ def _inner_sections() -> frozenset[str]:
 def _is_in_foreign_section(path: str) -> bool:
     """Whether a key of the table is a section, or in a section, that the schema has not."""
     parent = path.rpartition(".")[0]
-    return path in _inner_sections() or all(type_at(config, parent) is None for config in RUN_CONFIGS.values())
+    return path in _inner_sections() or all(
+        type_at(config, parent) is None for config in RUN_CONFIGS.values()
+    )
 
 
 def canonical(value: Any) -> str:
@@ -259,7 +311,9 @@ def _all_in(value: Any, off: tuple[str, ...]) -> bool:
 
 def _moves(kind: Kind, reference: str) -> bool:
     """Whether an interpolation stops working when the key has another place."""
-    return reference.startswith(".") or (":" not in reference and type_at(RUN_CONFIGS[kind], reference) is None)
+    return reference.startswith(".") or (
+        ":" not in reference and type_at(RUN_CONFIGS[kind], reference) is None
+    )
 
 
 def _value_at(tree: Mapping[str, Any], path: str) -> Any:

@@ -73,7 +73,9 @@ NO_OFFLOAD = "nothing is offloaded to the CPU"
 REWARD = "rewards are Python functions, named in reward.functions.<name>.path"
 DATASET = "data is read from files: write the path in data.train_path"
 TOTAL_LENGTH = "policy.max_total_sequence_length limits prompt and completion together"
-TRACKERS = "trackers are chosen with logger.tensorboard, logger.wandb_project and logger.mlflow_experiment"
+TRACKERS = (
+    "trackers are chosen with logger.tensorboard, logger.wandb_project and logger.mlflow_experiment"
+)
 TRUST_CODE = "code that comes with a model is never run"
 LAST_ROWS = "the newest checkpoints are kept, not the best ones"
 KEEP_ALL = "null keeps all checkpoints; write a number in checkpointing.keep_latest"

@@ -21,11 +21,15 @@ from nemo_like.config.foreign_entries import (
     unsupported,
 )
 
-_SCHEDULER = "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
+_SCHEDULER = (
+    "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
+)
 _MEGATRON = "this Megatron setting has no counterpart"
 _DTENSOR = "this DTensor setting has no counterpart"
 _VALIDATION = "validation runs over data.validation_path, with one completion per prompt"
-_IS_CORRECTION = "generation and training use the same weights, without importance sampling correction"
+_IS_CORRECTION = (
+    "generation and training use the same weights, without importance sampling correction"
+)
 _GENERATION_WORKERS = "cluster.generation_workers is the number of workers that only generate"
 _LENGTH = "write the limit in policy.max_total_sequence_length"
 
@@ -52,9 +56,16 @@ _JOBS: dict[str, Entry] = {
             "${grpo.use_leave_one_out_baseline}": None,
         },
     ),
-    **unsupported("there is no other estimator than that of GRPO", "grpo.adv_estimator.name", off=("grpo",)),
+    **unsupported(
+        "there is no other estimator than that of GRPO", "grpo.adv_estimator.name", off=("grpo",)
+    ),
     "grpo.max_val_samples": to("data.max_validation_rows"),
-    **obsolete("grpo.adv_estimator", "grpo.val_batch_size", "sft.val_global_batch_size", "sft.val_micro_batch_size"),
+    **obsolete(
+        "grpo.adv_estimator",
+        "grpo.val_batch_size",
+        "sft.val_global_batch_size",
+        "sft.val_micro_batch_size",
+    ),
     **unsupported("rollouts have one turn", "grpo.max_rollout_turns", off=("1",)),
     **unsupported("GRPO counts steps, in grpo.max_num_steps", "grpo.max_num_epochs"),
     **unsupported(
@@ -66,13 +77,17 @@ _JOBS: dict[str, Entry] = {
     # A run with validation data always validates at its end.
     **obsolete("grpo.val_at_end", "sft.val_at_end"),
     **unsupported(_VALIDATION, "grpo.val_num_generations_per_prompt", off=("1",)),
-    **unsupported("write the number of rows in data.max_validation_rows", "sft.val_batches", off=("-1",)),
+    **unsupported(
+        "write the number of rows in data.max_validation_rows", "sft.val_batches", off=("-1",)
+    ),
     **unsupported(
         "a run does not stop early",
         "grpo.stop_at_validation_metric",
         "grpo.stop_at_validation_threshold",
     ),
-    **unsupported("advantages are not clipped", "grpo.advantage_clip_low", "grpo.advantage_clip_high"),
+    **unsupported(
+        "advantages are not clipped", "grpo.advantage_clip_low", "grpo.advantage_clip_high"
+    ),
     **unsupported("truncated completions are trained on", "grpo.overlong_filtering"),
     **unsupported("groups are not resampled", "grpo.use_dynamic_sampling"),
     **unsupported("groups are not resampled", "grpo.dynamic_sampling_max_gen_batches", off=("10",)),
@@ -85,14 +100,20 @@ _JOBS: dict[str, Entry] = {
         "grpo.invalid_tool_call_advantage",
         "grpo.malformed_thinking_advantage",
     ),
-    **unsupported("no rows are dropped by their log-prob error", "grpo.seq_logprob_error_threshold"),
+    **unsupported(
+        "no rows are dropped by their log-prob error", "grpo.seq_logprob_error_threshold"
+    ),
     **unsupported("generation and training alternate", "grpo.async_grpo"),
     **unsupported("all assistant turns are trained on (data.train_on)", "sft.only_unmask_final"),
 }
 
 _LOSS: dict[str, Entry] = {
-    "loss_fn.token_level_loss": to("loss_fn.normalization", values={"true": "token", "false": "sequence"}),
-    **unsupported("the KL is not clamped", "loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value"),
+    "loss_fn.token_level_loss": to(
+        "loss_fn.normalization", values={"true": "token", "false": "sequence"}
+    ),
+    **unsupported(
+        "the KL is not clamped", "loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value"
+    ),
     **unsupported(
         _IS_CORRECTION,
         "loss_fn.use_importance_sampling_correction",
@@ -113,18 +134,24 @@ _LOSS: dict[str, Entry] = {
 }
 
 _POLICY: dict[str, Entry] = {
-    "policy.tokenizer.name": to("policy.tokenizer_name", values={"${policy.model_name}": None, "*": "*"}),
+    "policy.tokenizer.name": to(
+        "policy.tokenizer_name", values={"${policy.model_name}": None, "*": "*"}
+    ),
     "policy.tokenizer.chat_template": to("policy.chat_template", note="the path of a Jinja file"),
     "policy.generation_batch_size": to("policy.generation.batch_size"),
     **unsupported("chat templates get no arguments", "policy.tokenizer.chat_template_kwargs"),
     **obsolete("policy.tokenizer.use_fastokens", "policy.make_sequence_length_divisible_by"),
     **unsupported("the model's own configuration is used", "policy.hf_config_overrides"),
-    **unsupported(NO_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"),
+    **unsupported(
+        NO_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"
+    ),
     **unsupported("there is no draft model", "policy.draft"),
     **unsupported(ONLY_ADAMW, "policy.optimizer.name", off=ADAMW),
     "policy.optimizer.kwargs.lr": to("policy.optimizer.lr"),
     "policy.optimizer.kwargs.weight_decay": to("policy.optimizer.weight_decay"),
-    "policy.optimizer.kwargs.betas": to("policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"),
+    "policy.optimizer.kwargs.betas": to(
+        "policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"
+    ),
     "policy.optimizer.kwargs.eps": to("policy.optimizer.eps"),
     **obsolete("policy.optimizer.kwargs.foreach", "policy.optimizer.kwargs.fused"),
     **unsupported(ONLY_ADAMW, "policy.optimizer.kwargs"),
@@ -136,7 +163,11 @@ _POLICY: dict[str, Entry] = {
     "policy.dtensor_cfg.context_parallel_size": to("parallel.context"),
     "policy.dtensor_cfg.expert_parallel_size": to("parallel.expert"),
     **obsolete("policy.dtensor_cfg._v2"),
-    **unsupported("the replicas share the data-parallel dimension", "policy.dtensor_cfg.dp_replicate_size", off=("1",)),
+    **unsupported(
+        "the replicas share the data-parallel dimension",
+        "policy.dtensor_cfg.dp_replicate_size",
+        off=("1",),
+    ),
     **unsupported(NO_LORA, "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"),
     **unsupported(_DTENSOR, "policy.dtensor_cfg"),
     "policy.megatron_cfg.enabled": to("policy.engine", values={"true": "megatron"}),
@@ -156,7 +187,8 @@ _POLICY: dict[str, Entry] = {
         "policy.max_grad_norm", values={"${policy.max_grad_norm}": None, "*": "*"}
     ),
     "policy.megatron_cfg.scheduler.lr_decay_style": to(
-        "policy.scheduler.kind", values={"constant": "constant", "linear": "linear", "cosine": "cosine"}
+        "policy.scheduler.kind",
+        values={"constant": "constant", "linear": "linear", "cosine": "cosine"},
     ),
     "policy.megatron_cfg.scheduler.lr_warmup_iters": to("policy.scheduler.warmup_steps"),
     "policy.megatron_cfg.scheduler.lr_decay_iters": to("policy.scheduler.decay_steps"),
@@ -171,7 +203,9 @@ _GENERATION: dict[str, Entry] = {
         "policy.generation.val_top_k",
         off=("${.top_p}", "${.top_k}"),
     ),
-    **unsupported("write the texts in policy.generation.stop_strings", "policy.generation.stop_token_ids"),
+    **unsupported(
+        "write the texts in policy.generation.stop_strings", "policy.generation.stop_token_ids"
+    ),
     **unsupported(
         NO_ENGINE,
         "policy.generation.vllm_cfg",
@@ -192,7 +226,9 @@ _GENERATION: dict[str, Entry] = {
 }
 
 _DATA: dict[str, Entry] = {
-    **unsupported(_LENGTH, "data.max_input_seq_length", off=("${policy.max_total_sequence_length}",)),
+    **unsupported(
+        _LENGTH, "data.max_input_seq_length", off=("${policy.max_total_sequence_length}",)
+    ),
     **obsolete("data.num_workers", "data.add_bos", "data.add_eos", "data.add_generation_prompt"),
     **unsupported("there is one source of training data", "data.use_multiple_dataloader"),
     "data.train.data_path": to("data.train_path"),
@@ -201,8 +237,14 @@ _DATA: dict[str, Entry] = {
     "data.val_data_path": to("data.validation_path"),
     **unsupported(DATASET, "data.train", "data.dataset_name"),
     **unsupported("validation data is read from the file data.validation_path", "data.validation"),
-    **unsupported("write the text in data.prompt_template", "data.prompt_file", "data.default.prompt_file"),
-    **unsupported("write the text in data.system_prompt", "data.system_prompt_file", "data.default.system_prompt_file"),
+    **unsupported(
+        "write the text in data.prompt_template", "data.prompt_file", "data.default.prompt_file"
+    ),
+    **unsupported(
+        "write the text in data.system_prompt",
+        "data.system_prompt_file",
+        "data.default.system_prompt_file",
+    ),
     **unsupported(
         "the format is recognised from the columns",
         "data.default",
@@ -219,7 +261,9 @@ _REST: dict[str, Entry] = {
     "checkpointing.checkpoint_must_save_by": to("cluster.time_limit", note="as D-HH:MM:SS"),
     **unsupported(LAST_ROWS, "checkpointing.metric_name", "checkpointing.higher_is_better"),
     **obsolete("checkpointing.model_save_format", "checkpointing.save_consolidated"),
-    **unsupported("checkpoints always hold the optimizer state", "checkpointing.save_optimizer", off=("true",)),
+    **unsupported(
+        "checkpoints always hold the optimizer state", "checkpointing.save_optimizer", off=("true",)
+    ),
     **unsupported("training starts from policy.model_name", "checkpointing.pretrained_checkpoint"),
     "logger.num_val_samples_to_print": to("logger.num_samples_shown"),
     "logger.tensorboard_enabled": to("logger.tensorboard"),
@@ -248,7 +292,10 @@ NEMO_RL: dict[str, Entry] = {**_JOBS, **_LOSS, **_POLICY, **_GENERATION, **_DATA
 SAME_KEYS: dict[str, tuple[type, Entry]] = {
     "policy.scheduler": (list, Unsupported(_SCHEDULER)),
     "logger.tensorboard": (dict, Obsolete()),
-    "policy.generation.backend": (str, to("policy.generation.backend", values={"hf": "hf", "*": "hf"})),
+    "policy.generation.backend": (
+        str,
+        to("policy.generation.backend", values={"hf": "hf", "*": "hf"}),
+    ),
     "policy.generation.max_new_tokens": (
         str,
         to(

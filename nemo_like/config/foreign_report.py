@@ -19,7 +19,12 @@ _MAX_LINE_CHARACTERS = 110
 
 
 def foreign_text(
-    kind: Kind, source: str, tree: Mapping[str, Any], findings: Findings, others: Sequence[Problem], sources: Sources
+    kind: Kind,
+    source: str,
+    tree: Mapping[str, Any],
+    findings: Findings,
+    others: Sequence[Problem],
+    sources: Sources,
 ) -> str:
     """The text of the error for the config `source`, with the problems that are no foreign keys at its end."""
     places = {key: _place(written.location, source) for key, written in sources.written.items()}
@@ -55,7 +60,11 @@ _HEADINGS: dict[Group, str] = {
 
 
 def _group_lines(
-    kind: Kind, group: Group, found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]
+    kind: Kind,
+    group: Group,
+    found: Sequence[Finding],
+    tree: Mapping[str, Any],
+    places: Mapping[str, str],
 ) -> Iterator[str]:
     if group == "renamed":
         yield from _renamed_lines(found, tree, places)
@@ -71,11 +80,16 @@ def _group_lines(
         yield from _wrapped([_shown(one.path) for one in found])
 
 
-def _renamed_lines(found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+def _renamed_lines(
+    found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]
+) -> Iterator[str]:
     """A line per target; keys that become the same key share it."""
     for targets in dict.fromkeys(one.targets for one in found):
         same = [one for one in found if one.targets == targets]
-        olds = [_shown(one.path) + (f": {shortened(one.old)}" if one.new is not None else "") for one in same]
+        olds = [
+            _shown(one.path) + (f": {shortened(one.old)}" if one.new is not None else "")
+            for one in same
+        ]
         new = " and ".join(targets) if (same[0].path,) != targets else ""
         values = list(dict.fromkeys(one.new for one in same if one.new is not None))
         if values:
@@ -90,7 +104,9 @@ def _renamed_lines(found: Sequence[Finding], tree: Mapping[str, Any], places: Ma
         yield f"{', '.join(olds)} -> {new}{note}" + (f"  [{where}]" if where else "")
 
 
-def _unknown_lines(kind: Kind, found: Sequence[Finding], places: Mapping[str, str]) -> Iterator[str]:
+def _unknown_lines(
+    kind: Kind, found: Sequence[Finding], places: Mapping[str, str]
+) -> Iterator[str]:
     """Each key, with the spelling that was meant; the keys of a section that has others once at the end."""
     sections = []
     for one in found:

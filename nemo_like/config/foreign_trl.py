@@ -62,7 +62,10 @@ TRL: dict[str, Entry] = {
         "grpo.advantage.normalize",
         values={"true": "group_std", "group": "group_std", "false": "none", "none": "none"},
     ),
-    "loss_type": to("loss_fn.normalization", values={"grpo": "sequence", "bnpo": "token", "dapo": "token", "nll": None}),
+    "loss_type": to(
+        "loss_fn.normalization",
+        values={"grpo": "sequence", "bnpo": "token", "dapo": "token", "nll": None},
+    ),
     "max_steps": to(*STEPS, values=_OFF),
     "num_train_epochs": to("sft.max_num_epochs", note="a whole number"),
     "eval_steps": to(*VAL_PERIOD),
@@ -72,7 +75,12 @@ TRL: dict[str, Entry] = {
     "num_completions_to_print": to("logger.num_samples_shown"),
     "assistant_only_loss": to("data.train_on", values={"true": "assistant", "false": "all"}),
     "completion_only_loss": to("data.train_on", values={"true": "assistant", "false": "all"}),
-    **unsupported("validation is every so many steps", "eval_strategy", "evaluation_strategy", off=("no", "false", "steps")),
+    **unsupported(
+        "validation is every so many steps",
+        "eval_strategy",
+        "evaluation_strategy",
+        off=("no", "false", "steps"),
+    ),
     **unsupported("checkpoints are saved every so many steps", "save_strategy", off=("steps",)),
     **unsupported(
         "policy.train_global_batch_size is the number of rows per optimizer step, of all workers",
@@ -84,7 +92,13 @@ TRL: dict[str, Entry] = {
     **unsupported(WARMUP_RATIO, "warmup_ratio", off=("0",)),
     **unsupported("each row is used once per step", "num_iterations", off=("1",)),
     **unsupported("the precision is float32 or bfloat16 (policy.precision)", "fp16"),
-    **unsupported("the loss has no such form", "delta", "sync_ref_model", "importance_sampling_level", off=("false", "token")),
+    **unsupported(
+        "the loss has no such form",
+        "delta",
+        "sync_ref_model",
+        "importance_sampling_level",
+        off=("false", "token"),
+    ),
     **unsupported("truncated completions are trained on", "mask_truncated_completions"),
     **unsupported(NO_ENGINE, "use_vllm", off=("false",)),
     **unsupported(
@@ -100,7 +114,14 @@ TRL: dict[str, Entry] = {
     **unsupported(NO_LORA, "use_peft", "load_in_4bit", "load_in_8bit"),
     **obsolete("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"),
     **unsupported(REWARD, "reward_funcs", "reward_weights", "reward_model_name_or_path"),
-    **unsupported(DATASET, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field"),
+    **unsupported(
+        DATASET,
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "dataset_text_field",
+    ),
     **unsupported(TRACKERS, "report_to", off=("none",)),
     **unsupported(TRUST_CODE, "trust_remote_code"),
     **unsupported("set resume to continue a run_name", "resume_from_checkpoint"),
@@ -151,7 +172,9 @@ COSMOS_RL: dict[str, Entry] = {
     "train.output_dir": to("output_dir"),
     "train.optm_lr": to("policy.optimizer.lr"),
     "train.optm_weight_decay": to("policy.optimizer.weight_decay"),
-    "train.optm_betas": to("policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"),
+    "train.optm_betas": to(
+        "policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"
+    ),
     "train.epsilon": to("policy.optimizer.eps"),
     "train.optm_warmup_steps": to("policy.scheduler.warmup_steps"),
     "train.optm_min_lr_factor": to("policy.scheduler.min_ratio"),
@@ -166,11 +189,18 @@ COSMOS_RL: dict[str, Entry] = {
     "train.train_policy.kl_beta": to("loss_fn.reference_policy_kl_penalty"),
     "train.train_policy.epsilon_low": to("loss_fn.ratio_clip_min"),
     "train.train_policy.epsilon_high": to("loss_fn.ratio_clip_max"),
-    **unsupported("policy.train_global_batch_size is the number of rows of all workers", "train.train_batch_per_replica"),
+    **unsupported(
+        "policy.train_global_batch_size is the number of rows of all workers",
+        "train.train_batch_per_replica",
+    ),
     **unsupported("each row is used once per step", "train.train_policy.mu_iterations", off=("1",)),
     **unsupported(REWARD, "train.train_policy.reward_function"),
-    **unsupported(DATASET, "train.train_policy.dataset", "train.train_policy.conversation_column_name"),
-    **unsupported(DATASET, "train.train_policy.prompt_column_name", "train.train_policy.response_column_name"),
+    **unsupported(
+        DATASET, "train.train_policy.dataset", "train.train_policy.conversation_column_name"
+    ),
+    **unsupported(
+        DATASET, "train.train_policy.prompt_column_name", "train.train_policy.response_column_name"
+    ),
     **unsupported(NO_OFFLOAD, "train.fsdp_offload"),
     **obsolete(
         "redis",

@@ -40,7 +40,9 @@ def _model(prefix: str) -> dict[str, Entry]:
         f"{prefix}.path": to("policy.model_name"),
         f"{prefix}.partial_pretrain": to("policy.model_name"),
         f"{prefix}.tokenizer_path": to("policy.tokenizer_name"),
-        f"{prefix}.custom_chat_template": to("policy.chat_template", note="the path of a Jinja file"),
+        f"{prefix}.custom_chat_template": to(
+            "policy.chat_template", note="the path of a Jinja file"
+        ),
         f"{prefix}.enable_gradient_checkpointing": to("policy.activation_checkpointing"),
         f"{prefix}.use_remove_padding": to("policy.sequence_packing.enabled"),
         **unsupported(TRUST_CODE, f"{prefix}.trust_remote_code", f"{prefix}.external_lib"),
@@ -64,7 +66,9 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
     return {
         f"{prefix}.lr": to("policy.optimizer.lr"),
         f"{prefix}.weight_decay": to("policy.optimizer.weight_decay"),
-        f"{prefix}.betas": to("policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"),
+        f"{prefix}.betas": to(
+            "policy.optimizer.beta1", "policy.optimizer.beta2", note="one number each"
+        ),
         f"{prefix}.clip_grad": to("policy.max_grad_norm"),
         f"{prefix}.lr_warmup_steps": to("policy.scheduler.warmup_steps", values=_ROW_CAP),
         f"{prefix}.min_lr_ratio": to("policy.scheduler.min_ratio"),
@@ -94,13 +98,17 @@ _ACTOR_KEYS: dict[str, Entry] = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": to("policy.sequence_packing.train_mb_tokens"),
     f"{_ACTOR}.clip_ratio_low": to("loss_fn.ratio_clip_min"),
     f"{_ACTOR}.clip_ratio_high": to("loss_fn.ratio_clip_max"),
-    f"{_ACTOR}.clip_ratio": to("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", note="both the same number"),
+    f"{_ACTOR}.clip_ratio": to(
+        "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", note="both the same number"
+    ),
     f"{_ACTOR}.clip_ratio_c": to("loss_fn.ratio_clip_c"),
     f"{_ACTOR}.loss_agg_mode": to(
         "loss_fn.normalization", values={"token-mean": "token", "seq-mean-token-mean": "sequence"}
     ),
     f"{_ACTOR}.entropy_coeff": to("loss_fn.entropy_coefficient"),
-    f"{_ACTOR}.kl_loss_coef": to("loss_fn.reference_policy_kl_penalty", switch=f"{_ACTOR}.use_kl_loss"),
+    f"{_ACTOR}.kl_loss_coef": to(
+        "loss_fn.reference_policy_kl_penalty", switch=f"{_ACTOR}.use_kl_loss"
+    ),
     f"{_ACTOR}.kl_loss_type": to(
         "loss_fn.reference_policy_kl_type",
         values={"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"},
@@ -145,7 +153,9 @@ _GENERATION_KEYS: dict[str, Entry] = {
     f"{_REF}.log_prob_micro_batch_size_per_gpu": to("policy.logprob_batch_size"),
     f"{_REF}.log_prob_max_token_len_per_gpu": to("policy.sequence_packing.logprob_mb_tokens"),
     **unsupported(TOTAL_LENGTH, f"{_ROLLOUT}.prompt_length"),
-    **unsupported("validation samples with the filters of training, once", f"{_ROLLOUT}.val_kwargs"),
+    **unsupported(
+        "validation samples with the filters of training, once", f"{_ROLLOUT}.val_kwargs"
+    ),
     **unsupported(NO_ENGINE, _ROLLOUT, off=("false", "hf")),
     **unsupported("the reference policy has the layout of the policy", _REF),
 }
@@ -164,7 +174,10 @@ _DATA_KEYS: dict[str, Entry] = {
     "data.chat_template": to("policy.chat_template", note="the path of a Jinja file"),
     "data.seed": to("seed"),
     **unsupported(TOTAL_LENGTH, "data.max_prompt_length"),
-    **unsupported("set policy.oversize_rows, which says what happens to long rows", "data.filter_overlong_prompts"),
+    **unsupported(
+        "set policy.oversize_rows, which says what happens to long rows",
+        "data.filter_overlong_prompts",
+    ),
     **unsupported(
         _DROPPED,
         "data.prompt_key",
@@ -179,7 +192,9 @@ _DATA_KEYS: dict[str, Entry] = {
     ),
     **unsupported(REWARD, "data.reward_fn_key"),
     **unsupported(TRUST_CODE, "data.trust_remote_code"),
-    **unsupported("rows are drawn in order or shuffled (data.shuffle)", "data.sampler", "data.datagen"),
+    **unsupported(
+        "rows are drawn in order or shuffled (data.shuffle)", "data.sampler", "data.datagen"
+    ),
     **obsolete(
         "data.use_shm",
         "data.val_batch_size",
@@ -201,9 +216,18 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
     "algorithm.norm_adv_by_std_in_grpo": to(
         "grpo.advantage.normalize", values={"true": "group_std", "false": "none"}
     ),
-    **unsupported("the KL is a term of the loss (loss_fn.reference_policy_kl_penalty)", "algorithm.use_kl_in_reward"),
+    **unsupported(
+        "the KL is a term of the loss (loss_fn.reference_policy_kl_penalty)",
+        "algorithm.use_kl_in_reward",
+    ),
     # They have an effect only with a critic, or with the KL in the reward.
-    **obsolete("algorithm.gamma", "algorithm.lam", "algorithm.kl_penalty", "algorithm.kl_ctrl", "algorithm._target_"),
+    **obsolete(
+        "algorithm.gamma",
+        "algorithm.lam",
+        "algorithm.kl_penalty",
+        "algorithm.kl_ctrl",
+        "algorithm._target_",
+    ),
     **obsolete("algorithm.pf_ppo"),
     **unsupported("this setting of the algorithm has no counterpart", "algorithm"),
     **unsupported(NO_CRITIC, "critic"),
@@ -225,7 +249,9 @@ _TRAINER_KEYS: dict[str, Entry] = {
     "trainer.max_ckpt_to_keep": to("checkpointing.keep_latest", null=KEEP_ALL),
     "trainer.default_local_dir": to("output_dir"),
     "trainer.log_val_generations": to("logger.num_samples_shown"),
-    "trainer.resume_mode": to("resume", values={"auto": "true", "disable": None}, note="resume continues a run_name"),
+    "trainer.resume_mode": to(
+        "resume", values={"auto": "true", "disable": None}, note="resume continues a run_name"
+    ),
     **unsupported(TRACKERS, "trainer.logger"),
     **unsupported("a run is resumed by its run_name, with resume", "trainer.resume_from_path"),
     **unsupported("`nemo-like` trains; nothing only validates", "trainer.val_only"),

@@ -50,7 +50,12 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
     has_self = False
     for entry in entries:
         line = entry.start_mark.line + 1
-        if not isinstance(entry, yaml.ScalarNode) or "@" in entry.value or " " in entry.value or "${" in entry.value:
+        if (
+            not isinstance(entry, yaml.ScalarNode)
+            or "@" in entry.value
+            or " " in entry.value
+            or "${" in entry.value
+        ):
             raise ConfigError(
                 f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that is inherited by path"
                 " cannot choose from Hydra groups"
@@ -68,7 +73,9 @@ def resolved(path: Path, name: str) -> Path:
     """The file that `name` means in `path`; the suffix may be left out."""
     file = _with_suffix(name)
     if file is None:
-        raise ConfigError(f"{shown_path(path)}: defaults entry {shown_value(name)} is no path of a YAML file")
+        raise ConfigError(
+            f"{shown_path(path)}: defaults entry {shown_value(name)} is no path of a YAML file"
+        )
     return file if file.is_absolute() else path.parent / file
 
 
@@ -103,7 +110,11 @@ def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
 def _absolute(name: str) -> Path | None:
     """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts at its folder."""
     file = _with_suffix(name)
-    return file if file is not None and file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES)) else None
+    return (
+        file
+        if file is not None and file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES))
+        else None
+    )
 
 
 def _with_suffix(name: str) -> Path | None:

@@ -33,7 +33,9 @@ def check_interpolations(plain: Any) -> None:
                 total += len(text) + 20
                 if "${" in text:
                     inner = ancestors | {name}
-                    total += sum(size_of(found, inner) for found in _NAME.findall(text) if found in texts)
+                    total += sum(
+                        size_of(found, inner) for found in _NAME.findall(text) if found in texts
+                    )
                 if total > MAX_EXPANDED_CHARACTERS:
                     break
             sizes[name] = total

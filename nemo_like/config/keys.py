@@ -126,7 +126,11 @@ def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def leaf_keys(root: type) -> list[str]:
     """Every dotted key that takes a value: what a user can set."""
-    return [path for path, annotation in all_keys(root) if not is_section(annotation) and not is_open_section(annotation)]
+    return [
+        path
+        for path, annotation in all_keys(root)
+        if not is_section(annotation) and not is_open_section(annotation)
+    ]
 
 
 def unknown_key_text(kind: Kind, path: str) -> str:
@@ -138,12 +142,17 @@ def unknown_key_text(kind: Kind, path: str) -> str:
         if other != kind and type_at(config, path) is not None:
             return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"
     unknown, rest = _split_at_unknown(root, path)
-    nearest = [key + rest if type_at(root, key + rest) is not None else key for key in suggest_keys(root, unknown)]
+    nearest = [
+        key + rest if type_at(root, key + rest) is not None else key
+        for key in suggest_keys(root, unknown)
+    ]
     if nearest:
         return f"unknown key {path}; did you mean {' or '.join(nearest)}?"
     parent = unknown.rpartition(".")[0]
     siblings = child_types(type_at(root, parent))
-    return f"unknown key {path}" + (f"; {parent or 'the top level'} has {', '.join(siblings)}" if siblings else "")
+    return f"unknown key {path}" + (
+        f"; {parent or 'the top level'} has {', '.join(siblings)}" if siblings else ""
+    )
 
 
 def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
@@ -176,13 +185,23 @@ def suggest_keys(root: type, path: str) -> list[str]:
     siblings = [key for key in keys if key.rpartition(".")[0] == parent]
     names = {key.rpartition(".")[2]: key for key in siblings}
     begun = [key for sibling, key in names.items() if sibling.startswith(f"{name}_")]
-    like_names = begun or [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)]
+    like_names = begun or [
+        names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    ]
     foreign = _FOREIGN_NAMES.get(name)
-    from_elsewhere = [key for key in keys if foreign is not None and (key == foreign or key.endswith(f".{foreign}"))]
+    from_elsewhere = [
+        key
+        for key in keys
+        if foreign is not None and (key == foreign or key.endswith(f".{foreign}"))
+    ]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
     found = from_elsewhere or [*like_names, *same_name]
     if not found:
         # A long common path must not make names alike that are not.
-        alike = [key for key in keys if difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() >= 0.6]
+        alike = [
+            key
+            for key in keys
+            if difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() >= 0.6
+        ]
         found = difflib.get_close_matches(path, alike, n=1, cutoff=0.7)
     return list(dict.fromkeys(found))[:_MAX_SUGGESTIONS]

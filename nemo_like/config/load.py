@@ -16,25 +16,49 @@ import yaml
 
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.check import find_problems
-from nemo_like.config.compose import compose_plain, defaults_chain, find_layers, hydra_session, missing_file_text
+from nemo_like.config.compose import (
+    compose_plain,
+    defaults_chain,
+    find_layers,
+    hydra_session,
+    missing_file_text,
+)
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.foreign import find_foreign, guess_kind
 from nemo_like.config.foreign_report import foreign_text
 from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
-from nemo_like.config.overrides import check_override_keys, parse_overrides, record_overrides, set_in_tree
+from nemo_like.config.overrides import (
+    check_override_keys,
+    parse_overrides,
+    record_overrides,
+    set_in_tree,
+)
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.config.text import is_possible_path, shown_value
-from nemo_like.config.yaml_locations import Sources, check_keys, merged_trees, plain_tree, read_yaml, record
+from nemo_like.config.yaml_locations import (
+    Sources,
+    check_keys,
+    merged_trees,
+    plain_tree,
+    read_yaml,
+    record,
+)
 
 __all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
 
 
 @overload
-def load_config(kind: Literal["sft"], path: Path, overrides: Sequence[str] = ()) -> SftRunConfig: ...
+def load_config(
+    kind: Literal["sft"], path: Path, overrides: Sequence[str] = ()
+) -> SftRunConfig: ...
 @overload
-def load_config(kind: Literal["grpo"], path: Path, overrides: Sequence[str] = ()) -> GrpoRunConfig: ...
+def load_config(
+    kind: Literal["grpo"], path: Path, overrides: Sequence[str] = ()
+) -> GrpoRunConfig: ...
 @overload
-def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> SftRunConfig | GrpoRunConfig: ...
+def load_config(
+    kind: Kind, path: Path, overrides: Sequence[str] = ()
+) -> SftRunConfig | GrpoRunConfig: ...
 
 
 def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -43,14 +67,18 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
     Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`. Raises ConfigError.
     """
     path = _config_file(path)
-    defaults_chain(path)  # Hydra recurses without end on a circle, and says less about what is missing
+    defaults_chain(
+        path
+    )  # Hydra recurses without end on a circle, and says less about what is missing
     parsed = parse_overrides(overrides, path.parent)
     texts = [override.for_hydra(kind) for override in parsed]
     sources = Sources()
     tree: dict[str, Any] = {}
     with hydra_session(kind, path):
         unknown = [*check_override_keys(kind, parsed)]
-        for layer in find_layers(path, [override.text for override in parsed if override.chooses_file]):
+        for layer in find_layers(
+            path, [override.text for override in parsed if override.chooses_file]
+        ):
             root = read_yaml(layer.path)
             if root is not None:
                 unknown += check_keys(kind, root, layer.prefix, layer.path)
@@ -77,9 +105,14 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
     path = _config_file(path)
     roots = [read_yaml(file) for file in defaults_chain(path)]
     names = {key.value for root in roots if root is not None for key, _ in root.value}
-    names |= {override.key.partition(".")[0] for override in parse_overrides(overrides, path.parent)}
+    names |= {
+        override.key.partition(".")[0] for override in parse_overrides(overrides, path.parent)
+    }
     shared = field_types(RunConfig)
-    own = {kind: [name for name in field_types(config) if name not in shared] for kind, config in RUN_CONFIGS.items()}
+    own = {
+        kind: [name for name in field_types(config) if name not in shared]
+        for kind, config in RUN_CONFIGS.items()
+    }
     found: list[Kind] = [kind for kind in RUN_CONFIGS if names & set(own[kind])]
     if len(found) == 1:
         return found[0]
@@ -90,14 +123,18 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
     if guess is not None:
         return guess
     sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
-    problem = "has sections of several jobs" if found else "has no section that says which job it is for"
+    problem = (
+        "has sections of several jobs" if found else "has no section that says which job it is for"
+    )
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
 
 
 def to_yaml(config: RunConfig) -> str:
     """The whole resolved config; loading the text gives an equal config."""
     text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-    if re.search("[\x85\u2028\u2029]", text):  # written as they are, YAML reads these line breaks as spaces
+    if re.search(
+        "[\x85\u2028\u2029]", text
+    ):  # written as they are, YAML reads these line breaks as spaces
         text = yaml.safe_dump(to_dict(config), sort_keys=False)
     return text
 

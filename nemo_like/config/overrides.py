@@ -69,7 +69,9 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
         except (HydraException, ValueError, RecursionError, OSError) as error:
             raise ConfigError(f"override {shown} does not parse: {_syntax_hint(text)}") from error
         if override.is_sweep_override():
-            raise ConfigError(f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text")
+            raise ConfigError(
+                f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text"
+            )
     return parsed
 
 
@@ -122,7 +124,9 @@ def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
 def _check_size(text: str, shown: str) -> None:
     """The parser recurses into brackets and is slow on long texts."""
     if len(text) > MAX_OVERRIDE_CHARACTERS:
-        raise ConfigError(f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in the YAML file")
+        raise ConfigError(
+            f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in the YAML file"
+        )
     depth = deepest = 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")
@@ -130,14 +134,18 @@ def _check_size(text: str, shown: str) -> None:
     if deepest > MAX_OVERRIDE_DEPTH:
         raise ConfigError(f"override {shown} is nested more than {MAX_OVERRIDE_DEPTH} levels deep")
     if re.search("[\ud800-\udfff]", text):
-        raise ConfigError(f"override {shown} is not UTF-8 text, or has half of a surrogate pair; remove it")
+        raise ConfigError(
+            f"override {shown} is not UTF-8 text, or has half of a surrogate pair; remove it"
+        )
 
 
 def _syntax_hint(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
         return f"write {shortened(text)}=VALUE"
     value = text.partition("=")[2]
-    if any(character in value for character in "=,:'\"()[]{}\\ ") and not value.startswith(("[", "{", "'", '"')):
+    if any(character in value for character in "=,:'\"()[]{}\\ ") and not value.startswith(
+        ("[", "{", "'", '"')
+    ):
         return f"quote the value twice, once for the shell: {shortened(text.partition('=')[0])}=\"'...'\""
     return "write key=value, +key=value or ~key, with dots between sections, e.g. policy.optimizer.lr=1e-4"
 

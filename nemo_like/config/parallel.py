@@ -15,7 +15,11 @@ from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 
 def num_policy_workers(cluster: ClusterConfig) -> int:
     """One per GPU, or `workers_per_node` on CPU."""
-    return 1 if cluster.backend == "local" else cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
+    return (
+        1
+        if cluster.backend == "local"
+        else cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
+    )
 
 
 def replica_size(parallel: ParallelConfig) -> int:
@@ -38,11 +42,21 @@ def workers_shown(cluster: ClusterConfig) -> str:
 
 def parallel_problems(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with `parallel` whatever the model is."""
-    parallel, workers, size = config.parallel, num_policy_workers(config.cluster), replica_size(config.parallel)
+    parallel, workers, size = (
+        config.parallel,
+        num_policy_workers(config.cluster),
+        replica_size(config.parallel),
+    )
     if workers % size:
         legal = [count for count in (workers // size * size, (workers // size + 1) * size) if count]
         yield Problem(
-            ("parallel.tensor", "parallel.context", "parallel.pipeline", "cluster.num_nodes", "cluster.workers_per_node"),
+            (
+                "parallel.tensor",
+                "parallel.context",
+                "parallel.pipeline",
+                "cluster.num_nodes",
+                "cluster.workers_per_node",
+            ),
             f"parallel.tensor {parallel.tensor} x parallel.context {parallel.context} x parallel.pipeline {parallel.pipeline}"
             f" = {size} workers share one copy of the model, and {workers} workers ({workers_shown(config.cluster)}) / {size}"
             f" = {workers / size:.4g} copies, not a whole number: use {' or '.join(map(str, legal))} workers",
@@ -68,7 +82,12 @@ def parallel_problems(config: RunConfig) -> Iterator[Problem]:
         )
     elif workers % size == 0 and stage % parallel.expert:
         yield Problem(
-            ("parallel.expert", "parallel.pipeline", "cluster.num_nodes", "cluster.workers_per_node"),
+            (
+                "parallel.expert",
+                "parallel.pipeline",
+                "cluster.num_nodes",
+                "cluster.workers_per_node",
+            ),
             f"parallel.expert {parallel.expert} workers share the experts of a pipeline stage, which has {workers} workers"
             f" ({workers_shown(config.cluster)}) / parallel.pipeline {parallel.pipeline} = {stage}, and {stage} /"
             f" {parallel.expert} = {stage / parallel.expert:.4g}, not a whole number: set parallel.expert to"
@@ -88,7 +107,12 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
     counts = (
         ("tensor", parallel.tensor, "attention heads", heads),
         ("tensor", parallel.tensor, "key-value heads", kv_heads),
-        ("tensor", parallel.tensor, "feed-forward columns", getattr(text_config, "intermediate_size", None)),
+        (
+            "tensor",
+            parallel.tensor,
+            "feed-forward columns",
+            getattr(text_config, "intermediate_size", None),
+        ),
         ("expert", parallel.expert, "experts", num_experts),
     )
     problems = [
@@ -110,7 +134,12 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
     if parallel.expert > 1 and not num_experts:
         text = f"{config.policy.model_name} has no experts, and parallel.expert is {parallel.expert}: set it to 1"
         problems.append(Problem(("parallel.expert",), text))
-    if num_experts and parallel.tensor > 1 and not parallel.sequence and config.policy.engine == "megatron":
+    if (
+        num_experts
+        and parallel.tensor > 1
+        and not parallel.sequence
+        and config.policy.engine == "megatron"
+    ):
         text = (
             f"{config.policy.model_name} has {num_experts} experts and parallel.sequence is false: the"
             f" {parallel.tensor} tensor workers would all send the same tokens to them; set parallel.sequence to true"
@@ -122,7 +151,10 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
 def _divisors(count: int, degree: int) -> str:
     """The divisors of `count` around `degree`. Example: 6, 4 -> `3 or 6`."""
     divisors = [number for number in range(1, count + 1) if count % number == 0]
-    below, above = max(number for number in divisors if number < degree), [number for number in divisors if number > degree]
+    below, above = (
+        max(number for number in divisors if number < degree),
+        [number for number in divisors if number > degree],
+    )
     return " or ".join(map(str, [below, *above[:1]]))
 
 

@@ -35,7 +35,9 @@ def resolve_paths(config: ConfigT) -> ConfigT:
         data=replace(
             data,
             train_path=_absolute(data.train_path),
-            validation_path=None if data.validation_path is None else _absolute(data.validation_path),
+            validation_path=None
+            if data.validation_path is None
+            else _absolute(data.validation_path),
         ),
     )
 

@@ -68,7 +68,12 @@ _ABOVE_ZERO = (
     "cluster.placement_timeout_s",
     "cluster.collective_timeout_s",
 )
-_AT_MOST_ONE = ("policy.generation.top_p", "policy.generation.min_p", "policy.scheduler.min_ratio", "loss_fn.ratio_clip_min")
+_AT_MOST_ONE = (
+    "policy.generation.top_p",
+    "policy.generation.min_p",
+    "policy.scheduler.min_ratio",
+    "loss_fn.ratio_clip_min",
+)
 _SHARES_BELOW_ONE = ("policy.optimizer.beta1", "policy.optimizer.beta2")
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -85,7 +90,9 @@ def value_problems(config: RunConfig) -> Iterator[Problem]:
 
 def select(config: RunConfig, key: str) -> object:
     """The value at a dotted key; None if this kind of config has no such key."""
-    assert any(type_at(known, key) is not None for known in RUN_CONFIGS.values()), f"{key} is not in the schema"
+    assert any(type_at(known, key) is not None for known in RUN_CONFIGS.values()), (
+        f"{key} is not in the schema"
+    )
     return None if type_at(type(config), key) is None else reduce(getattr, key.split("."), config)
 
 
@@ -101,8 +108,16 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
             lambda value: value >= 2,
             "at least 2: one token to read, one to predict",
         ),
-        (("policy.generation.top_k",), lambda value: value >= -1, "at least 1; null, 0 or -1 turns the filter off"),
-        (("loss_fn.ratio_clip_c",), lambda value: value > 1, "above 1 (about 3), or null to turn the dual clip off"),
+        (
+            ("policy.generation.top_k",),
+            lambda value: value >= -1,
+            "at least 1; null, 0 or -1 turns the filter off",
+        ),
+        (
+            ("loss_fn.ratio_clip_c",),
+            lambda value: value > 1,
+            "above 1 (about 3), or null to turn the dual clip off",
+        ),
         (("policy.scheduler.min_ratio",), lambda value: value >= 0, "0 or above"),
     ):
         for key in keys:
@@ -146,7 +161,10 @@ def _prompt_template(config: RunConfig) -> Iterator[Problem]:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        yield Problem((key,), f"{key} is no format string: {error}; write {{prompt}} for the text, and {{{{ }}}} for braces")
+        yield Problem(
+            (key,),
+            f"{key} is no format string: {error}; write {{prompt}} for the text, and {{{{ }}}} for braces",
+        )
         return
     if set(names) != {"prompt"}:
         yield Problem(

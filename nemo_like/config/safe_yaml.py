@@ -20,7 +20,10 @@ MAX_NODES = 4_000
 _MAX_NUMBER_CHARACTERS = 400
 _MAX_INTEGER_BITS = 128
 _PREFIX = "tag:yaml.org,2002:"
-_SCALAR_TAGS = frozenset(_PREFIX + name for name in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value"))
+_SCALAR_TAGS = frozenset(
+    _PREFIX + name
+    for name in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value")
+)
 _NUMBER_TAGS = frozenset(_PREFIX + name for name in ("int", "float"))
 _CONVERTED_TAGS = frozenset(_PREFIX + name for name in ("int", "float", "bool", "timestamp"))
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -37,7 +40,9 @@ def compose_yaml(data: bytes, name: str) -> yaml.Node | None:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text at byte {error.start + 1}: {error.reason}") from error
+        raise ConfigError(
+            f"{name} is not UTF-8 text at byte {error.start + 1}: {error.reason}"
+        ) from error
     _check_events(text, name)
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None:
@@ -57,7 +62,9 @@ def _check_events(text: str, name: str) -> None:
         if depth > MAX_DEPTH:
             raise ConfigError(f"{_place(name, event)} is nested more than {MAX_DEPTH} levels deep")
         if num_nodes > MAX_NODES:
-            raise ConfigError(f"{_place(name, event)} goes beyond {MAX_NODES:,} keys and values, the limit for a config")
+            raise ConfigError(
+                f"{_place(name, event)} goes beyond {MAX_NODES:,} keys and values, the limit for a config"
+            )
 
 
 def _num_nodes(node: yaml.Node, name: str, counted: dict[int, int], ancestors: set[int]) -> int:
@@ -78,7 +85,9 @@ def _num_nodes(node: yaml.Node, name: str, counted: dict[int, int], ancestors: s
     inner = ancestors | {id(node)}
     count = 1 + sum(_num_nodes(child, name, counted, inner) for child in children)
     if count > MAX_NODES:
-        raise ConfigError(f"{_place(name, node)} is more than {MAX_NODES:,} keys and values once its aliases are expanded")
+        raise ConfigError(
+            f"{_place(name, node)} is more than {MAX_NODES:,} keys and values once its aliases are expanded"
+        )
     counted[id(node)] = count
     return count
 
@@ -89,8 +98,12 @@ def _check_collection(node: yaml.Node, kind: str, name: str) -> None:
     if kind == "map":
         for key, value in node.value:
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if key.tag == _PREFIX + "merge" and not all(isinstance(part, yaml.MappingNode) for part in parts):
-                raise ConfigError(f"{_place(name, key)} merges (<<) something that is not a mapping")
+            if key.tag == _PREFIX + "merge" and not all(
+                isinstance(part, yaml.MappingNode) for part in parts
+            ):
+                raise ConfigError(
+                    f"{_place(name, key)} merges (<<) something that is not a mapping"
+                )
 
 
 def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
@@ -100,15 +113,21 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
     if _SURROGATE.search(node.value):
         raise ConfigError(f"{_place(name, node)} has half of a surrogate pair in {text}; remove it")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MAX_NUMBER_CHARACTERS:
-        raise ConfigError(f"{_place(name, node)} has the number {text}; numbers have at most {_MAX_NUMBER_CHARACTERS} digits")
+        raise ConfigError(
+            f"{_place(name, node)} has the number {text}; numbers have at most {_MAX_NUMBER_CHARACTERS} digits"
+        )
     if node.tag not in _CONVERTED_TAGS:
         return
     try:
         value = SafeConstructor().construct_object(node)
     except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{_place(name, node)} has {text}, which is no {_tag(node)[2:]}; write a text in quotes") from error
+        raise ConfigError(
+            f"{_place(name, node)} has {text}, which is no {_tag(node)[2:]}; write a text in quotes"
+        ) from error
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
-        raise ConfigError(f"{_place(name, node)} has the integer {text}; integers have at most {_MAX_INTEGER_BITS} bits")
+        raise ConfigError(
+            f"{_place(name, node)} has the integer {text}; integers have at most {_MAX_INTEGER_BITS} bits"
+        )
 
 
 def _tag(node: yaml.Node) -> str:

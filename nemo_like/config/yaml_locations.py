@@ -87,7 +87,9 @@ def read_yaml(path: Path) -> yaml.MappingNode | None:
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _NULL_TAG):
         return None
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{name} holds {_kind_of(root)}; a config is a mapping of sections, such as `policy:`")
+        raise ConfigError(
+            f"{name} holds {_kind_of(root)}; a config is a mapping of sections, such as `policy:`"
+        )
     _refuse_duplicates(root, path, set())
     return root
 
@@ -125,7 +127,11 @@ def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]
     merged = dict(below)
     for name, value in above.items():
         under = merged.get(name)
-        merged[name] = merged_trees(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+        merged[name] = (
+            merged_trees(under, value)
+            if isinstance(under, dict) and isinstance(value, dict)
+            else value
+        )
     return merged
 
 
@@ -153,7 +159,11 @@ def _check_section(
         if annotation is None:
             # A hint compares the key with every key of the schema, and only the first few are shown.
             has_hint = next(num_unknown) < _MAX_HINTS
-            text = _unknown_text(kind, prefix, key_node) if has_hint else f"unknown key {shortened(path)}"
+            text = (
+                _unknown_text(kind, prefix, key_node)
+                if has_hint
+                else f"unknown key {shortened(path)}"
+            )
             yield Problem((path,), text, location)
             continue
         annotation, _ = without_none(annotation)
@@ -174,7 +184,11 @@ def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
 
 def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
     keys = child_types(annotation)
-    examples = "names of your choice" if keys is None else ", ".join(list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
+    examples = (
+        "names of your choice"
+        if keys is None
+        else ", ".join(list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
+    )
     if value.tag == _NULL_TAG:
         return f"{path} is empty; remove the line or give it keys ({examples})"
     return f"{path} is {_kind_of(value)}; it is a section with keys ({examples})"
@@ -205,7 +219,9 @@ def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) 
             _record(sources, value, path, source)
         elif isinstance(value, yaml.SequenceNode):
             for index, item in enumerate(value.value):
-                sources.written[f"{path}[{index}]"] = _written(item, source, item.start_mark.line + 1)
+                sources.written[f"{path}[{index}]"] = _written(
+                    item, source, item.start_mark.line + 1
+                )
 
 
 def _written(node: yaml.Node, source: str, line: int) -> Written:
@@ -237,10 +253,14 @@ def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{shown_path(path)}:{line} has {_kind_of(key)} as a key; keys are plain words")
+                raise ConfigError(
+                    f"{shown_path(path)}:{line} has {_kind_of(key)} as a key; keys are plain words"
+                )
             if key.value in first_lines and key.tag != _MERGE_TAG:
                 first, shown = first_lines[key.value], shortened(key.value)
-                raise ConfigError(f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first} already")
+                raise ConfigError(
+                    f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first} already"
+                )
             first_lines[key.value] = line
             children.append(value)
     for child in children:
@@ -250,4 +270,6 @@ def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
 def _kind_of(node: yaml.Node) -> str:
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"the value {shown_value(node.value)}"
+    return (
+        "a list" if isinstance(node, yaml.SequenceNode) else f"the value {shown_value(node.value)}"
+    )

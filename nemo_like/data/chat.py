@@ -64,7 +64,9 @@ class ChatEncoder:
         self._prompt_template = prompt_template
         self.template = ChatTemplate(tokenizer)
         self._structures = Structures(self.template)
-        self._marks_generation = bool(tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template)))
+        self._marks_generation = bool(
+            tokenizer.chat_template and _GENERATION_BLOCK.search(str(tokenizer.chat_template))
+        )
         self._bos_text = _bos_text(tokenizer)
         check_prompt_template(prompt_template)
         if isinstance(tokenizer.chat_template, str):
@@ -77,9 +79,15 @@ class ChatEncoder:
     @property
     def pad_token_id(self) -> int:
         """The tokenizer's; where it has none the eos token, as padding is never attended to nor trained."""
-        return self.eos_token_id if self.tokenizer.pad_token_id is None else _token_id(self.tokenizer.pad_token_id)
+        return (
+            self.eos_token_id
+            if self.tokenizer.pad_token_id is None
+            else _token_id(self.tokenizer.pad_token_id)
+        )
 
-    def encode_sft(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> EncodedRow:
+    def encode_sft(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> EncodedRow:
         """Token ids up to the end of the last assistant turn (`train_on="all"`: of the conversation), and their mask.
 
         Raises ConfigError if there is no assistant turn to be found, or the template refuses or drops messages or tools.
@@ -89,13 +97,19 @@ class ChatEncoder:
             return self._encode_marked(messages, tools)
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError("there is no assistant turn to learn from")
-        text, spans = self._render_with_spans(messages, tools) if self.template.exists else self._plain(messages, tools)
+        text, spans = (
+            self._render_with_spans(messages, tools)
+            if self.template.exists
+            else self._plain(messages, tools)
+        )
         if self.train_on == "all":
             ids = self._token_ids(text)
             return EncodedRow(ids, np.ones(len(ids), dtype=np.uint8))
         return self._encode_spans(text, spans)
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> np.ndarray:
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> np.ndarray:
         """int32 [L]: the conversation and the opening of the assistant's turn.
 
         Raises ConfigError if the template refuses or drops messages or tools.
@@ -140,21 +154,29 @@ class ChatEncoder:
         """The row decoded, cut where the mask changes: (text, whether it is trained)."""
         edges = np.flatnonzero(np.diff(row.token_mask)) + 1
         parts = zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True)
-        return tuple((str(self.tokenizer.decode(ids.tolist())), bool(mask.any())) for ids, mask in parts)
+        return tuple(
+            (str(self.tokenizer.decode(ids.tolist())), bool(mask.any())) for ids, mask in parts
+        )
 
     def marked_text(self, row: EncodedRow) -> str:
         """The row decoded, with the trained parts between ⟦ and ⟧."""
-        return "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in self.segments(row))
+        return "".join(
+            f"⟦{text}⟧" if is_trained else text for text, is_trained in self.segments(row)
+        )
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         prepared = list(messages)
-        if self._system_prompt is not None and not any(message["role"] == "system" for message in messages):
+        if self._system_prompt is not None and not any(
+            message["role"] == "system" for message in messages
+        ):
             prepared.insert(0, {"role": "system", "content": self._system_prompt})
         template = self._prompt_template
         if template is None:
             return prepared
         return [
-            {**message, "content": template.format(prompt=message["content"])} if message["role"] == "user" else message
+            {**message, "content": template.format(prompt=message["content"])}
+            if message["role"] == "user"
+            else message
             for message in prepared
         ]
 
@@ -165,7 +187,9 @@ class ChatEncoder:
         tokenizer would merge the prompt's last characters with the answer's first.
         """
         pieces: list[tuple[str, bool]] = [(text[: spans[0][0]], False)]
-        for (start, end), following in zip(spans, [*(start for start, _ in spans[1:]), spans[-1][1]], strict=True):
+        for (start, end), following in zip(
+            spans, [*(start for start, _ in spans[1:]), spans[-1][1]], strict=True
+        ):
             pieces += [(text[start:end], start > 0), (text[end:following], True)]
         ids = self._tokenize(pieces)
         for index in range(1, len(pieces), 2):
@@ -176,7 +200,9 @@ class ChatEncoder:
                 if np.array_equal(both[: len(ids[index])], ids[index]):
                     ids[index + 1] = both[len(ids[index]) :]
         trained = np.arange(len(ids)) % 2
-        return EncodedRow(np.concatenate(ids), np.repeat(trained.astype(np.uint8), [len(part) for part in ids]))
+        return EncodedRow(
+            np.concatenate(ids), np.repeat(trained.astype(np.uint8), [len(part) for part in ids])
+        )
 
     @cached_property
     def _separators(self) -> tuple[str, ...]:
@@ -184,7 +210,11 @@ class ChatEncoder:
         tokens = self.tokenizer.added_tokens_decoder.values()
         texts = [str(token) for token in tokens if not token.rstrip and not token.single_word]
         # What another token contains may be the beginning of that one.
-        return tuple(text for text in texts if text and sum(text in other for other in self.template.special_texts) == 1)
+        return tuple(
+            text
+            for text in texts
+            if text and sum(text in other for other in self.template.special_texts) == 1
+        )
 
     def _tokenize(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
         """`_token_ids` of each (text, whether it follows other text), in one call of the tokenizer."""
@@ -202,7 +232,9 @@ class ChatEncoder:
         except Exception as error:
             if type(error) is not Exception:  # only the Rust tokenizers raise the base class itself
                 raise
-            raise ConfigError(f"the tokenizer {self.tokenizer.name_or_path!r} cannot encode this row: {error}") from error
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.name_or_path!r} cannot encode this row: {error}"
+            ) from error
 
     def _behind_eos(self, text: str) -> str:
         return str(self.tokenizer.eos_token) + text
@@ -218,16 +250,31 @@ class ChatEncoder:
         ids = np.array(encoding["input_ids"], dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in spans:
-            first = next((token for at in range(start, end) if (token := encoding.char_to_token(0, at)) is not None), 0)
-            last = (token for at in range(end - 1, start - 1, -1) if (token := encoding.char_to_token(0, at)) is not None)
+            first = next(
+                (
+                    token
+                    for at in range(start, end)
+                    if (token := encoding.char_to_token(0, at)) is not None
+                ),
+                0,
+            )
+            last = (
+                token
+                for at in range(end - 1, start - 1, -1)
+                if (token := encoding.char_to_token(0, at)) is not None
+            )
             mask[first : next(last, first - 1) + 1] = 1
         trained = np.flatnonzero(mask)
         if len(trained) == 0:
-            raise ConfigError("the chat template's {% generation %} blocks mark no token of this conversation")
+            raise ConfigError(
+                "the chat template's {% generation %} blocks mark no token of this conversation"
+            )
         end = trained[-1] + 1
         return EncodedRow(ids[:end], mask[:end])
 
-    def _render_with_spans(self, messages: list[Message], tools: Sequence[Tool] | None) -> tuple[str, list[Span]]:
+    def _render_with_spans(
+        self, messages: list[Message], tools: Sequence[Tool] | None
+    ) -> tuple[str, list[Span]]:
         """The text, and the assistant's parts of it; it ends where the last of them does unless all is trained."""
         full = self.template.render(messages, tools)
         frame = self._check(messages, tools, full, trains=True)
@@ -256,7 +303,9 @@ class ChatEncoder:
             )
         return facts.frame
 
-    def _plain(self, messages: list[Message], tools: Sequence[Tool] | None) -> tuple[str, list[Span]]:
+    def _plain(
+        self, messages: list[Message], tools: Sequence[Tool] | None
+    ) -> tuple[str, list[Span]]:
         if tools or any(message.get("tool_calls") for message in messages):
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and tool calls cannot be"
@@ -281,4 +330,8 @@ def _token_id(value: object) -> int:
 
 def _bos_text(tokenizer: PreTrainedTokenizerBase) -> str:
     begins = tokenizer("")["input_ids"]
-    return str(tokenizer.bos_token) if tokenizer.bos_token_id is not None and tokenizer.bos_token_id in begins else ""  # type: ignore[operator]
+    return (
+        str(tokenizer.bos_token)
+        if tokenizer.bos_token_id is not None and tokenizer.bos_token_id in begins
+        else ""
+    )  # type: ignore[operator]

@@ -14,7 +14,9 @@ _THINK, _END_THINK = "<think>", "</think>"
 _WAY_OUT = "give a policy.chat_template that renders it, or remove it from the row"
 
 
-def check_rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool) -> None:
+def check_rendered(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
+) -> None:
     """Raise ConfigError if a content, a tool call or a tool does not appear in `text`.
 
     White space is not compared. Strings may be escaped as in JSON, and a tool's JSON result may be written anew. Templates
@@ -27,9 +29,9 @@ def check_rendered(messages: Sequence[Message], tools: Sequence[Tool] | None, te
         found = _find(part, squeezed, position)
         if found is not None:
             position = found
-        elif not _appears_often_enough([each for _, _, each in parts], index, squeezed) and not _is_rewritten(
-            message, part, squeezed
-        ):
+        elif not _appears_often_enough(
+            [each for _, _, each in parts], index, squeezed
+        ) and not _is_rewritten(message, part, squeezed):
             raise ConfigError(
                 f"the chat template drops the {what} of a message of role {message['role']!r}, {_shown(part)}: it does not"
                 f" appear in the rendered text; {_WAY_OUT}"

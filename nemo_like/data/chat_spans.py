@@ -89,7 +89,9 @@ class _Turn:
         if end is not None:
             return end
         # What follows the turn's text is looked up where it is the last, and found again behind the text here.
-        text_end = len(up_to_turn) - common_suffix(self._with_content("0", self._turn + 1), up_to_turn)
+        text_end = len(up_to_turn) - common_suffix(
+            self._with_content("0", self._turn + 1), up_to_turn
+        )
         behind = up_to_turn[text_end:]
         text_end = len(full) - common_suffix(self._with_content("0"), full)
         return text_end + common_prefix(full[text_end:], behind)
@@ -97,7 +99,9 @@ class _Turn:
     def _end_of_turn(self, start: int) -> int | None:
         """Behind the first token that ends a turn; None without one, or if the message itself contains it."""
         end_text = self._template.end_of_turn
-        if end_text is None or end_text in json.dumps(self._messages[self._turn], ensure_ascii=False, default=str):
+        if end_text is None or end_text in json.dumps(
+            self._messages[self._turn], ensure_ascii=False, default=str
+        ):
             return None
         found = self._full.find(end_text, start)
         return None if found < 0 else found + len(end_text)
@@ -106,7 +110,11 @@ class _Turn:
         """Without what the template puts behind the end of the turn: a line break, or the end of the conversation."""
         trimmed = self._full[start:end].rstrip()
         end_of_turn = self._end_of_turn(start)
-        if end_of_turn is not None and end_of_turn <= end and not trimmed.endswith(self._template.end_texts):
+        if (
+            end_of_turn is not None
+            and end_of_turn <= end
+            and not trimmed.endswith(self._template.end_texts)
+        ):
             return end_of_turn
         return start + len(trimmed) if trimmed.endswith(self._template.special_texts) else end
 
@@ -129,7 +137,9 @@ class _Turn:
         text = str(message.get("content", "")).strip()
         first, last = (_other(text[at : at + 1 or None], letter) for at in (0, -1))
         messages = [*self._messages[: self._turn], {**message, "content": first + last}]
-        return self._template.render([*messages, *self._messages[self._turn + 1 :]][:num_messages], self._tools)
+        return self._template.render(
+            [*messages, *self._messages[self._turn + 1 :]][:num_messages], self._tools
+        )
 
 
 def common_prefix(left: str, right: str) -> int:

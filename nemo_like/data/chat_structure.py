@@ -37,7 +37,9 @@ class Frame:
     markers: tuple[str, ...]
     """If one of these is in a message, the header or the end may not be the template's."""
 
-    def spans(self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str) -> list[Span] | None:
+    def spans(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
+    ) -> list[Span] | None:
         """The spans that `exact_spans` finds, from the text alone; None if it does not tell them for certain."""
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(marker in written for marker in self.markers):
@@ -96,12 +98,16 @@ class Structures:
             missing.append("the row's tools")
         return Facts(missing[0] if missing else None, self._verified_frame(messages, tools, full))
 
-    def _verified_frame(self, messages: list[Message], tools: list[Tool] | None, full: str) -> Frame | None:
+    def _verified_frame(
+        self, messages: list[Message], tools: list[Tool] | None, full: str
+    ) -> Frame | None:
         frame = learn_frame(self._template)
         if frame is None:
             return None
         try:
-            is_exact = frame.spans(messages, tools, full) == exact_spans(self._template, messages, tools, full)
+            is_exact = frame.spans(messages, tools, full) == exact_spans(
+                self._template, messages, tools, full
+            )
         except ConfigError:
             return None
         return frame if is_exact else None
@@ -113,7 +119,11 @@ def learn_frame(template: ChatTemplate) -> Frame | None:
     if end is None:
         return None
     try:
-        full, closed, opened = template.render(PROBE), template.render([user]), template.render([user], opening=True)
+        full, closed, opened = (
+            template.render(PROBE),
+            template.render([user]),
+            template.render([user], opening=True),
+        )
     except ConfigError:
         return None
     prompt = template.generation_prompt
@@ -156,11 +166,15 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
     messages: list[Message] = []
     words: list[tuple[str, str]] = []
     open_calls: list[str] = []
-    for turn, (role, has_content, has_thought, has_reasoning, num_calls, names_call) in enumerate(kinds):
+    for turn, (role, has_content, has_thought, has_reasoning, num_calls, names_call) in enumerate(
+        kinds
+    ):
         message: Message = {"role": role}
         if has_content:
             word = f"qz{turn}contentzq"
-            message["content"] = f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}" if has_thought else word
+            message["content"] = (
+                f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}" if has_thought else word
+            )
             words.append((word, f"the content of a message of role {role!r}"))
         elif not num_calls:
             message["content"] = ""
@@ -174,7 +188,10 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
                 ((key, value),) = call["function"]["arguments"].items()
                 words += [(word, "a tool call") for word in (call["function"]["name"], key, value)]
         if names_call:
-            message |= {"name": "qznamezq", "tool_call_id": open_calls.pop(0) if open_calls else "qzid00000"}
+            message |= {
+                "name": "qznamezq",
+                "tool_call_id": open_calls.pop(0) if open_calls else "qzid00000",
+            }
         messages.append(message)
     return messages, words
 
@@ -186,6 +203,13 @@ def _call(turn: int, index: int) -> Message:
 
 
 def _tool() -> Tool:
-    parameters = {"type": "object", "properties": {"qzparameterzq": {"type": "string", "description": "qzwhatzq"}}}
-    function = {"name": _TOOL, "description": "qzdescriptionzq", "parameters": {**parameters, "required": []}}
+    parameters = {
+        "type": "object",
+        "properties": {"qzparameterzq": {"type": "string", "description": "qzwhatzq"}},
+    }
+    function = {
+        "name": _TOOL,
+        "description": "qzdescriptionzq",
+        "parameters": {**parameters, "required": []},
+    }
     return {"type": "function", "function": function}

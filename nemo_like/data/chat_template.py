@@ -37,7 +37,11 @@ class ChatTemplate:
         return bool(self.tokenizer.chat_template)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, opening: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        opening: bool = False,
     ) -> str:
         """The text of the conversation; with `opening`, the generation prompt of the next assistant turn follows it.
 
@@ -76,7 +80,9 @@ class ChatTemplate:
 
     def _refusal(self, messages: Sequence[Message], error: Exception) -> ConfigError:
         roles = [message["role"] for message in messages]
-        return ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}: {error}")
+        return ConfigError(
+            f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}: {error}"
+        )
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -90,7 +96,9 @@ class ChatTemplate:
 
         Added tokens without the special flag, such as `<think>`, may be part of what a model or a user writes.
         """
-        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        added = [
+            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        ]
         return tuple(sorted({*self.tokenizer.all_special_tokens, *added, *self.end_texts}))
 
     @cached_property
@@ -142,7 +150,9 @@ class ChatTemplate:
         Most templates turn an object into JSON themselves, and would quote a text once more.
         """
         as_object, as_text = (self._probe_text(form) for form in ("dict", "text"))
-        return (not _shows_json(as_object) and _shows_json(as_text)) or (_VALUE not in as_object and _VALUE in as_text)
+        return (not _shows_json(as_object) and _shows_json(as_text)) or (
+            _VALUE not in as_object and _VALUE in as_text
+        )
 
     @cached_property
     def _needs_content(self) -> bool:
@@ -159,7 +169,10 @@ class ChatTemplate:
         """The messages with tool calls in the form that the template expects."""
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
-        return [self._adapt_calls(message) if message.get("tool_calls") else message for message in messages]
+        return [
+            self._adapt_calls(message) if message.get("tool_calls") else message
+            for message in messages
+        ]
 
     def _adapt_calls(self, message: Message) -> Message:
         calls = message["tool_calls"]
@@ -178,14 +191,18 @@ class ChatTemplate:
 
     def _first_special(self, text: str) -> str | None:
         """The special token that comes first in `text`; of tokens that are only added, if there is no special one."""
-        special = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        special = [
+            str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
+        ]
         for texts in ({*self.tokenizer.all_special_tokens, *special}, self.special_texts):
             found = [(text.find(each), -len(each), each) for each in texts if each and each in text]
             if found:
                 return min(found)[2]
         return None
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, opening: bool
+    ) -> str:
         with rendering_limit(repr(self.tokenizer.name_or_path)):
             return str(
                 self.tokenizer.apply_chat_template(
@@ -213,4 +230,10 @@ def _with_text_arguments(call: Any) -> Any:
     function = call["function"]
     if isinstance(function["arguments"], str):
         return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {
+        **call,
+        "function": {
+            **function,
+            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+        },
+    }

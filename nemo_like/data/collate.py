@@ -29,7 +29,10 @@ def collate(rows: Sequence[EncodedRow]) -> dict[str, Jagged | np.ndarray]:
     input_ids = Jagged.from_rows([row.input_ids for row in rows], np.int32)
     return {
         "input_ids": input_ids,
-        "token_mask": Jagged(np.concatenate([row.token_mask for row in rows]).astype(np.uint8, copy=False), input_ids.offsets),
+        "token_mask": Jagged(
+            np.concatenate([row.token_mask for row in rows]).astype(np.uint8, copy=False),
+            input_ids.offsets,
+        ),
         "length": input_ids.lengths,
         "row_mask": np.ones(len(rows), dtype=bool),
     }

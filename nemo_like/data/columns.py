@@ -20,7 +20,9 @@ def num_rows(name: str, column: Any) -> int:
     if isinstance(column, (Tensor, np.ndarray)) and column.ndim == 0:
         raise TypeError(f"column {name!r} is a single number; a column has one entry per row")
     if not isinstance(column, (Tensor, np.ndarray, Jagged, list)):
-        raise TypeError(f"column {name!r} is a {type(column).__name__}; a column is a torch.Tensor, np.ndarray, Jagged or list")
+        raise TypeError(
+            f"column {name!r} is a {type(column).__name__}; a column is a torch.Tensor, np.ndarray, Jagged or list"
+        )
     return len(column)
 
 
@@ -64,7 +66,11 @@ def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
     if isinstance(column, Jagged):
         return column.truncate(max_length) if dim == 1 else column
     if isinstance(column, Tensor):
-        return column.narrow(dim, 0, min(max_length, column.shape[dim])) if column.ndim > dim else column
+        return (
+            column.narrow(dim, 0, min(max_length, column.shape[dim]))
+            if column.ndim > dim
+            else column
+        )
     if isinstance(column, np.ndarray) and column.ndim > dim:
         return column[(slice(None),) * dim + (slice(0, max_length),)]
     return column
@@ -77,7 +83,9 @@ def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Col
     """
     kinds = {type(part) for part in parts}
     if len(kinds) > 1:
-        raise TypeError(f"column {name!r} is of several kinds: {sorted(kind.__name__ for kind in kinds)}")
+        raise TypeError(
+            f"column {name!r} is of several kinds: {sorted(kind.__name__ for kind in kinds)}"
+        )
     first = parts[0]
     if isinstance(first, Jagged):
         return Jagged.concat(list(parts))  # type: ignore[arg-type]
@@ -92,6 +100,10 @@ def _pad_dim_1(part: Any, size: int, pad_value: float) -> Any:
     if part.ndim < 2 or part.shape[1] == size:
         return part
     shape = (part.shape[0], size, *part.shape[2:])
-    padded = part.new_full(shape, pad_value) if isinstance(part, Tensor) else np.full(shape, pad_value, dtype=part.dtype)
+    padded = (
+        part.new_full(shape, pad_value)
+        if isinstance(part, Tensor)
+        else np.full(shape, pad_value, dtype=part.dtype)
+    )
     padded[:, : part.shape[1]] = part
     return padded

@@ -20,7 +20,15 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import is_possible_path, printable, shortened, shown_value
-from nemo_like.data.tools import Message, Tool, calls_problem, clean_message, row_tools, tools_problem, without_nulls
+from nemo_like.data.tools import (
+    Message,
+    Tool,
+    calls_problem,
+    clean_message,
+    row_tools,
+    tools_problem,
+    without_nulls,
+)
 
 Row = dict[str, Any]
 Numbered = tuple[str, Row, bytes]
@@ -30,8 +38,22 @@ UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; questio
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _MAX_LISTED = 10_000
 # pyarrow's own errors derive from these; conversions to Python add OverflowError and UnicodeDecodeError (a ValueError).
-_ARROW_ERRORS = (ValueError, OSError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError)
-_FORMATS = (("messages",), ("prompt", "completion"), ("prompt", "answer"), ("prompt",), ("question", "answer"))
+_ARROW_ERRORS = (
+    ValueError,
+    OSError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
+_FORMATS = (
+    ("messages",),
+    ("prompt", "completion"),
+    ("prompt", "answer"),
+    ("prompt",),
+    ("question", "answer"),
+)
 _ROWS_PER_ADVANCE = 1000
 _SUFFIXES = ".jsonl, .json, .parquet, or a directory with an Arrow dataset (datasets.save_to_disk) or parquet files"
 
@@ -107,7 +129,8 @@ def load_rows(
             advance(_ROWS_PER_ADVANCE)
     if not rows:
         raise ConfigError(
-            f"{key}: {shown_path(path)} has no rows" + ("" if max_rows is None else f" (the first {max_rows} were asked for)")
+            f"{key}: {shown_path(path)} has no rows"
+            + ("" if max_rows is None else f" (the first {max_rows} were asked for)")
         )
     if advance is not None:
         advance(len(rows) % _ROWS_PER_ADVANCE)
@@ -125,7 +148,10 @@ def conversation(row: Row) -> list[Message]:
     if columns == ("messages",):
         return [clean_message(message) for message in row["messages"]]
     if columns == ("question", "answer"):
-        return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        return [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
     turns = _turns(row["prompt"], "user")
     return turns if len(columns) == 1 else turns + _turns(row[columns[1]], "assistant")
 
@@ -141,7 +167,10 @@ def question(row: Row) -> Question:
         messages = _before_last_answer(conversation(row))
     else:
         messages = _turns(row["prompt"], "user")
-    text = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
+    text = next(
+        (message.get("content", "") for message in reversed(messages) if message["role"] == "user"),
+        "",
+    )
     return Question(messages, text, None if answer is None else str(answer), row, row_tools(row))
 
 
@@ -149,7 +178,9 @@ def _recognise(row: Row, place: str) -> tuple[str, ...]:
     for columns in _FORMATS:
         if all(row.get(column) is not None for column in columns):
             return columns
-    raise ConfigError(f"{place}: columns {_names(row)} are no format that is understood. Understood: {UNDERSTOOD}")
+    raise ConfigError(
+        f"{place}: columns {_names(row)} are no format that is understood. Understood: {UNDERSTOOD}"
+    )
 
 
 def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
@@ -169,7 +200,9 @@ def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
         if not isinstance(row["answer"], str) or "####" not in row["answer"]:
             return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
         return None
-    if purpose == "sft" and not any(message["role"] == "assistant" for message in conversation(row)):
+    if purpose == "sft" and not any(
+        message["role"] == "assistant" for message in conversation(row)
+    ):
         return f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
     if purpose == "rl" and not question(row).messages:
         return "there is no turn before the assistant's, so nothing to ask the model"
@@ -203,7 +236,11 @@ def _shown(value: Any) -> str:
         text = printable(json.dumps(value, ensure_ascii=False, default=str))
     except (ValueError, TypeError, RecursionError):
         text = shown_value(value)
-    return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+    return (
+        f"{text[:60]}... ({type(value).__name__})"
+        if len(text) > 60
+        else f"{text} ({type(value).__name__})"
+    )
 
 
 def _names(row: Row) -> str:
@@ -215,14 +252,29 @@ def surrogate_problem(value: Any, name: str) -> str | None:
     """Where a text of a nested value has a surrogate without its pair, which no tokenizer encodes; None if none has."""
     if isinstance(value, str):
         match = None if value.isascii() else _SURROGATE.search(value)
-        return match and f"{name} has half of a surrogate pair at character {match.start() + 1}, which is no text; remove it"
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return next(filter(None, (surrogate_problem(part, f"{name}[{key}]") for key, part in inner)), None)
+        return (
+            match
+            and f"{name} has half of a surrogate pair at character {match.start() + 1}, which is no text; remove it"
+        )
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return next(
+        filter(None, (surrogate_problem(part, f"{name}[{key}]") for key, part in inner)), None
+    )
 
 
 def _turns(value: Any, role: str) -> list[Message]:
     """A text as one turn of `role`; a list of messages as it is."""
-    return [clean_message(message) for message in value] if isinstance(value, list) else [{"role": role, "content": str(value)}]
+    return (
+        [clean_message(message) for message in value]
+        if isinstance(value, list)
+        else [{"role": role, "content": str(value)}]
+    )
 
 
 def _before_last_answer(messages: list[Message]) -> list[Message]:
@@ -264,19 +316,32 @@ def _parse(data: bytes, place: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 text at byte {error.start + 1}: {error.reason}") from error
+        raise ConfigError(
+            f"{place}: not UTF-8 text at byte {error.start + 1}: {error.reason}"
+        ) from error
     except json.JSONDecodeError as error:
-        at = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        at = (
+            f"column {error.colno}"
+            if error.lineno == 1
+            else f"line {error.lineno} column {error.colno}"
+        )
         near = error.doc[max(error.pos - 20, 0) : error.pos + 20]
         raise ConfigError(f"{place}: not valid JSON at {at}: {error.msg}, near {near!r}") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deep nesting
-        reason = "too deeply nested" if isinstance(error, RecursionError) else "a number is too long"
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an integer of thousands of digits, or deep nesting
+        reason = (
+            "too deeply nested" if isinstance(error, RecursionError) else "a number is too long"
+        )
         raise ConfigError(f"{place}: not readable as JSON: {reason}") from error
 
 
 def _object(value: Any, place: str) -> Row:
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {_shown(value)} is not an object with columns. Understood: {UNDERSTOOD}")
+        raise ConfigError(
+            f"{place}: {_shown(value)} is not an object with columns. Understood: {UNDERSTOOD}"
+        )
     return value
 
 
@@ -289,7 +354,9 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
             batches = file.iter_batches()
             yield from _batch_rows(batches, shown_path(path))
     except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
-        raise ConfigError(f"{shown_path(path)}: not a parquet file: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{shown_path(path)}: not a parquet file: {_first_line(error)}"
+        ) from error
 
 
 def _read_directory(path: Path) -> Iterator[Numbered]:
@@ -297,7 +364,8 @@ def _read_directory(path: Path) -> Iterator[Numbered]:
     if (path / "dataset_dict.json").exists():
         splits = _listed(path / "dataset_dict.json", "splits")
         raise ConfigError(
-            f"{shown_path(path)} holds several splits; name one: " + ", ".join(shown_path(path / split) for split in splits)
+            f"{shown_path(path)} holds several splits; name one: "
+            + ", ".join(shown_path(path / split) for split in splits)
         )
     if (path / "state.json").exists():
         for file in _listed(path / "state.json", "_data_files"):
@@ -305,7 +373,9 @@ def _read_directory(path: Path) -> Iterator[Numbered]:
         return
     files = sorted(path.glob("*.parquet"))
     if not files:
-        raise ConfigError(f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or parquet files")
+        raise ConfigError(
+            f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or parquet files"
+        )
     for file in files:
         yield from _read_parquet(file)
 
@@ -319,7 +389,9 @@ def _listed(path: Path, key: str) -> list[str]:
         if isinstance(entries, list)
         else [None]
     )
-    if not all(isinstance(name, str) and name == Path(name).name and name.isprintable() for name in names):
+    if not all(
+        isinstance(name, str) and name == Path(name).name and name.isprintable() for name in names
+    ):
         raise ConfigError(
             f"{shown_path(path)}: {key} is not a list of names in this directory; write it with datasets.save_to_disk"
         )
@@ -338,13 +410,17 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
         with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from _batch_rows(batches, shown_path(path))
     except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
-        raise ConfigError(f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}"
+        ) from error
 
 
 def _batch_rows(batches: Any, shown: str) -> Iterator[Numbered]:
     number = 0
     for batch in batches:
-        batch.validate(full=True)  # a damaged file could make the conversion read outside of its buffers
+        batch.validate(
+            full=True
+        )  # a damaged file could make the conversion read outside of its buffers
         for row in batch.to_pylist():
             clean = {key: without_nulls(value) for key, value in row.items()}
             yield f"{shown} row {number}", clean, _content(clean)

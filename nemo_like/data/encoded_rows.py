@@ -109,11 +109,15 @@ class EncodedRows:
             is_short = spent * len(self._queue) / max(at, 1) < _WORTH_PROCESSES_S
             num_processes = 0 if is_short else min(_MAX_AUTO_PROCESSES, max(_num_cpus() // 2, 1))
         if num_processes and self._queue and self._module is not None:
-            self._pool = EncodingPool(self._module, self._setup, num_processes, self._rows.rows, self._receive)
+            self._pool = EncodingPool(
+                self._module, self._setup, num_processes, self._rows.rows, self._receive
+            )
             self._pool.submit(self._queue)
             self._queue = []
 
-    def finish(self, advance: Callable[[int], None] = lambda count: None, timeout_s: float | None = None) -> bool:
+    def finish(
+        self, advance: Callable[[int], None] = lambda count: None, timeout_s: float | None = None
+    ) -> bool:
         """Wait until the rows given to `start` are encoded, at most `timeout_s`; whether they are.
 
         `advance` is called with the number of rows encoded since its last call. Raises ConfigError for a bad row.
@@ -185,7 +189,10 @@ class EncodedRows:
                         self._cache.put(row, encoded)
                     self._state[row] = _DROPPED if encoded is None else _DONE
                 except OSError as error:
-                    self._problem = (-1, f"encoded rows cannot be kept in {tempfile.gettempdir()}: {error}; set TMPDIR")
+                    self._problem = (
+                        -1,
+                        f"encoded rows cannot be kept in {tempfile.gettempdir()}: {error}; set TMPDIR",
+                    )
             self._changed.notify_all()
 
     def _raise_problem(self) -> None:
@@ -248,7 +255,9 @@ class _Cache:
         assert self._file is not None, "a row that was put is in memory or in the file"
         length = int(self._lengths[row])
         data = os.pread(self._file, 5 * length, int(self._offsets[row]))
-        return EncodedRow(np.frombuffer(data, np.int32, length), np.frombuffer(data, np.uint8, offset=4 * length))
+        return EncodedRow(
+            np.frombuffer(data, np.int32, length), np.frombuffer(data, np.uint8, offset=4 * length)
+        )
 
     def __del__(self) -> None:
         if self._file is not None:

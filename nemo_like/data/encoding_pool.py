@@ -39,7 +39,12 @@ class EncodingPool:
     """Encodes rows of `rows` by their index, in the order of submission, in processes that run `module`."""
 
     def __init__(
-        self, module: str, setup: dict[str, Any], num_processes: int, rows: Sequence[Row], receive: Receive
+        self,
+        module: str,
+        setup: dict[str, Any],
+        num_processes: int,
+        rows: Sequence[Row],
+        receive: Receive,
     ) -> None:
         self._rows, self._receive = rows, receive
         self._waiting: deque[list[int]] = deque()
@@ -57,7 +62,9 @@ class EncodingPool:
             for _ in range(num_processes)
         ]
         for process in self._processes:
-            threading.Thread(target=self._serve, args=(process, setup), name="encoding", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(process, setup), name="encoding", daemon=True
+            ).start()
 
     @property
     def is_idle(self) -> bool:
@@ -70,8 +77,17 @@ class EncodingPool:
         with self._changed:
             if first:
                 wanted = set(indices)
-                self._waiting = deque([kept for chunk in self._waiting if (kept := [i for i in chunk if i not in wanted])])
-            chunks = [list(indices[at : at + _ROWS_PER_MESSAGE]) for at in range(0, len(indices), _ROWS_PER_MESSAGE)]
+                self._waiting = deque(
+                    [
+                        kept
+                        for chunk in self._waiting
+                        if (kept := [i for i in chunk if i not in wanted])
+                    ]
+                )
+            chunks = [
+                list(indices[at : at + _ROWS_PER_MESSAGE])
+                for at in range(0, len(indices), _ROWS_PER_MESSAGE)
+            ]
             if first:
                 self._waiting.extendleft(reversed(chunks))
             else:
@@ -104,7 +120,11 @@ class EncodingPool:
         except (OSError, EOFError, ValueError, TypeError) as error:
             if self._is_closed:
                 return
-            reason = f"ended with code {process.wait(5)}" if isinstance(error, OSError | EOFError) else f"{error}"
+            reason = (
+                f"ended with code {process.wait(5)}"
+                if isinstance(error, OSError | EOFError)
+                else f"{error}"
+            )
             self._receive(-1, None, f"a process that encodes rows failed: {reason}; see its output above, or set"
                           " data.num_encoding_workers=0 to encode in the driver")  # fmt: skip
 
@@ -121,7 +141,9 @@ class EncodingPool:
         at = 0
         for position, (row, length) in enumerate(zip(chunk, values["lengths"], strict=True)):
             if length < 0:
-                self._receive(row, None, values["problems"][str(position)] if length == _BAD else None)
+                self._receive(
+                    row, None, values["problems"][str(position)] if length == _BAD else None
+                )
                 continue
             ids = np.frombuffer(data, np.int32, length, at)
             mask = np.frombuffer(data, np.uint8, length, at + 4 * length)
@@ -157,7 +179,10 @@ def serve(
                 problems |= {} if problem is None else {str(position): problem}
                 continue
             lengths.append(len(encoded.input_ids))
-            parts += [encoded.input_ids.astype(np.int32).tobytes(), encoded.token_mask.astype(np.uint8).tobytes()]
+            parts += [
+                encoded.input_ids.astype(np.int32).tobytes(),
+                encoded.token_mask.astype(np.uint8).tobytes(),
+            ]
         try:
             write_message(target, {"lengths": lengths, "problems": problems}, b"".join(parts))
         except BrokenPipeError:

@@ -23,10 +23,16 @@ class Jagged:
     offsets: np.ndarray
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int] | Sequence[float] | np.ndarray], dtype: np.dtype | type) -> Jagged:
+    def from_rows(
+        cls, rows: Sequence[Sequence[int] | Sequence[float] | np.ndarray], dtype: np.dtype | type
+    ) -> Jagged:
         """Concatenate `rows` (an empty sequence gives zero rows)."""
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
-        values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows]) if len(rows) else np.empty(0, dtype)
+        values = (
+            np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+            if len(rows)
+            else np.empty(0, dtype)
+        )
         return cls.from_lengths(values.astype(dtype, copy=False), lengths)
 
     @classmethod
@@ -35,7 +41,9 @@ class Jagged:
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] != len(values):
-            raise ValueError(f"row lengths add up to {offsets[-1]} but there are {len(values)} values")
+            raise ValueError(
+                f"row lengths add up to {offsets[-1]} but there are {len(values)} values"
+            )
         return cls(values, offsets)
 
     def __len__(self) -> int:
@@ -73,15 +81,24 @@ class Jagged:
         np.cumsum(stops - starts, out=offsets[1:])
         # An index per token beats a slice per row while rows are short; measured break-even is about 100 tokens a row.
         if offsets[-1] < _SHORT_ROW_TOKENS * len(rows):
-            index = np.repeat(starts - offsets[:-1], stops - starts) + np.arange(offsets[-1], dtype=np.int64)
+            index = np.repeat(starts - offsets[:-1], stops - starts) + np.arange(
+                offsets[-1], dtype=np.int64
+            )
             return Jagged(self.values[index], offsets)
-        slices = [self.values[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        slices = [
+            self.values[start:stop]
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
         return Jagged(np.concatenate(slices) if slices else self.values[:0].copy(), offsets)
 
     def truncate(self, max_length: int) -> Jagged:
         """Every row cut at its end to at most `max_length` tokens."""
-        position = np.arange(len(self.values), dtype=np.int64) - np.repeat(self.offsets[:-1], self.lengths)
-        return Jagged.from_lengths(self.values[position < max_length], np.minimum(self.lengths, max_length))
+        position = np.arange(len(self.values), dtype=np.int64) - np.repeat(
+            self.offsets[:-1], self.lengths
+        )
+        return Jagged.from_lengths(
+            self.values[position < max_length], np.minimum(self.lengths, max_length)
+        )
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
@@ -89,7 +106,8 @@ class Jagged:
         if not parts:
             raise ValueError("Jagged.concat needs at least one part")
         return Jagged.from_lengths(
-            np.concatenate([part.values for part in parts]), np.concatenate([part.lengths for part in parts])
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
         )
 
     @classmethod
@@ -97,8 +115,12 @@ class Jagged:
         """The first `lengths[b]` values of each row of `padded` [B, S]; the rest is dropped."""
         longest = int(np.max(lengths, initial=0))
         if len(lengths) != len(padded) or longest > padded.shape[1]:
-            raise ValueError(f"{len(lengths)} lengths up to {longest} do not fit an array of shape {padded.shape}")
-        return cls.from_lengths(padded[np.arange(padded.shape[1]) < np.asarray(lengths)[:, None]], np.asarray(lengths))
+            raise ValueError(
+                f"{len(lengths)} lengths up to {longest} do not fit an array of shape {padded.shape}"
+            )
+        return cls.from_lengths(
+            padded[np.arange(padded.shape[1]) < np.asarray(lengths)[:, None]], np.asarray(lengths)
+        )
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> np.ndarray:
         """[B, S, ...] with S the longest row (or `length`); raises ValueError if a row is longer than `length`."""
@@ -107,6 +129,8 @@ class Jagged:
         size = longest if length is None else length
         if longest > size:
             raise ValueError(f"a row has {longest} tokens, more than the asked length {size}")
-        padded = np.full((len(self), size, *self.values.shape[1:]), pad_value, dtype=self.values.dtype)
+        padded = np.full(
+            (len(self), size, *self.values.shape[1:]), pad_value, dtype=self.values.dtype
+        )
         padded[np.arange(size) < lengths[:, None]] = self.values
         return padded

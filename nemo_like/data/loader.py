@@ -51,7 +51,9 @@ class RowLoader(Generic[Out]):
         last_batch: LastBatch = "keep",
     ) -> None:
         if len(rows.digests) < 1 or batch_size < 1:
-            raise ValueError(f"a loader needs rows and a batch size, got {len(rows.digests)} rows and batch_size={batch_size}")
+            raise ValueError(
+                f"a loader needs rows and a batch size, got {len(rows.digests)} rows and batch_size={batch_size}"
+            )
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
         self.num_dropped = 0
@@ -95,7 +97,9 @@ class RowLoader(Generic[Out]):
             encoded = self._rows.fetch(taken)
             kept = [row for row in encoded if row is not None]
             batch += kept
-            self._batch_rows += [index for index, row in zip(taken, encoded, strict=True) if row is not None]
+            self._batch_rows += [
+                index for index, row in zip(taken, encoded, strict=True) if row is not None
+            ]
             self.num_dropped += len(encoded) - len(kept)
             if self._order.num_left and not self._is_rest_left_out(len(batch)):
                 continue
@@ -128,9 +132,13 @@ class RowLoader(Generic[Out]):
         if self._order.epoch >= num_epochs:
             return 0
         is_kept = np.ones(len(self), dtype=bool) if is_kept is None else is_kept
-        in_this_epoch = num_batches(int(is_kept[self._order.left].sum()), self.batch_size, self.last_batch)
+        in_this_epoch = num_batches(
+            int(is_kept[self._order.left].sum()), self.batch_size, self.last_batch
+        )
         later_epochs = num_epochs - self._order.epoch - 1
-        return in_this_epoch + later_epochs * num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
+        return in_this_epoch + later_epochs * num_batches(
+            int(is_kept.sum()), self.batch_size, self.last_batch
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values; see `RowOrder.state_dict`."""

@@ -140,13 +140,19 @@ class RowOrder:
                 )
         self._epoch = int(state["epoch"])
         generations = dict(state["late"])
-        self._late = np.array([generations.get(row_id, 0) for row_id in self._ids.tolist()] if generations else self._late)
+        self._late = np.array(
+            [generations.get(row_id, 0) for row_id in self._ids.tolist()]
+            if generations
+            else self._late
+        )
         self._keys = self._epoch_keys()
         passed = self._passed(state["last"])
         try:
             seen = RowSketch.from_dict(state["seen"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"resume: the checkpoint's data position cannot be read: {error}") from error
+            raise ConfigError(
+                f"resume: the checkpoint's data position cannot be read: {error}"
+            ) from error
         self._seen = self._seen_rows(seen, passed)
         if state["last"] is not None:
             self._late[passed & ~self._seen] = state["last"][0] + 1
@@ -209,7 +215,9 @@ class RowOrder:
     def _sort(self) -> None:
         self._keys = self._epoch_keys()
         by_key = np.argsort(self._keys, kind="stable")
-        self._order = by_key[np.argsort(self._late[by_key], kind="stable")] if self._late.any() else by_key
+        self._order = (
+            by_key[np.argsort(self._late[by_key], kind="stable")] if self._late.any() else by_key
+        )
 
 
 def _occurrences(digests: np.ndarray) -> np.ndarray:

@@ -45,14 +45,22 @@ class RowSketch:
 
     def difference(self, other: RowSketch) -> tuple[np.ndarray, np.ndarray] | None:
         """(ids only in this set, ids only in `other`), uint64 each; None where there are too many to tell."""
-        counts, ids, checks = self.counts - other.counts, self.ids ^ other.ids, self.checks ^ other.checks
+        counts, ids, checks = (
+            self.counts - other.counts,
+            self.ids ^ other.ids,
+            self.checks ^ other.checks,
+        )
         only: dict[int, list[int]] = {1: [], -1: []}
         pending = list(range(len(counts)))
         while pending:
             cell = pending.pop()
             sign, value = int(counts[cell]), ids[cell : cell + 1].copy()
             check = mix(value ^ np.uint64(_CHECK_SALT))
-            if abs(sign) != 1 or check[0] != checks[cell] or not any(cells[0] == cell for cells in _cells(value)):
+            if (
+                abs(sign) != 1
+                or check[0] != checks[cell]
+                or not any(cells[0] == cell for cells in _cells(value))
+            ):
                 continue
             only[sign].append(int(value[0]))
             if len(only[1]) + len(only[-1]) > len(counts):
@@ -68,7 +76,11 @@ class RowSketch:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return {"counts": self.counts.tolist(), "ids": self.ids.tolist(), "checks": self.checks.tolist()}
+        return {
+            "counts": self.counts.tolist(),
+            "ids": self.ids.tolist(),
+            "checks": self.checks.tolist(),
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RowSketch:
@@ -76,7 +88,9 @@ class RowSketch:
         counts = np.array(values["counts"], np.int64)
         ids, checks = (np.array(values[name], np.uint64) for name in ("ids", "checks"))
         if any(part.shape != (NUM_TABLES * CELLS_PER_TABLE,) for part in (counts, ids, checks)):
-            raise ValueError(f"a sketch has {NUM_TABLES * CELLS_PER_TABLE} cells, this one has {len(counts)}")
+            raise ValueError(
+                f"a sketch has {NUM_TABLES * CELLS_PER_TABLE} cells, this one has {len(counts)}"
+            )
         return cls(counts, ids, checks)
 
 
@@ -103,6 +117,7 @@ def _cells(ids: np.ndarray) -> list[np.ndarray]:
     hashed = mix(mix(ids))
     shifts = range(0, 16 * NUM_TABLES, 16)
     return [
-        ((hashed >> np.uint64(shift)) % np.uint64(CELLS_PER_TABLE)).astype(np.int64) + table * CELLS_PER_TABLE
+        ((hashed >> np.uint64(shift)) % np.uint64(CELLS_PER_TABLE)).astype(np.int64)
+        + table * CELLS_PER_TABLE
         for table, shift in enumerate(shifts)
     ]

@@ -70,7 +70,11 @@ _TOOL: dict[str, Any] = {
     "function": {
         "name": "add",
         "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}},
+            "required": ["a"],
+        },
     },
 }
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -119,7 +123,9 @@ def check_prompt_template(template: str | None) -> None:
     for field, specification, conversion in fields:
         if field != "prompt" or specification or conversion:
             written = shown_value(
-                (field or "") + (f"!{conversion}" if conversion else "") + (f":{specification}" if specification else "")
+                (field or "")
+                + (f"!{conversion}" if conversion else "")
+                + (f":{specification}" if specification else "")
             )
             raise ConfigError(
                 f"{name} has the field {written}; the only field is {{prompt}},"
@@ -152,7 +158,9 @@ def check_chat_template(template: str, source: str) -> None:
         )
         outcome = done.stdout
         if not outcome and done.returncode > 0:
-            raise RuntimeError(f"the process that checks chat templates failed: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(
+                f"the process that checks chat templates failed: {done.stderr.strip()[-500:]}"
+            )
     except subprocess.TimeoutExpired:
         outcome = ""
     if outcome.strip() != "done":

@@ -10,13 +10,17 @@ SAVE_MEMORY = (
     " policy.activation_checkpointing on, or put fewer workers on a node (cluster.workers_per_node)."
 )
 _COLLECTIVE = re.compile(
-    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out", re.IGNORECASE
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out",
+    re.IGNORECASE,
 )
 
 
 def is_collective_error(error: BaseException) -> bool:
     """Whether `error` comes from torch.distributed's communication rather than from the worker's own work."""
-    if any(kind.__name__ in ("DistError", "DistBackendError", "DistNetworkError") for kind in type(error).__mro__):
+    if any(
+        kind.__name__ in ("DistError", "DistBackendError", "DistNetworkError")
+        for kind in type(error).__mro__
+    ):
         return True
     return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
 

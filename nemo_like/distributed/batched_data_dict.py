@@ -27,9 +27,20 @@ from nemo_like.data.columns import (
 )
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, RankPlan, plan_batch
-from nemo_like.distributed.batching_args import DynamicBatchingArgs, SequencePackingArgs, dynamic_spec, packing_spec
+from nemo_like.distributed.batching_args import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    dynamic_spec,
+    packing_spec,
+)
 
-__all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict", "unshard"]
+__all__ = [
+    "BatchedDataDict",
+    "DynamicBatchingArgs",
+    "SequencePackingArgs",
+    "SlicedDataDict",
+    "unshard",
+]
 
 
 class BatchedDataDict(UserDict[str, Any]):
@@ -52,11 +63,16 @@ class BatchedDataDict(UserDict[str, Any]):
         """Number of rows, 0 without columns. Raises ValueError if the columns disagree."""
         sizes = {name: num_rows(name, column) for name, column in self.data.items()}
         if len(set(sizes.values())) > 1:
-            raise ValueError("columns disagree on the number of rows: " + ", ".join(f"{name} {n}" for name, n in sizes.items()))
+            raise ValueError(
+                "columns disagree on the number of rows: "
+                + ", ".join(f"{name} {n}" for name, n in sizes.items())
+            )
         return next(iter(sizes.values()), 0)
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
         """All rows of all batches, in order. A batch without rows need not have every column.
 
         Tensors and arrays of different size along dim 1 are right-padded with 0, or with `pad_value_dict[name]`. Raises
@@ -72,7 +88,9 @@ class BatchedDataDict(UserDict[str, Any]):
         pad = pad_value_dict or {}
         return cls(
             {
-                name: concat_rows(name, [batch[name] for batch in batches if name in batch], pad.get(name, 0))
+                name: concat_rows(
+                    name, [batch[name] for batch in batches if name in batch], pad.get(name, 0)
+                )
                 for name in names
             }
         )
@@ -96,7 +114,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
         """Rows [start, end), as views where the column allows it; carries no plan (`get_batch` does)."""
-        return SlicedDataDict({name: slice_rows(column, start, end) for name, column in self.data.items()})
+        return SlicedDataDict(
+            {name: slice_rows(column, start, end) for name, column in self.data.items()}
+        )
 
     def reorder_data(self, reorder_indices: Sequence[int] | np.ndarray | Tensor) -> None:
         """In place: the row that is now at i goes to position `reorder_indices[i]`.
@@ -106,22 +126,31 @@ class BatchedDataDict(UserDict[str, Any]):
         """
         target = _as_int64(reorder_indices)
         if len(target) != self.size or not np.array_equal(np.sort(target), np.arange(len(target))):
-            raise ValueError(f"reorder_data needs each of the {self.size} row positions exactly once, got {len(target)} indices")
+            raise ValueError(
+                f"reorder_data needs each of the {self.size} row positions exactly once, got {len(target)} indices"
+            )
         order = np.argsort(target)
         self.data = {name: take_rows(column, order) for name, column in self.data.items()}
         self.plan = self.score_plan = None
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Each row `num_repeats` times in a row; entries of lists are deep copies."""
-        return type(self)({name: repeat_rows(column, num_repeats) for name, column in self.data.items()})
+        return type(self)(
+            {name: repeat_rows(column, num_repeats) for name, column in self.data.items()}
+        )
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """In place: columns with `dim` are cut there to at most `truncated_len`; dim 1 of a Jagged is its tokens."""
-        self.data = {name: truncate_rows(column, dim, truncated_len) for name, column in self.data.items()}
+        self.data = {
+            name: truncate_rows(column, dim, truncated_len) for name, column in self.data.items()
+        }
 
     def to(self, device: str | torch.device) -> Self:
         """In place: tensors move to `device`, the rest stays. Returns self."""
-        self.data = {name: column.to(device) if isinstance(column, Tensor) else column for name, column in self.data.items()}
+        self.data = {
+            name: column.to(device) if isinstance(column, Tensor) else column
+            for name, column in self.data.items()
+        }
         return self
 
     def get_dict(self) -> dict[str, Any]:
@@ -135,21 +164,30 @@ class BatchedDataDict(UserDict[str, Any]):
         """For each global batch, the rows [start, end) of each microbatch, counted within the global batch."""
         if self.plan is None:
             return None
-        return [_bounds([len(item.rows) for item in self.plan.step(step)]) for step in range(self.plan.num_steps)]
+        return [
+            _bounds([len(item.rows) for item in self.plan.step(step)])
+            for step in range(self.plan.num_steps)
+        ]
 
     @property
     def micro_batch_lengths(self) -> list[list[int]] | None:
         """For each global batch, the length of each microbatch: its tokens if packed, its padded row length if not."""
         if self.plan is None:
             return None
-        return [[_length(item, self.plan.spec) for item in self.plan.step(step)] for step in range(self.plan.num_steps)]
+        return [
+            [_length(item, self.plan.spec) for item in self.plan.step(step)]
+            for step in range(self.plan.num_steps)
+        ]
 
     @property
     def elem_counts_per_gb(self) -> list[int] | None:
         """How many rows of each global batch are here."""
         if self.plan is None:
             return None
-        return [sum(len(item.rows) for item in self.plan.step(step)) for step in range(self.plan.num_steps)]
+        return [
+            sum(len(item.rows) for item in self.plan.step(step))
+            for step in range(self.plan.num_steps)
+        ]
 
     # To the ranks and back
 
@@ -204,16 +242,26 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises ValueError for sizes that do not divide, both modes at once, or a row above the budget.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise ValueError("dynamic_batching_args and sequence_packing_args exclude each other; pass one of them")
+            raise ValueError(
+                "dynamic_batching_args and sequence_packing_args exclude each other; pass one of them"
+            )
         if allow_uneven_shards and batch_size is not None:
-            raise ValueError("allow_uneven_shards treats all rows as one batch; leave batch_size out")
+            raise ValueError(
+                "allow_uneven_shards treats all rows as one batch; leave batch_size out"
+            )
         batch_size = self.size if batch_size is None else batch_size
         if batch_size < 1 or self.size % batch_size:
-            raise ValueError(f"{self.size} rows are not a whole number of batches of batch_size={batch_size}")
+            raise ValueError(
+                f"{self.size} rows are not a whole number of batches of batch_size={batch_size}"
+            )
         if sequence_packing_args is not None:
-            return self._shard_by_plan(packing_spec(sequence_packing_args, shards, batch_size), sequence_packing_args)
+            return self._shard_by_plan(
+                packing_spec(sequence_packing_args, shards, batch_size), sequence_packing_args
+            )
         if dynamic_batching_args is not None:
-            return self._shard_by_plan(dynamic_spec(dynamic_batching_args, shards, batch_size), dynamic_batching_args)
+            return self._shard_by_plan(
+                dynamic_spec(dynamic_batching_args, shards, batch_size), dynamic_batching_args
+            )
         return self._split_evenly(shards, batch_size, allow_uneven_shards)
 
     def _take(self, rows: np.ndarray) -> SlicedDataDict:
@@ -224,7 +272,9 @@ class BatchedDataDict(UserDict[str, Any]):
     ) -> tuple[list[SlicedDataDict], list[int]]:
         for key in ("input_key", "input_lengths_key"):
             if args[key] not in self.data:
-                raise KeyError(f"{key} {args[key]!r} is not a column; there are {sorted(self.data)}")
+                raise KeyError(
+                    f"{key} {args[key]!r} is not a column; there are {sorted(self.data)}"
+                )
         lengths = _as_int64(self.data[args["input_lengths_key"]])
         beyond = np.flatnonzero(lengths > row_widths(self.data[args["input_key"]]))
         if len(beyond):
@@ -233,10 +283,14 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"{args['input_key']} has"
             )
         plan = plan_batch(lengths, spec)
-        sorted_indices = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)])
+        sorted_indices = np.concatenate(
+            [plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)]
+        )
         return self.shard(plan), sorted_indices.tolist()
 
-    def _split_evenly(self, shards: int, batch_size: int, allow_uneven_shards: bool) -> list[SlicedDataDict]:
+    def _split_evenly(
+        self, shards: int, batch_size: int, allow_uneven_shards: bool
+    ) -> list[SlicedDataDict]:
         if batch_size % shards and not allow_uneven_shards:
             raise ValueError(
                 f"batch_size={batch_size} is not a multiple of shards={shards}; allow_uneven_shards=True splits anyway"
@@ -256,23 +310,37 @@ class BatchedDataDict(UserDict[str, Any]):
             if batch_size is None:
                 raise ValueError("get_batch needs batch_size for rows that carry no plan")
             if not 0 <= batch_idx * batch_size < self.size:
-                raise IndexError(f"batch {batch_idx} of {batch_size} rows is outside the {self.size} rows")
+                raise IndexError(
+                    f"batch {batch_idx} of {batch_size} rows is outside the {self.size} rows"
+                )
             return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
         start, stop = _rows_of_step(self.plan, batch_idx)
         batch = self.slice(start, stop)
         batch.plan = _plan_of_step(self.plan, batch_idx, start)
-        batch.score_plan = None if self.score_plan is None else _plan_of_step(self.score_plan, batch_idx, start)
+        batch.score_plan = (
+            None if self.score_plan is None else _plan_of_step(self.score_plan, batch_idx, start)
+        )
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
         """Microbatches of `microbatch_size` rows. Raises ValueError if the rows do not divide."""
         if self.size % microbatch_size:
-            raise ValueError(f"{self.size} rows are not a whole number of microbatches of {microbatch_size}")
-        return (self.slice(start, start + microbatch_size) for start in range(0, self.size, microbatch_size))
+            raise ValueError(
+                f"{self.size} rows are not a whole number of microbatches of {microbatch_size}"
+            )
+        return (
+            self.slice(start, start + microbatch_size)
+            for start in range(0, self.size, microbatch_size)
+        )
 
-    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> Iterator[SlicedDataDict]:
         """The plan's microbatches, cut along `sequence_dim` to their own padded length. A dummy has zero rows."""
-        return (self._cut(microbatch, sequence_dim) for microbatch in self._plan_of_one_step().microbatches)
+        return (
+            self._cut(microbatch, sequence_dim)
+            for microbatch in self._plan_of_one_step().microbatches
+        )
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """How many microbatches `make_microbatch_iterator_with_dynamic_shapes` yields."""
@@ -280,12 +348,17 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
         """The rows of each of the plan's microbatches, not yet packed (`layout.build_inputs`). A dummy has zero rows."""
-        return (self._contiguous(microbatch.rows) for microbatch in self._plan_of_one_step().microbatches)
+        return (
+            self._contiguous(microbatch.rows)
+            for microbatch in self._plan_of_one_step().microbatches
+        )
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """How many microbatches there are, and the tokens of the largest."""
         microbatches = self._plan_of_one_step().microbatches
-        return len(microbatches), max((microbatch.num_tokens for microbatch in microbatches), default=0)
+        return len(microbatches), max(
+            (microbatch.num_tokens for microbatch in microbatches), default=0
+        )
 
     def _plan_of_one_step(self) -> RankPlan:
         if self.plan is None:
@@ -301,7 +374,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def _cut(self, microbatch: Microbatch, sequence_dim: int) -> SlicedDataDict:
         rows = self._contiguous(microbatch.rows)
-        rows.truncate_tensors(sequence_dim, max(microbatch.padded_lengths, default=microbatch.num_tokens))
+        rows.truncate_tensors(
+            sequence_dim, max(microbatch.padded_lengths, default=microbatch.num_tokens)
+        )
         return rows
 
     def _contiguous(self, rows: tuple[int, ...]) -> SlicedDataDict:
@@ -321,7 +396,9 @@ def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
     rows = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(plan.spec.num_ranks)])
     counts = [len(plan.rows_of_rank(dp_rank)) for dp_rank in range(plan.spec.num_ranks)]
     if [len(part) for part in parts] != counts:
-        raise ValueError(f"the ranks returned {[len(part) for part in parts]} rows, the plan gave them {counts}")
+        raise ValueError(
+            f"the ranks returned {[len(part) for part in parts]} rows, the plan gave them {counts}"
+        )
     column = concat_rows("of the ranks", parts)
     missing = plan.num_rows - len(rows)
     if missing:
@@ -344,7 +421,9 @@ def _localize(score_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
     """`score_plan` of one rank with row indices that point into the shard that `plan` laid out."""
     wanted, laid_out = score_plan.rows_of_rank(dp_rank), plan.rows_of_rank(dp_rank)
     if not np.array_equal(np.sort(wanted), np.sort(laid_out)):
-        raise ValueError(f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with plan.with_budget")
+        raise ValueError(
+            f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with plan.with_budget"
+        )
     return score_plan.rank_plan(dp_rank, laid_out)
 
 
@@ -356,7 +435,9 @@ def _rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
 
 
 def _plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:
-    microbatches = tuple(replace(item, rows=tuple(row - first_row for row in item.rows)) for item in plan.step(step))
+    microbatches = tuple(
+        replace(item, rows=tuple(row - first_row for row in item.rows)) for item in plan.step(step)
+    )
     return replace(plan, microbatches=microbatches, step_offsets=(0, len(microbatches)))
 
 

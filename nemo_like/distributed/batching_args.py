@@ -64,6 +64,11 @@ def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: i
 
 
 def _check_keys(name: str, args: Mapping[str, Any], kind: Any) -> None:
-    missing, unknown = sorted(kind.__required_keys__ - set(args)), sorted(set(args) - set(kind.__annotations__))
+    missing, unknown = (
+        sorted(kind.__required_keys__ - set(args)),
+        sorted(set(args) - set(kind.__annotations__)),
+    )
     if missing or unknown:
-        raise ValueError(f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are {sorted(kind.__annotations__)}")
+        raise ValueError(
+            f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are {sorted(kind.__annotations__)}"
+        )

@@ -20,10 +20,21 @@ class WorkerFailure(RuntimeError):
 class WorkerError(WorkerFailure):
     """A worker raised. `cause` is its exception, `traceback_text` where in the worker it came from."""
 
-    def __init__(self, *, group: str, rank: int, method: str, cause: Exception, traceback_text: str, advice: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        group: str,
+        rank: int,
+        method: str,
+        cause: Exception,
+        traceback_text: str,
+        advice: str = "",
+    ) -> None:
         what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         message = f"worker {rank} of the {group} group failed in `{method}`: {what}"
-        super().__init__(f"{message}\n{advice}" if advice else message, group=group, rank=rank, method=method)
+        super().__init__(
+            f"{message}\n{advice}" if advice else message, group=group, rank=rank, method=method
+        )
         self.cause = cause
         self.traceback_text = traceback_text
         self.add_note(f"In the worker:\n{traceback_text}")

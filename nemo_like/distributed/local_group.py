@@ -71,10 +71,14 @@ class LocalGroup:
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
-    def run_all_workers_sharded_data(self, method: str, /, *sharded: Sequence[Any], **common: Any) -> list[Any]:
+    def run_all_workers_sharded_data(
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
+    ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != 1:
-                raise ValueError(f"argument {position} of {method} has {len(items)} items; the {self.name} group has dp 1")
+                raise ValueError(
+                    f"argument {position} of {method} has {len(items)} items; the {self.name} group has dp 1"
+                )
         return self.run_all_workers(method, *(items[0] for items in sharded), **common)
 
     def put(self, value: Any) -> Handle:
@@ -85,7 +89,14 @@ class LocalGroup:
             raise RuntimeError(f"the {self.name} group was shut down")
         arguments = [_value(argument) for argument in args]
         keywords = {name: _value(argument) for name, argument in kwargs.items()}
-        return [Handle(self._guard(method, getattr(self._worker, method), *arguments, **keywords), None, 0, method)]
+        return [
+            Handle(
+                self._guard(method, getattr(self._worker, method), *arguments, **keywords),
+                None,
+                0,
+                method,
+            )
+        ]
 
     def wait(self, handles: Sequence[Handle]) -> None:
         """Nothing: a call is done when `submit_all` returns."""
@@ -101,7 +112,9 @@ class LocalGroup:
             mesh.destroy()
             self._joined = False
 
-    def _guard(self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _guard(
+        self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         activity.note(method)
         self._calls.append(method)
         try:
@@ -109,7 +122,12 @@ class LocalGroup:
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise WorkerError(
-                group=self.name, rank=0, method=method, cause=error, traceback_text=text, advice=advise(error)
+                group=self.name,
+                rank=0,
+                method=method,
+                cause=error,
+                traceback_text=text,
+                advice=advise(error),
             ) from error
         finally:
             self._calls.pop()

@@ -41,7 +41,9 @@ class Topology:
         for axis in AXES:
             degree = getattr(self, axis)
             if degree < 1:
-                raise ValueError(f"{axis} is {degree}; every axis has a degree of at least 1 (1 turns it off)")
+                raise ValueError(
+                    f"{axis} is {degree}; every axis has a degree of at least 1 (1 turns it off)"
+                )
 
     @classmethod
     def from_world_size(cls, world_size: int, *, pp: int = 1, cp: int = 1, tp: int = 1) -> Topology:
@@ -52,7 +54,11 @@ class Topology:
         replica_size = pp * cp * tp
         num_replicas, remainder = divmod(world_size, replica_size)
         if remainder or num_replicas == 0:
-            nearest = [size for size in (num_replicas * replica_size, (num_replicas + 1) * replica_size) if size > 0]
+            nearest = [
+                size
+                for size in (num_replicas * replica_size, (num_replicas + 1) * replica_size)
+                if size > 0
+            ]
             raise ValueError(
                 f"{world_size} workers cannot be split into whole replicas of"
                 f" pp {pp} x cp {cp} x tp {tp} = {replica_size} workers; use {' or '.join(map(str, nearest))} workers"
@@ -109,7 +115,9 @@ class Topology:
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in itertools.product(*map(range, self.shape)):
             place = Coordinates(*coordinates)
-            groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(self.rank(**place._asdict()))
+            groups.setdefault(tuple(getattr(place, axis) for axis in fixed), []).append(
+                self.rank(**place._asdict())
+            )
         return tuple(tuple(ranks) for ranks in groups.values())
 
     def __str__(self) -> str:

@@ -26,7 +26,9 @@ def init_process_group(context: WorkerContext) -> torch.device:
     Collectives fail after `context.collective_timeout_s`. Raises RuntimeError if this process is in a process group.
     """
     if is_joined():
-        raise RuntimeError("this process already belongs to a process group; call mesh.destroy() first")
+        raise RuntimeError(
+            "this process already belongs to a process group; call mesh.destroy() first"
+        )
     torch.set_num_threads(context.num_threads)
     device = torch.device(context.device)
     _bind_gloo(context.init_method)
@@ -80,7 +82,14 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
         return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
-    return TCPStore(host, port, context.world_size, is_master=True, timeout=timeout, master_listen_fd=server.detach())
+    return TCPStore(
+        host,
+        port,
+        context.world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=server.detach(),
+    )
 
 
 def _bind_gloo(init_method: str) -> None:

@@ -63,7 +63,9 @@ class WorkerGroup(Protocol):
         """The same call on every worker; results in rank order."""
         ...
 
-    def run_all_workers_sharded_data(self, method: str, /, *sharded: Sequence[Any], **common: Any) -> list[Any]:
+    def run_all_workers_sharded_data(
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
+    ) -> list[Any]:
         """Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank get the same one.
 
         Returns one result per dp rank, that of its output rank; the other ranks' results are not fetched.

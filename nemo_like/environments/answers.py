@@ -34,7 +34,10 @@ _FRACTION = r"\\[dt]?frac ?\{ ?-?\d++ ?\}\{ ?\d++ ?\}"
 _COMPOUND = r"\d++(?:/\d++){2,}|\d++(?:-\d++){2,}|\d++(?::\d++)+"
 """Dates, times and ratios: one token, which is no number."""
 _NUMBER = re.compile(rf"{_SIGN}(?:{_FRACTION}|{_COMPOUND}|(?:{_DIGITS})(?:{_POWER}|/\d++)?)")
-_PLAIN_NUMBER = re.compile(rf"(?P<sign>[-+]?)\$? ?(?P<inner>[-+]?)(?P<digits>{_DIGITS})(?P<power>{_POWER})?(?P<unit>.*)", re.S)
+_PLAIN_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\$? ?(?P<inner>[-+]?)(?P<digits>{_DIGITS})(?P<power>{_POWER})?(?P<unit>.*)",
+    re.S,
+)
 _POWER_OF_TEN = re.compile(r"[-+]?\d+(?=\D*$)")
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.S)
@@ -51,14 +54,42 @@ _ENUMERATION = re.compile(r"\d+(?:[.):]|\.\d+\.?)\s+\S")
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"))
+_WRAPPERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("**", "**"),
+    ("__", "__"),
+    ("*", "*"),
+    ("`", "`"),
+)
 _WRAPPED_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z]\w{0,20}\s*=\s*(?=[-+$.\d])")
 _UNIT = re.compile(
     r"(?P<percent>%|percent)|\^?\{?°[CF]?\}?|\^\{?\\circ\}?|[A-Za-z][A-Za-z]*+(?:[ /.-]++[A-Za-z]++){0,7}(?:\^?[23²³])?"
 )
 _SHORT_UNITS = frozenset(
-    ("km", "cm", "mm", "kg", "mg", "ml", "hr", "hrs", "min", "sec", "lb", "lbs", "oz", "ft", "mph", "am", "pm", "usd")
+    (
+        "km",
+        "cm",
+        "mm",
+        "kg",
+        "mg",
+        "ml",
+        "hr",
+        "hrs",
+        "min",
+        "sec",
+        "lb",
+        "lbs",
+        "oz",
+        "ft",
+        "mph",
+        "am",
+        "pm",
+        "usd",
+    )
 )
 _NO_UNITS = frozenset(("and", "or", "plus", "minus", "times", "divided", "over", "to"))
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -93,7 +124,12 @@ def final_answer(text: str) -> str | None:
     is" or "Answer:"; the last number.
     """
     text = normalize(text)
-    return _explicit_answer(text) or _announced_answer(text) or _closing_answer(text) or _last_number(text)
+    return (
+        _explicit_answer(text)
+        or _announced_answer(text)
+        or _closing_answer(text)
+        or _last_number(text)
+    )
 
 
 def marked_answer(text: str) -> str | None:
@@ -129,7 +165,11 @@ def bare(answer: str) -> str:
         before = answer
         answer = answer.strip().rstrip(".,;:").rstrip()
         for opening, closing in _WRAPPERS:
-            if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
+            if (
+                len(answer) > len(opening + closing)
+                and answer.startswith(opening)
+                and answer.endswith(closing)
+            ):
                 answer = answer[len(opening) : -len(closing)]
                 break
         match = _WRAPPED_TEXT.fullmatch(answer)
@@ -152,7 +192,10 @@ def as_quantity(text: str) -> Quantity | None:
     match = _PLAIN_NUMBER.fullmatch(text, assignment.end() if assignment else 0)
     if match is None or (match["sign"] and match["inner"]):
         return None
-    power, unit = match["power"], _LATEX_TEXT.sub(lambda wrapped: f" {bare(wrapped.group())} ", match["unit"])
+    power, unit = (
+        match["power"],
+        _LATEX_TEXT.sub(lambda wrapped: f" {bare(wrapped.group())} ", match["unit"]),
+    )
     exponent = int(_power_of_ten(power)) if power else 0
     unit = _unit(unit)
     if unit is None:
@@ -160,7 +203,9 @@ def as_quantity(text: str) -> Quantity | None:
     if unit in _SCALES:
         exponent, unit = exponent + _SCALES[unit], ""
     try:
-        value = Decimal(f"{match['sign']}{match['inner']}{match['digits'].replace(',', '')}e{exponent}")
+        value = Decimal(
+            f"{match['sign']}{match['inner']}{match['digits'].replace(',', '')}e{exponent}"
+        )
     except (InvalidOperation, ValueError):
         return None
     return Quantity(value, unit)
@@ -184,7 +229,9 @@ def _unit(text: str) -> str | None:
         return "%"
     names = words.lower().split()
     is_apart = text[0].isspace() or not words[0].isalpha()
-    if _NO_UNITS & set(names) or (names[0].isalpha() and len(names[0]) < 3 and names[0] not in _SHORT_UNITS):
+    if _NO_UNITS & set(names) or (
+        names[0].isalpha() and len(names[0]) < 3 and names[0] not in _SHORT_UNITS
+    ):
         return None
     if not is_apart and names[0] not in _SHORT_UNITS:
         return None
@@ -200,7 +247,12 @@ def _closing_answer(text: str) -> str | None:
     """What follows `####` in the last line that is not blank, whatever it is."""
     line = text.rstrip().rpartition("\n")[2]
     before, hashes, answer = line.rpartition("####")
-    if not hashes or before.endswith("#") or answer.startswith("#") or len(answer) > _MAX_SHORT_CHARACTERS:
+    if (
+        not hashes
+        or before.endswith("#")
+        or answer.startswith("#")
+        or len(answer) > _MAX_SHORT_CHARACTERS
+    ):
         return None
     return answer.strip() or None
 
@@ -211,7 +263,11 @@ def _explicit_marks(text: str) -> list[_Mark]:
     blank = re.compile(r"\s*")
     full = [mark for mark in marks if _end(blank, text, mark.content_start) < mark.content_end]
     last = len(full) - 1
-    return [mark for index, mark in enumerate(full) if index == last or full[index + 1].start >= mark.end]
+    return [
+        mark
+        for index, mark in enumerate(full)
+        if index == last or full[index + 1].start >= mark.end
+    ]
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
@@ -254,7 +310,11 @@ def _hash_lines(text: str) -> list[_Mark]:
         newline = text.find("\n", match.end(), end)
         end = end if newline < 0 else newline
         line = text[match.end() : end]
-        if _is_answer(line) if len(line) <= _MAX_SHORT_CHARACTERS else as_quantity(line) is not None:
+        if (
+            _is_answer(line)
+            if len(line) <= _MAX_SHORT_CHARACTERS
+            else as_quantity(line) is not None
+        ):
             marks.append(_Mark(match.start(), end, match.end(), end))
     return marks
 
@@ -269,7 +329,9 @@ def _is_answer(line: str) -> bool:
         rest = _LATEX_TEXT.sub("", line[number.end() :]).lstrip()
         # "42 apples" and "5 km" are answers, "2 Check the result" and "1: Setup" are headings.
         word = rest.split(maxsplit=1)[0] if rest else ""
-        return not (word.startswith(":") or (len(word) > 1 and word[0].isupper() and not word.isupper()))
+        return not (
+            word.startswith(":") or (len(word) > 1 and word[0].isupper() and not word.isupper())
+        )
     return bool(line) and not _WORD.search(_COMMAND.sub(" ", _LATEX_TEXT.sub("", line)))
 
 
@@ -302,7 +364,9 @@ def _answer_in_clause(clause: str) -> str | None:
         return _last_number(clause)
     rest = clause[number.end() :]
     # "5 or 6" and "2x + 3" are not the number they begin with; "42 because 6 * 7 = 42" is.
-    goes_on = rest[:1].isalpha() or re.match(r" *(?:and\b|or\b|to\b|[-+*/^=<>\\])", rest) is not None
+    goes_on = (
+        rest[:1].isalpha() or re.match(r" *(?:and\b|or\b|to\b|[-+*/^=<>\\])", rest) is not None
+    )
     return clause[:_MAX_SHORT_CHARACTERS] if goes_on else number.group()
 
 

@@ -71,7 +71,9 @@ class AnswerComparer:
                 env=environment,
             )
         except OSError as error:
-            raise RuntimeError(f"the process that compares answers cannot be started: {error}") from error
+            raise RuntimeError(
+                f"the process that compares answers cannot be started: {error}"
+            ) from error
         self._child, self._owner = child, os.getpid()
         if _read_line(child, _START_LIMIT_S) != b"ready\n":
             self._end()
@@ -156,7 +158,10 @@ def _is_equal_within_limit(gold: str, predicted: str) -> bool:
             return _is_equal(gold, predicted)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except (Exception, _OutOfTime):  # whatever a library does with such an answer, it is not the right one
+    except (
+        Exception,
+        _OutOfTime,
+    ):  # whatever a library does with such an answer, it is not the right one
         return False
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -167,7 +172,9 @@ def _is_equal(gold: str, predicted: str) -> bool:
     from math_verify import parse, verify
 
     # The limits of the libraries are off (0): they use the real-time timer and interrupt less than the ones here.
-    gold_values, predicted_values = (parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (gold, predicted))
+    gold_values, predicted_values = (
+        parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (gold, predicted)
+    )
     return bool(verify(gold_values, predicted_values, timeout_seconds=0))
 
 

@@ -35,7 +35,9 @@ __all__ = [
 
 _MAX_ANSWER_CHARACTERS = 300
 """A longer "answer" is a text that never got to one."""
-_WORDS = re.compile(r"(?!.*\b(?:sin|cos|tan|log|exp|sqrt|inf|infinity)\b)(?=.*[^\W\d_]{3})[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
+_WORDS = re.compile(
+    r"(?!.*\b(?:sin|cos|tan|log|exp|sqrt|inf|infinity)\b)(?=.*[^\W\d_]{3})[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*"
+)
 _DATE = re.compile(r"\d+(?:-\d+){2,}|\d+(?:/\d+){2,}|\d+:\d+.*")
 
 

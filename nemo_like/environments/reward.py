@@ -61,7 +61,9 @@ class RewardEnvironment:
 
     def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
         if not functions:
-            raise ConfigError("reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward")
+            raise ConfigError(
+                "reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward"
+            )
         self.group = group
         self._weights = {name: function.weight for name, function in functions.items()}
 
@@ -70,8 +72,13 @@ class RewardEnvironment:
         bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
         parts = self.group.run_all_workers_sharded_data("score", chunks)
-        components = {name: np.concatenate([part[name] for part in parts]) for name in self._weights}
-        reward = sum((self._weights[name] * values for name, values in components.items()), np.zeros(len(samples)))
+        components = {
+            name: np.concatenate([part[name] for part in parts]) for name in self._weights
+        }
+        reward = sum(
+            (self._weights[name] * values for name, values in components.items()),
+            np.zeros(len(samples)),
+        )
         return reward.astype(np.float32), components
 
     def shutdown(self) -> None:

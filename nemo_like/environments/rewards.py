@@ -17,18 +17,25 @@ if TYPE_CHECKING:  # imports Ray, which loading a function does not need
     from nemo_like.distributed.worker_group import WorkerContext
 
 
-def load_reward_functions(functions: Mapping[str, RewardFunctionConfig]) -> dict[str, RewardFunction]:
+def load_reward_functions(
+    functions: Mapping[str, RewardFunctionConfig],
+) -> dict[str, RewardFunction]:
     """Import every function of `reward.functions`.
 
     Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or called.
     """
-    return {name: _import_function(f"reward.functions.{name}.path", function.path) for name, function in functions.items()}
+    return {
+        name: _import_function(f"reward.functions.{name}.path", function.path)
+        for name, function in functions.items()
+    }
 
 
 class RewardWorker:
     """Scores samples with every configured function."""
 
-    def __init__(self, context: WorkerContext, *, functions: Mapping[str, RewardFunctionConfig]) -> None:
+    def __init__(
+        self, context: WorkerContext, *, functions: Mapping[str, RewardFunctionConfig]
+    ) -> None:
         self._functions = load_reward_functions(functions)
         self._paths = {name: function.path for name, function in functions.items()}
 
@@ -48,17 +55,26 @@ class RewardWorker:
 def _import_function(key: str, path: str) -> RewardFunction:
     module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
-        raise ConfigError(f"{key} is {path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward")
+        raise ConfigError(
+            f"{key} is {path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward"
+        )
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a user's module may fail in any way while it is imported
         raise ConfigError(
             f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}: {error}. If it is"
             " a file of your own, put its directory on PYTHONPATH (on every node)"
         ) from error
     function = getattr(module, attribute, None)
     if function is None:
-        names = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        names = sorted(
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_")
+        )
         raise ConfigError(
             f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has {', '.join(names) or 'no functions'}"
         )

@@ -33,7 +33,12 @@ class SamplingParams:
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 turns the filter off")
-        _require(self.top_k is None or self.top_k >= -1, "top_k", self.top_k, "at least 1; null, 0 or -1 turns the filter off")
+        _require(
+            self.top_k is None or self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "at least 1; null, 0 or -1 turns the filter off",
+        )
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 turns the filter off")
         _require(all(self.stop_strings), "stop_strings", self.stop_strings, "non-empty strings")
 
@@ -43,7 +48,9 @@ class SamplingParams:
         return SamplingFilter(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @classmethod
-    def from_config(cls, config: GenerationConfig, *, temperature: float | None = None) -> SamplingParams:
+    def from_config(
+        cls, config: GenerationConfig, *, temperature: float | None = None
+    ) -> SamplingParams:
         """The sampling keys of `config`, at another temperature if one is given (validation is usually greedy)."""
         return cls(
             max_new_tokens=config.max_new_tokens,
@@ -77,14 +84,18 @@ class Completions:
     def take(self, rows: np.ndarray) -> Completions:
         """The given rows in the given order."""
         reasons = [self.finish_reasons[row] for row in rows]
-        return Completions(self.token_ids.take(rows), self.logprobs.take(rows), reasons, self.weight_version)
+        return Completions(
+            self.token_ids.take(rows), self.logprobs.take(rows), reasons, self.weight_version
+        )
 
     @staticmethod
     def concat(parts: Sequence[Completions]) -> Completions:
         """All rows of all parts in order; raises ValueError if they were sampled by different weights."""
         versions = sorted({part.weight_version for part in parts})
         if len(versions) != 1:
-            raise ValueError(f"completions of {len(parts)} workers carry weight versions {versions}; they must be of one version")
+            raise ValueError(
+                f"completions of {len(parts)} workers carry weight versions {versions}; they must be of one version"
+            )
         return Completions(
             Jagged.concat([part.token_ids for part in parts]),
             Jagged.concat([part.logprobs for part in parts]),
@@ -103,7 +114,14 @@ class Generator:
         """Weights are on the device inside, and in host memory outside."""
         return awake(self.group)
 
-    def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, *, max_total_length: int) -> Completions:
+    def generate(
+        self,
+        prompt_ids: Jagged,
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        max_total_length: int,
+    ) -> Completions:
         """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream of `seeds[i]`.
 
         `seeds` is uint64 [B]; rows of equal prompt and equal seed are equal. A completion ends at the latest when it
@@ -141,7 +159,9 @@ def deal_by_length(lengths: np.ndarray, num_workers: int) -> list[np.ndarray]:
 def _check_room(lengths: np.ndarray, max_total_length: int) -> None:
     for row in np.flatnonzero((lengths == 0) | (lengths >= max_total_length))[:1]:
         if lengths[row] == 0:
-            raise ValueError(f"prompt {row} has no tokens; a completion needs at least one to start from")
+            raise ValueError(
+                f"prompt {row} has no tokens; a completion needs at least one to start from"
+            )
         raise ValueError(
             f"prompt {row} has {lengths[row]} tokens and policy.max_total_sequence_length is {max_total_length}, which"
             f" leaves no room for a completion; raise it to at least {lengths[row] + 1} or drop the prompt"

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.config.paths import is_local, require_model_directory
@@ -63,20 +69,28 @@ class HFGenerationWorker:
         )
         self._model.eval().requires_grad_(False)
         self._move(self._device)
-        self._end_ids = declared_end_token_ids(self._model, self._tokenizer) | frozenset(end_token_ids)
+        self._end_ids = declared_end_token_ids(self._model, self._tokenizer) | frozenset(
+            end_token_ids
+        )
         self._weight_version = 0
         self._missing: set[str] | None = None
         """Parameters an update in progress has not delivered yet; None between updates."""
 
-    def generate(self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int) -> Completions:
+    def generate(
+        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
+    ) -> Completions:
         """As `Generator.generate`. Prompts of like length decode together; the result is in the order given."""
         if self._missing is not None:
-            raise RuntimeError("generate was called inside a weight update; the model is partly of the old weights")
+            raise RuntimeError(
+                "generate was called inside a weight update; the model is partly of the old weights"
+            )
         order = np.argsort(prompt_ids.lengths, kind="stable")
         rows: list[_Row] = []
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
-            rows += self._decode_batch([prompt_ids[row] for row in chosen], seeds[chosen], sampling, max_total_length)
+            rows += self._decode_batch(
+                [prompt_ids[row] for row in chosen], seeds[chosen], sampling, max_total_length
+            )
         rows = [rows[position] for position in np.argsort(order)]
         return Completions(
             Jagged.from_rows([row.token_ids for row in rows], np.int32),
@@ -107,13 +121,17 @@ class HFGenerationWorker:
         if self._missing is None:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
         targets = self._model.state_dict(keep_vars=True)
-        parameter_names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        parameter_names = {
+            id(parameter): name for name, parameter in self._model.named_parameters()
+        }
         for name, tensor in bucket.decode():
             target = targets.get(name)
             if target is None:
                 raise ValueError(f"weight {name!r} is not part of {type(self._model).__name__}")
             if target.shape != tensor.shape:
-                raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}")
+                raise ValueError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}"
+                )
             target.copy_(tensor)
             # Tied weights (embedding and output) are one parameter under two names; either name delivers it.
             self._missing.discard(parameter_names.get(id(target), name))
@@ -123,7 +141,9 @@ class HFGenerationWorker:
         if self._missing is None:
             raise RuntimeError("finish_update was called without begin_update")
         if self._missing:
-            raise ValueError(f"the weight update left out {len(self._missing)} parameters: {sorted(self._missing)[:5]} ...")
+            raise ValueError(
+                f"the weight update left out {len(self._missing)} parameters: {sorted(self._missing)[:5]} ..."
+            )
         self._missing = None
         self._weight_version = version
 
@@ -133,11 +153,20 @@ class HFGenerationWorker:
 
     @torch.inference_mode()
     def _decode_batch(
-        self, prompts: list[np.ndarray], seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
+        self,
+        prompts: list[np.ndarray],
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        max_total_length: int,
     ) -> list[_Row]:
         """Decode the prompts together to their ends; one row per prompt, in order."""
-        rows = [_Row(limit=min(sampling.max_new_tokens, max_total_length - len(prompt))) for prompt in prompts]
-        uniforms = torch.from_numpy(row_uniforms(seeds, max(row.limit for row in rows))).to(self._device)
+        rows = [
+            _Row(limit=min(sampling.max_new_tokens, max_total_length - len(prompt)))
+            for prompt in prompts
+        ]
+        uniforms = torch.from_numpy(row_uniforms(seeds, max(row.limit for row in rows))).to(
+            self._device
+        )
         forward = _CachedForward(self._model, prompts, max_total_length, self._device)
         slots = rows
         for index in range(uniforms.shape[1]):
@@ -150,11 +179,21 @@ class HFGenerationWorker:
             if len(alive) < _COMPACT_BELOW * len(slots):
                 kept = torch.tensor(alive, device=self._device)
                 forward.keep(kept)
-                uniforms, token_ids, slots = uniforms[kept], token_ids[kept], [slots[slot] for slot in alive]
+                uniforms, token_ids, slots = (
+                    uniforms[kept],
+                    token_ids[kept],
+                    [slots[slot] for slot in alive],
+                )
             forward.advance(token_ids)
         return rows
 
-    def _extend(self, slots: list[_Row], token_ids: list[int], logprobs: list[float], stop_strings: tuple[str, ...]) -> None:
+    def _extend(
+        self,
+        slots: list[_Row],
+        token_ids: list[int],
+        logprobs: list[float],
+        stop_strings: tuple[str, ...],
+    ) -> None:
         """Add one token to every row that is not finished, and finish those it ends."""
         growing = [row for row in slots if not row.is_finished]
         for row, token_id, logprob in zip(slots, token_ids, logprobs, strict=True):
@@ -189,11 +228,15 @@ class HFGenerationWorker:
         return [any(string in tail for string in stop_strings) for tail in tails]
 
 
-def declared_end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def declared_end_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
     """The tokens that end a completion as declared: the generation config's (one or several) and the tokenizer's."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if isinstance(token_id, int))
+    return frozenset(
+        token_id for token_id in (*ids, tokenizer.eos_token_id) if isinstance(token_id, int)
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -211,7 +254,11 @@ class _CachedForward:
     """The model over a left-padded batch: `logits` [b, V] of the next token, kept current by `advance` and `keep`."""
 
     def __init__(
-        self, model: PreTrainedModel, prompts: Sequence[np.ndarray], max_total_length: int, device: torch.device
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[np.ndarray],
+        max_total_length: int,
+        device: torch.device,
     ) -> None:
         longest = max(len(prompt) for prompt in prompts)
         input_ids = np.zeros((len(prompts), longest), dtype=np.int64)

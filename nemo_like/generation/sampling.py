@@ -26,7 +26,9 @@ def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [B], and its log-prob under the distribution sampled from, float32 [B].
 
     `logits` is [B, V] of any float type, `uniforms` float64 [B]. Log-probs are those after temperature and filters.

@@ -6,4 +6,11 @@ from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossTerms
 
 Loss = NllLoss | ClippedPolicyGradientLoss
 
-__all__ = ["ClippedPolicyGradientLoss", "GlobalCounts", "Loss", "LossInputs", "LossTerms", "NllLoss"]
+__all__ = [
+    "ClippedPolicyGradientLoss",
+    "GlobalCounts",
+    "Loss",
+    "LossInputs",
+    "LossTerms",
+    "NllLoss",
+]

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_like.config.schema import PolicyGradientLossConfig
-from nemo_like.losses.reduce import LossInputs, LossTerms, Normalization, mean_metrics, token_weights
+from nemo_like.losses.reduce import (
+    LossInputs,
+    LossTerms,
+    Normalization,
+    mean_metrics,
+    token_weights,
+)
 from nemo_like.metrics import Max, Mean, Metrics
 
 _MAX_EXPONENT = 20.0
@@ -56,18 +62,26 @@ class ClippedPolicyGradientLoss:
             unfiltered = inputs.unfiltered_logprobs
             policy_logprobs = inputs.policy_logprobs if unfiltered is None else unfiltered
             kl = reference_kl(
-                policy_logprobs, columns["reference_logprobs"], mask, self.config.reference_policy_kl_type
+                policy_logprobs,
+                columns["reference_logprobs"],
+                mask,
+                self.config.reference_policy_kl_type,
             )
             losses = losses + self.config.reference_policy_kl_penalty * kl
             per_token[f"policy/reference_kl_{self.config.reference_policy_kl_type}"] = kl
         if inputs.entropy is not None:
             per_token["policy/entropy"] = inputs.entropy
             if self.entropy_gradient:
-                losses = losses - self.config.entropy_coefficient * torch.where(mask, inputs.entropy, 0.0)
+                losses = losses - self.config.entropy_coefficient * torch.where(
+                    mask, inputs.entropy, 0.0
+                )
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
         loss_total, loss_weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
-        metrics: Metrics = {"policy/loss": Mean(loss_total, loss_weight), **mean_metrics(per_token, mask)}
+        metrics: Metrics = {
+            "policy/loss": Mean(loss_total, loss_weight),
+            **mean_metrics(per_token, mask),
+        }
         metrics |= mismatch_metrics(columns["prev_logprobs"], columns["generation_logprobs"], mask)
         return LossTerms(loss_sum, metrics)
 
@@ -81,7 +95,9 @@ class ClippedPolicyGradientLoss:
         per_token = {
             "policy/ratio_mean": ratio,
             "policy/approx_kl_k1": -delta,
-            "policy/approx_kl_k3": torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) - 1 - delta,
+            "policy/approx_kl_k3": torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
+            - 1
+            - delta,
             "policy/clip_fraction": (clipped_high | clipped_low),
             "policy/clip_fraction_high": clipped_high,
             "policy/clip_fraction_low": clipped_low,
@@ -146,7 +162,9 @@ def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: T
 
     `gen_kl_k3` is healthy at 1e-4..1e-3; `token_mult_prob_error` = mean exp|difference| should stay below about 1.02.
     """
-    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).clamp(
+        -_MAX_EXPONENT, _MAX_EXPONENT
+    )
     weight = torch.exp(difference)
     metrics = mean_metrics(
         {
@@ -156,5 +174,7 @@ def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: T
         },
         mask,
     )
-    metrics["mismatch/logprob_diff_max"] = Max(float(difference.abs().max()) if difference.numel() else 0.0)
+    metrics["mismatch/logprob_diff_max"] = Max(
+        float(difference.abs().max()) if difference.numel() else 0.0
+    )
     return metrics

@@ -56,13 +56,20 @@ def varlen_attention(
             raise ValueError("context parallelism cuts rows for causal attention; it has no other")
         exchange = plan_exchange(cu_seqlens, max_seqlen, cp_group, q.shape[0])
         k, v = gather_keys_values(k, v, exchange, cp_group)
-        spans = _Spans(exchange.cu_seqlens_q, exchange.cu_seqlens_k, exchange.max_seqlen_q, exchange.max_seqlen_k)
+        spans = _Spans(
+            exchange.cu_seqlens_q,
+            exchange.cu_seqlens_k,
+            exchange.max_seqlen_q,
+            exchange.max_seqlen_k,
+        )
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _flash_varlen(q, k, v, spans, scale, window, causal)
     return _segmented(q, k, v, spans, scale, window, causal)
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+) -> Tensor:
     """Causal [B, H, S, D] from `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D]; rows are padded on the right."""
     return _sdpa(q, k, v, scale, window, causal=True)
 
@@ -95,7 +102,9 @@ def attention_forward(
         out = padded_attention(query, key, value, scale=scale, window=sliding_window)
         return out.transpose(1, 2), None
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    out = varlen_attention(q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group)
+    out = varlen_attention(
+        q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group
+    )
     return out.unsqueeze(0), None
 
 
@@ -105,7 +114,9 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
-def _refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, extras: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    module: nn.Module, mask: Tensor | None, dropout: float, extras: dict[str, Any]
+) -> None:
     found = [name for name in ("softcap", "s_aux", "position_bias") if extras.get(name) is not None]
     if not getattr(module, "is_causal", True):
         found.append("bidirectional attention")
@@ -138,15 +149,21 @@ class _Spans(NamedTuple):
     max_seqlen_k: int
 
 
-def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, window: int | None, causal: bool) -> Tensor:
+def _flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, window: int | None, causal: bool
+) -> Tensor:
     # Both kernels align the ends of queries and keys, and count the window as positions before the token itself, -1 for
     # all of them.
     left = -1 if window is None else window - 1
     window_size = (left, 0 if causal else left)
     flash_attn = _flash_attn_func()
     if flash_attn is not None:
-        return flash_attn(q, k, v, *spans, softmax_scale=scale, causal=causal, window_size=window_size)
-    out = varlen_attn(q, k, v, *spans, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1])
+        return flash_attn(
+            q, k, v, *spans, softmax_scale=scale, causal=causal, window_size=window_size
+        )
+    out = varlen_attn(
+        q, k, v, *spans, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1]
+    )
     assert isinstance(out, Tensor)  # a pair only when auxiliary outputs are asked for
     return out
 
@@ -192,21 +209,34 @@ class _Segments(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _group_segments(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool) -> _Segments:
+def _group_segments(
+    bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool
+) -> _Segments:
     """Short segments of like length share a call, padded to the longest: a call costs as much as 100 short tokens.
 
     The padding lies behind each segment's last token, where causal attention cannot reach, and its output is dropped.
     """
     pairs = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
-    segments = [_Segment(q, q_end - q, k, k_end - k) for (q, q_end), (k, k_end) in pairs if q_end > q]
+    segments = [
+        _Segment(q, q_end - q, k, k_end - k) for (q, q_end), (k, k_end) in pairs if q_end > q
+    ]
     segments.sort(key=lambda segment: (segment.chunk, segment.length_q, segment.start_q))
     groups: list[_Group] = []
     order: list[Tensor] = []
     while segments:
         longest = segments[-1]
-        slack = max(8, longest.length_q // 4) if causal and longest.length_k <= _MAX_GROUPED_LENGTH else 0
+        slack = (
+            max(8, longest.length_q // 4)
+            if causal and longest.length_k <= _MAX_GROUPED_LENGTH
+            else 0
+        )
         members = [segments.pop()]
-        while slack and segments and segments[-1].chunk == longest.chunk and segments[-1].length_q >= longest.length_q - slack:
+        while (
+            slack
+            and segments
+            and segments[-1].chunk == longest.chunk
+            and segments[-1].length_q >= longest.length_q - slack
+        ):
             members.append(segments.pop())
         group = _make_group(sorted(members))
         groups.append(group)
@@ -217,7 +247,9 @@ def _group_segments(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal
 
 
 def _make_group(members: list[_Segment]) -> _Group:
-    length_q, length_k = (max(getattr(member, name) for member in members) for name in ("length_q", "length_k"))
+    length_q, length_k = (
+        max(getattr(member, name) for member in members) for name in ("length_q", "length_k")
+    )
     if len(members) == 1:
         return _Group(tuple(members), length_q, length_k, None, None)
     starts_q, lengths_q, starts_k, lengths_k = torch.tensor(members).unbind(1)
@@ -239,7 +271,9 @@ def _outputs(group: _Group) -> Tensor:
     return group.slots_q.positions[group.slots_q.kept]
 
 
-def _segmented(q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, window: int | None, causal: bool) -> Tensor:
+def _segmented(
+    q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, window: int | None, causal: bool
+) -> Tensor:
     bounds_q, bounds_k = tuple(spans.cu_seqlens_q.tolist()), tuple(spans.cu_seqlens_k.tolist())
     if bounds_q[-1] != q.shape[0]:
         raise ValueError(f"cu_seqlens ends at {bounds_q[-1]} but there are {q.shape[0]} positions")
@@ -252,13 +286,17 @@ def _segmented(q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, win
     return out if inverse is None else out.index_select(0, inverse.to(out.device))
 
 
-def _attend_group(q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool) -> Tensor:
+def _attend_group(
+    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
+) -> Tensor:
     """[kept positions of the group, H, D]."""
     lags = [segment.length_k - segment.length_q for segment in group.segments]
     if group.slots_q is None or group.slots_k is None:
         (segment,) = group.segments
         q = q.narrow(0, segment.start_q, segment.length_q).transpose(0, 1)[None]
-        k, v = (kv.narrow(0, segment.start_k, segment.length_k).transpose(0, 1)[None] for kv in (k, v))
+        k, v = (
+            kv.narrow(0, segment.start_k, segment.length_k).transpose(0, 1)[None] for kv in (k, v)
+        )
         return _sdpa(q, k, v, scale, window, causal, lags)[0].transpose(0, 1)
     num = len(group.segments)
     q = _rectangle(q, group.slots_q, num)
@@ -274,19 +312,36 @@ def _rectangle(tensor: Tensor, slots: _Slots, num_segments: int) -> Tensor:
     return rows.view(num_segments, -1, *tensor.shape[1:]).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool, lags: Sequence[int] = (0,)) -> Tensor:
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    lags: Sequence[int] = (0,),
+) -> Tensor:
     """[B, H, S, D]; query i of row b stands at key i + lags[b]. A mask is built only where SDPA has no word for it."""
     if not q.is_cuda:
         # The CPU flash kernel wants equal heads; asked for grouped heads, SDPA builds the [S, S] matrix instead.
         k, v = _match_heads(q, k, dim=1), _match_heads(q, v, dim=1)
     grouped = q.shape[1] != k.shape[1]
     if not any(lags) and (window is None or window >= q.shape[2]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     mask = _mask(q.shape[2], k.shape[2], lags, window, causal, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _mask(length_q: int, length_k: int, lags: Sequence[int], window: int | None, causal: bool, device: torch.device) -> Tensor:
+def _mask(
+    length_q: int,
+    length_k: int,
+    lags: Sequence[int],
+    window: int | None,
+    causal: bool,
+    device: torch.device,
+) -> Tensor:
     """bool [B or 1, 1, length_q, length_k]: what each query sees; `window` is the causal one."""
     positions = torch.arange(length_q, device=device) + torch.tensor(lags, device=device)[:, None]
     distance = positions[:, None, :, None] - torch.arange(length_k, device=device)

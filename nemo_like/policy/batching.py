@@ -16,7 +16,9 @@ Purpose = Literal["train", "evaluate"]
 def policy_topology(config: RunConfig) -> Topology:
     """How the policy's workers are laid out."""
     parallel = config.parallel
-    return Topology(pp=parallel.pipeline, dp=num_replicas(config), cp=parallel.context, tp=parallel.tensor)
+    return Topology(
+        pp=parallel.pipeline, dp=num_replicas(config), cp=parallel.context, tp=parallel.tensor
+    )
 
 
 def plan_spec(
@@ -59,7 +61,9 @@ def plan_spec(
             **common,
         )
     if dynamic.enabled:
-        return PlanSpec(layout="padded", sequence_length_round=dynamic.sequence_length_round, **common)
+        return PlanSpec(
+            layout="padded", sequence_length_round=dynamic.sequence_length_round, **common
+        )
     return PlanSpec(layout="padded", **common)
 
 

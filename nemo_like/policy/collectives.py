@@ -47,7 +47,13 @@ class _Paired(torch.autograd.Function):
     """One collective forward, another backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        forward: Collective,
+        backward: Collective,
+    ) -> Tensor:
         ctx.group, ctx.collective = group, backward
         return forward(tensor, group)
 

@@ -37,14 +37,18 @@ class Exchange:
     max_seqlen_k: int
 
 
-def gather_keys_values(k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def gather_keys_values(
+    k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """`k` and `v` [T_k, H_kv, D] of `exchange`'s segments from this rank's [T/c, H_kv, D]. One collective each way."""
     gathered = gather_rows(group, torch.stack((k, v), dim=1))
     k, v = gathered.index_select(0, exchange.kv_index).unbind(1)
     return k, v
 
 
-def plan_exchange(cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int) -> Exchange:
+def plan_exchange(
+    cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int
+) -> Exchange:
     """The exchange of this rank of `group`, which holds `num_positions`; made once per `cu_seqlens` tensor.
 
     All layers of a forward are given the same tensor. It is on the device, and nothing here waits for the device.
@@ -52,25 +56,33 @@ def plan_exchange(cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup,
     key = (group.size(), group.rank(), num_positions, max_seqlen)
     plans = _plans.setdefault(cu_seqlens, {})
     if key not in plans:
-        plans[key] = _make_exchange(cu_seqlens, max_seqlen, group.size(), group.rank(), num_positions)
+        plans[key] = _make_exchange(
+            cu_seqlens, max_seqlen, group.size(), group.rank(), num_positions
+        )
     return plans[key]
 
 
 _plans: Any = WeakTensorKeyDictionary()
 
 
-def _make_exchange(cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int) -> Exchange:
+def _make_exchange(
+    cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int
+) -> Exchange:
     if cu_seqlens.device.type == "cpu":
         _check(cu_seqlens.tolist(), size, num_positions)
     device = cu_seqlens.device
     starts = cu_seqlens.long()
     chunks = starts.diff() // (2 * size)
     lengths_q = chunks[:, None].expand(-1, 2).flatten()
-    lengths_k = (chunks[:, None] * torch.tensor([rank + 1, 2 * size - rank], device=device)).flatten()
+    lengths_k = (
+        chunks[:, None] * torch.tensor([rank + 1, 2 * size - rank], device=device)
+    ).flatten()
     bounds_k = _bounds(lengths_k)
     # Known without asking the device: of its 2c chunks each segment gives r+1 and 2c-r.
     num_keys = (2 * size + 1) * (num_positions // 2)
-    query = torch.repeat_interleave(torch.arange(len(lengths_k), device=device), lengths_k, output_size=num_keys)
+    query = torch.repeat_interleave(
+        torch.arange(len(lengths_k), device=device), lengths_k, output_size=num_keys
+    )
     position = torch.arange(num_keys, device=device) - bounds_k[query]
     length = chunks[query // 2]
     chunk = position // length
@@ -92,6 +104,10 @@ def _bounds(lengths: Tensor) -> Tensor:
 
 def _check(bounds: list[int], size: int, num_positions: int) -> None:
     if bounds[-1] != num_positions * size:
-        raise ValueError(f"cu_seqlens ends at {bounds[-1]} but there are {size} x {num_positions} positions")
+        raise ValueError(
+            f"cu_seqlens ends at {bounds[-1]} but there are {size} x {num_positions} positions"
+        )
     if any(bound % (2 * size) for bound in bounds):
-        raise ValueError(f"cu_seqlens {bounds} are not all multiples of 2 x {size}, as {size} context-parallel ranks need")
+        raise ValueError(
+            f"cu_seqlens {bounds} are not all multiples of 2 x {size}, as {size} context-parallel ranks need"
+        )

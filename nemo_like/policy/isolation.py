@@ -39,7 +39,9 @@ class IsolationReport:
     which see no scores."""
 
 
-def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str) -> IsolationReport:
+def probe_isolation(
+    engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
+) -> IsolationReport:
     """Check three sentences; raises IsolationError for the first that does not hold. Every rank calls.
 
     1. Changing a token of one row leaves the log-probs of all other rows equal to the bit.
@@ -60,10 +62,16 @@ def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], voca
         return IsolationReport(layout, len(rows), math.nan)
     for row, scores in enumerate(changed):
         for other in range(len(rows)):
-            if other != row and not _mean_difference([scores[other]], [together[other]]) <= limit:  # NaN must not pass
-                raise IsolationError(_leak(layout, f"a token of row {row} changed the log-probs of row {other}"))
+            if (
+                other != row and not _mean_difference([scores[other]], [together[other]]) <= limit
+            ):  # NaN must not pass
+                raise IsolationError(
+                    _leak(layout, f"a token of row {row} changed the log-probs of row {other}")
+                )
     if not _mean_difference(repadded, together) <= limit:
-        raise IsolationError(_leak(layout, "the token id of the padding changed log-probs of real tokens"))
+        raise IsolationError(
+            _leak(layout, "the token id of the padding changed log-probs of real tokens")
+        )
     difference = _mean_difference(alone, together)
     if not difference <= _MAX_MEAN_DIFFERENCE[precision]:
         what = f"log-probs in a microbatch differ from those of each row alone by {difference:.2g} on average"
@@ -72,7 +80,10 @@ def probe_isolation(engine: Engine, *, layout: Literal["packed", "padded"], voca
 
 
 def _has_experts(model_config: Any) -> bool:
-    return any(getattr(model_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(
+        getattr(model_config, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
 
 
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
@@ -92,7 +103,10 @@ def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> 
 
 
 def _score(
-    engine: Engine, rows: Sequence[np.ndarray], layout: Literal["packed", "padded"], pad_token_id: int = 0
+    engine: Engine,
+    rows: Sequence[np.ndarray],
+    layout: Literal["packed", "padded"],
+    pad_token_id: int = 0,
 ) -> list[np.ndarray]:
     """Log-probs of each row, all scored as one microbatch; empty on pipeline stages but the last."""
     topology = engine.topology
@@ -101,12 +115,16 @@ def _score(
     lengths = tuple(len(row) for row in rows)
     aligned = tuple(-(-length // alignment) * alignment for length in lengths)
     padded = aligned if layout == "packed" else (max(aligned),) * len(rows)
-    num_tokens = sum(padded) + (alignment if layout == "packed" else 0)  # with a segment of trailing padding
+    num_tokens = sum(padded) + (
+        alignment if layout == "packed" else 0
+    )  # with a segment of trailing padding
     microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
     spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=topology.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
     cp_rank = topology.coordinates(engine.rank).cp
-    inputs = build_inputs(shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device)
+    inputs = build_inputs(
+        shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
+    )
     return [scores for part in score_rows(engine, [inputs]) for scores in part]
 
 

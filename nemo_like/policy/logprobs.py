@@ -119,23 +119,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
             owned = _Owned.of(labels[part], vocab, weight)
             is_cut = None
             if token_filter is not None and thresholds is not None:
-                thresholds[part] = token_filter.thresholds(logits, None if vocab is None else vocab.group)
+                thresholds[part] = token_filter.thresholds(
+                    logits, None if vocab is None else vocab.group
+                )
                 is_cut = owned.cut(logits, thresholds[part])
             _reduce(logits, owned, sums[:, part], with_entropy, is_cut)
         gathered = _gather(sums, vocab)
         logprobs, logsumexp, entropy = _combine(gathered, with_entropy)
-        kept_logprobs, log_inverse_mass = _combine_kept(gathered, logprobs, logsumexp, is_filtered=thresholds is not None)
-        ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass)
-        ctx.temperature, ctx.chunk_size, ctx.with_entropy, ctx.vocab = temperature, chunk_size, with_entropy, vocab
+        kept_logprobs, log_inverse_mass = _combine_kept(
+            gathered, logprobs, logsumexp, is_filtered=thresholds is not None
+        )
+        ctx.save_for_backward(
+            hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass
+        )
+        ctx.temperature, ctx.chunk_size, ctx.with_entropy, ctx.vocab = (
+            temperature,
+            chunk_size,
+            with_entropy,
+            vocab,
+        )
         ctx.set_materialize_grads(False)
         return logprobs, entropy, kept_logprobs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kept: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass = ctx.saved_tensors
+        hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass = (
+            ctx.saved_tensors
+        )
         if not ctx.with_entropy:
             grad_entropy = None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -143,8 +159,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Chunks add up in float32; a single chunk needs no second buffer.
         sum_dtype = weight.dtype if num_tokens <= chunk_size else torch.float32
-        grad_weight = torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device) if needs_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device)
+            if needs_weight
+            else None
+        )
+        grad_bias = (
+            torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        )
         for start in range(0, num_tokens, chunk_size):
             part = slice(start, start + chunk_size)
             gradient = _logits_gradient(
@@ -211,16 +233,22 @@ class _Owned(NamedTuple):
         if gradient.shape[1] == 0:
             return gradient
         values = values[:, None]
-        return gradient.scatter_add_(1, self.index, values if self.mask is None else values.where(self.mask, 0.0))
+        return gradient.scatter_add_(
+            1, self.index, values if self.mask is None else values.where(self.mask, 0.0)
+        )
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+) -> Tensor:
     """float32 [chunk, V], a fresh tensor that the caller may overwrite."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_cut: Tensor | None) -> None:
+def _reduce(
+    logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_cut: Tensor | None
+) -> None:
     """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V]; the logits are overwritten.
 
     With s = z - max z over the rows here: max z, z[label], sum exp(s), with entropy sum exp(s) s, and with `is_cut`
@@ -245,7 +273,11 @@ def _reduce(logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_
 
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
     """[ranks, 4 or 5, T] from each rank's [4 or 5, T]."""
-    return sums[None] if vocab is None else gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
+    return (
+        sums[None]
+        if vocab is None
+        else gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
+    )
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

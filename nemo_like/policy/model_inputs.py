@@ -70,9 +70,14 @@ class ModelInputs:
         if self.cu_seqlens is not None:
             return self
         num_segments, width = self.input_ids.shape
-        bounds = torch.arange(0, (num_segments + 1) * width, width, dtype=torch.int32, device=self.input_ids.device)
+        bounds = torch.arange(
+            0, (num_segments + 1) * width, width, dtype=torch.int32, device=self.input_ids.device
+        )
         return dataclasses.replace(
-            self, input_ids=self.input_ids.reshape(1, -1), position_ids=self.position_ids.reshape(1, -1), cu_seqlens=bounds
+            self,
+            input_ids=self.input_ids.reshape(1, -1),
+            position_ids=self.position_ids.reshape(1, -1),
+            cu_seqlens=bounds,
         )
 
 
@@ -94,15 +99,23 @@ def build_inputs(
     grid = _Grid.of(microbatch, spec, cp_rank)
     shape = grid.shape
     has_label = grid.position < grid.length - 1
-    input_ids = grid.gather("input_ids", shard["input_ids"], 0, grid.position < grid.length, pad_token_id)
+    input_ids = grid.gather(
+        "input_ids", shard["input_ids"], 0, grid.position < grid.length, pad_token_id
+    )
     labels = grid.gather("input_ids", shard["input_ids"], 1, has_label, 0)
     columns: dict[str, Tensor] = {}
     row_columns: dict[str, Tensor] = {}
     for name, column in shard.items():
         if isinstance(column, Jagged):
             if name != "input_ids":
-                columns[name] = _tensor(grid.gather(name, column, 1, has_label, 0), device, is_mask=name.endswith("_mask"))
-        elif isinstance(column, Tensor) or (isinstance(column, np.ndarray) and column.dtype.kind in "biuf"):
+                columns[name] = _tensor(
+                    grid.gather(name, column, 1, has_label, 0),
+                    device,
+                    is_mask=name.endswith("_mask"),
+                )
+        elif isinstance(column, Tensor) or (
+            isinstance(column, np.ndarray) and column.dtype.kind in "biuf"
+        ):
             row_columns[name] = _row_column(column, grid.rows, device)
     return ModelInputs(
         input_ids=_tensor(input_ids.astype(np.int64, copy=False).reshape(shape), device),
@@ -174,7 +187,9 @@ def cp_chunk_positions(padded_length: int, cp_size: int, cp_rank: int) -> np.nda
     return cp_shard_positions([padded_length], cp_size, cp_rank)
 
 
-def cp_shard_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+def cp_shard_positions(
+    padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
+) -> np.ndarray:
     """int64 [sum(padded_lengths) / cp_size]: positions of the pack that `cp_rank` holds; rows are cut, then packed.
 
     Raises ValueError for a padded length that is not a multiple of 2 x cp_size or a rank outside the axis.
@@ -185,7 +200,9 @@ def cp_shard_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int,
     if cp_size == 1:
         return np.arange(padded.sum(), dtype=np.int64)
     if (padded % (2 * cp_size)).any():
-        raise ValueError(f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {2 * cp_size}")
+        raise ValueError(
+            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {2 * cp_size}"
+        )
     chunk = padded // (2 * cp_size)
     row, position = segment_positions(2 * chunk)
     second = position >= chunk[row]
@@ -196,7 +213,9 @@ def cp_shard_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int,
 
 def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
     """int64 [sum(padded_lengths)], the inverse: `concat(shares of rank 0, 1, ...)[result]` is the pack in order."""
-    held = np.concatenate([cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)])
+    held = np.concatenate(
+        [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
+    )
     inverse = np.empty_like(held)
     inverse[held] = np.arange(len(held), dtype=np.int64)
     return inverse
@@ -226,7 +245,9 @@ class _Grid:
         segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
         bounds = _starts(segments)
         positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
-        segment = np.repeat(np.arange(len(segments), dtype=np.int64), np.array(segments) // spec.cp_size)
+        segment = np.repeat(
+            np.arange(len(segments), dtype=np.int64), np.array(segments) // spec.cp_size
+        )
         num_rows = len(microbatch.rows)
         lengths = np.zeros(len(segments), dtype=np.int64)
         lengths[:num_rows] = microbatch.lengths
@@ -243,7 +264,9 @@ class _Grid:
             length=lengths[segment],
         )
 
-    def gather(self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int) -> np.ndarray:
+    def gather(
+        self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
+    ) -> np.ndarray:
         """[T, ...]: the value of token `position + shift` of each position's row where `where`, `fill` elsewhere."""
         gathered = np.full((len(where), *column.values.shape[1:]), fill, dtype=column.dtype)
         if self.num_rows == 0:
@@ -274,10 +297,16 @@ def _tensor(array: np.ndarray, device: str | torch.device, *, is_mask: bool = Fa
     return tensor.to(device, non_blocking=True)
 
 
-def _row_column(column: np.ndarray | Tensor, rows: np.ndarray, device: str | torch.device) -> Tensor:
+def _row_column(
+    column: np.ndarray | Tensor, rows: np.ndarray, device: str | torch.device
+) -> Tensor:
     """[R, ...] on `device`; one row of zeros for a dummy."""
     # NumPy gathers first: arrays that arrive through shared memory are read-only, which torch cannot represent.
-    taken = torch.from_numpy(column[rows]) if isinstance(column, np.ndarray) else column[torch.from_numpy(rows).to(column.device)]
+    taken = (
+        torch.from_numpy(column[rows])
+        if isinstance(column, np.ndarray)
+        else column[torch.from_numpy(rows).to(column.device)]
+    )
     if len(rows) == 0:
         return taken.new_zeros((1, *column.shape[1:]), device=device)
     return taken.to(device)

@@ -38,7 +38,9 @@ def row_loss_sums(loss: Loss, inputs: LossInputs) -> list[float]:
         part = dataclasses.replace(
             inputs,
             policy_logprobs=inputs.policy_logprobs[positions],
-            unfiltered_logprobs=None if inputs.unfiltered_logprobs is None else inputs.unfiltered_logprobs[positions],
+            unfiltered_logprobs=None
+            if inputs.unfiltered_logprobs is None
+            else inputs.unfiltered_logprobs[positions],
             token_mask=inputs.token_mask[positions],
             row_ids=inputs.row_ids[positions],
             columns={name: column[positions] for name, column in inputs.columns.items()},

@@ -34,7 +34,9 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
         )
     span = max(scheduler.decay_steps - scheduler.warmup_steps, 1)
     progress = min((step - scheduler.warmup_steps) / span, 1.0)
-    remaining = 1.0 - progress if scheduler.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    remaining = (
+        1.0 - progress if scheduler.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return optimizer.lr * (scheduler.min_ratio + (1.0 - scheduler.min_ratio) * remaining)
 
 
@@ -46,11 +48,16 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> Polic
     return dataclasses.replace(config, scheduler=scheduler)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: norms and biases, which have one dim, are not decayed."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {
+            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
@@ -82,5 +89,12 @@ def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.flo
 
     Reads each tensor once and fetches one number from the device.
     """
-    extremes = [extreme.float() for tensor in tensors if tensor.numel() > 0 for extreme in tensor.detach().aminmax()]
-    return not extremes or bool((torch.stack(extremes).abs() <= largest).all())  # a comparison with NaN is False
+    extremes = [
+        extreme.float()
+        for tensor in tensors
+        if tensor.numel() > 0
+        for extreme in tensor.detach().aminmax()
+    ]
+    return not extremes or bool(
+        (torch.stack(extremes).abs() <= largest).all()
+    )  # a comparison with NaN is False

@@ -44,7 +44,14 @@ class PlacedBatch:
 class Policy:
     """The model that learns, spread over the workers of `group`."""
 
-    def __init__(self, group: WorkerGroup, config: PolicyConfig, *, sequence_parallel: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: PolicyConfig,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+    ) -> None:
         self.group = group
         self.config = config
         self._sequence_parallel = sequence_parallel
@@ -90,7 +97,9 @@ class Policy:
             scores[name] = column
         return scores
 
-    def train(self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss) -> list[Metrics]:
+    def train(
+        self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
+    ) -> list[Metrics]:
         """One optimizer step per global batch of the plan, and the metrics of each.
 
         Of `columns` (rows in the batch's order) only those travel that the placed batch does not have.
@@ -103,7 +112,9 @@ class Policy:
     def skipped_steps(self, placed: PlacedBatch) -> list[SkippedStep]:
         """The optimizer steps of the last `train` that were skipped, with the loss of each row of the batch in them."""
         parts = self.group.run_all_workers_sharded_data("skipped_steps")
-        rows = [placed.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)]
+        rows = [
+            placed.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)
+        ]
         return [
             dataclasses.replace(
                 of_ranks[0],
@@ -133,7 +144,9 @@ class Policy:
         locations = getattr(self.group, "locations", ())  # workers in this process have none
         check_shared(
             directory,
-            lambda folder, token: self.group.run_all_workers("answer_directory_probe", folder, token),
+            lambda folder, token: self.group.run_all_workers(
+                "answer_directory_probe", folder, token
+            ),
             [location.ip for location in locations],
         )
 

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.policy.engine import Engine, TokenScores
-from nemo_like.policy.model_inputs import ModelInputs, cp_gather_positions, segment_lengths, unpack_tokens
+from nemo_like.policy.model_inputs import (
+    ModelInputs,
+    cp_gather_positions,
+    segment_lengths,
+    unpack_tokens,
+)
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -29,7 +34,9 @@ def score_rows(
     def in_rows(inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor | None, Jagged]:
         return None, unpack_tokens(_in_order(engine, inputs, scores.logprobs), inputs)
 
-    return engine.run(microbatches, in_rows, backward=False, temperature=temperature, token_filter=token_filter)
+    return engine.run(
+        microbatches, in_rows, backward=False, temperature=temperature, token_filter=token_filter
+    )
 
 
 def _in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:

@@ -81,7 +81,9 @@ class PolicyWorker:
         scores = {}
         for name, (engine, token_filter) in engines.items():
             inputs = map(rows.inputs, plan.microbatches)
-            parts = score_rows(engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter)
+            parts = score_rows(
+                engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter
+            )
             if parts:  # only the last pipeline stage has them, and only its results are fetched
                 scores[name] = rows.in_shard_order(plan.microbatches, parts)
         return scores
@@ -97,7 +99,9 @@ class PolicyWorker:
         rows = self._rows({**shard, **(columns or {})}, shard.plan.spec)
         num_steps = len(shard.plan.step_offsets) - 1
         self._skipped = []
-        return [self._train_step(rows, shard.plan.step(step), loss, step) for step in range(num_steps)]
+        return [
+            self._train_step(rows, shard.plan.step(step), loss, step) for step in range(num_steps)
+        ]
 
     def skipped_steps(self) -> list[SkippedStep]:
         """The steps of the last call of `train` that were skipped, with the rows of this dp rank.
@@ -112,7 +116,9 @@ class PolicyWorker:
         rows = self._rows(shard, plan.spec)
         options = self._score_options(loss)
         inputs = map(rows.inputs, plan.microbatches)
-        results = self._policy.run(inputs, _LossStep(loss, denominator=1.0), backward=False, **options)
+        results = self._policy.run(
+            inputs, _LossStep(loss, denominator=1.0), backward=False, **options
+        )
         parts = merge_metrics(metrics for metrics, _ in results)
         return merge_metrics(self._policy.gather_over_dp_cp(parts))
 
@@ -218,9 +224,13 @@ class PolicyWorker:
             "token_filter": self._sampling_filter,
         }
 
-    def _train_step(self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss, index: int) -> Metrics:
+    def _train_step(
+        self, rows: _Rows, microbatches: Sequence[Microbatch], loss: Loss, index: int
+    ) -> Metrics:
         counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
-        lr = learning_rate(self._policy.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
+        lr = learning_rate(
+            self._policy.num_optimizer_steps, self.config.optimizer, self.config.scheduler
+        )
         step_fn = _LossStep(loss, counts.denominator(loss.normalization))
         reset_peak_memory(self._policy.device)
         self._policy.clock.pop_seconds()
@@ -232,7 +242,9 @@ class PolicyWorker:
         is_skipped = self._policy.num_optimizer_steps == num_applied
         self._check_finite()
         if is_skipped:
-            self._record_skipped(index, grad_norm, loss, microbatches, [seen for _, seen in results])
+            self._record_skipped(
+                index, grad_norm, loss, microbatches, [seen for _, seen in results]
+            )
         parts = merge_metrics(metrics for metrics, _ in results)
         gathered = self._policy.gather_over_dp_cp((parts, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
@@ -243,7 +255,9 @@ class PolicyWorker:
         metrics["policy/num_tokens"] = Sum(counts.num_tokens)
         metrics["policy/num_rows"] = Sum(counts.num_rows)
         mean_seconds = sum(rank_seconds) / len(rank_seconds)
-        metrics["policy/rank_time_worst_over_mean"] = Mean(max(rank_seconds) / mean_seconds if mean_seconds else 1.0)
+        metrics["policy/rank_time_worst_over_mean"] = Mean(
+            max(rank_seconds) / mean_seconds if mean_seconds else 1.0
+        )
         return metrics | self._memory_metrics()
 
     def _memory_metrics(self) -> Metrics:
@@ -258,7 +272,12 @@ class PolicyWorker:
         }
 
     def _record_skipped(
-        self, index: int, grad_norm: float, loss: Loss, microbatches: Sequence[Microbatch], seen: Sequence[LossInputs]
+        self,
+        index: int,
+        grad_norm: float,
+        loss: Loss,
+        microbatches: Sequence[Microbatch],
+        seen: Sequence[LossInputs],
     ) -> None:
         """Keep what `skipped_steps` returns. Context-parallel ranks each hold a part of every row, which are added up."""
         losses: dict[int, float] = {}
@@ -295,20 +314,28 @@ class _Rows:
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """(trained tokens, rows that have any): what the summed loss is divided by, once summed over dp ranks."""
         counts = [self.num_trained_tokens(microbatch) for microbatch in microbatches]
-        return float(sum(count.sum() for count in counts)), float(sum((count > 0).sum() for count in counts))
+        return float(sum(count.sum() for count in counts)), float(
+            sum((count > 0).sum() for count in counts)
+        )
 
     def num_trained_tokens(self, microbatch: Microbatch) -> np.ndarray:
         """int64 [R] of each row; [1] of 0 for a dummy."""
         counts = num_predicted_tokens(self.columns["token_mask"], microbatch)
         if "row_mask" in self.columns and microbatch.rows:
-            counts = counts * np.asarray(self.columns["row_mask"], dtype=bool)[list(microbatch.rows)]
+            counts = (
+                counts * np.asarray(self.columns["row_mask"], dtype=bool)[list(microbatch.rows)]
+            )
         return counts
 
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet the vocabulary."""
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
-        inputs = build_inputs(self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device)
-        counts = torch.from_numpy(self.num_trained_tokens(microbatch)).to(self.device, torch.float32)
+        inputs = build_inputs(
+            self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device
+        )
+        counts = torch.from_numpy(self.num_trained_tokens(microbatch)).to(
+            self.device, torch.float32
+        )
         is_trained_row = counts > 0
         mask = inputs.label_mask & inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
         row_columns = {**inputs.row_columns, _NUM_TRAINED: counts}
@@ -333,7 +360,9 @@ class _LossStep:
     finite: Tensor | None = None
     """bool []: whether the loss of every microbatch so far was finite."""
 
-    def __call__(self, inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
+    def __call__(
+        self, inputs: ModelInputs, scores: TokenScores
+    ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = scores.entropy
         if entropy is not None and not self.loss.entropy_gradient:
@@ -353,7 +382,9 @@ class _LossStep:
         seen = dataclasses.replace(
             loss_inputs,
             policy_logprobs=scores.logprobs.detach(),
-            unfiltered_logprobs=None if scores.unfiltered_logprobs is None else scores.unfiltered_logprobs.detach(),
+            unfiltered_logprobs=None
+            if scores.unfiltered_logprobs is None
+            else scores.unfiltered_logprobs.detach(),
             entropy=None if entropy is None else entropy.detach(),
         )
         return terms.loss_sum / self.denominator, (terms.metrics, seen)
@@ -371,7 +402,11 @@ def _score_plan(shard: SlicedDataDict) -> RankPlan:
 
 def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
     """Every column of real numbers, one value per position; what is given per row holds for all its positions."""
-    columns = {name: column.float() for name, column in inputs.columns.items() if column.is_floating_point()}
+    columns = {
+        name: column.float()
+        for name, column in inputs.columns.items()
+        if column.is_floating_point()
+    }
     for name, column in inputs.row_columns.items():
         if column.is_floating_point() and name != _NUM_TRAINED:
             columns[name] = column.float()[inputs.row_ids]

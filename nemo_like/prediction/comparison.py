@@ -49,7 +49,10 @@ class Strategy:
         if not self.is_padded_to_batch:
             return plan
         per_step = plan.spec.global_batch_size or len(lengths)
-        longest = round_up_all(np.maximum.reduceat(lengths, np.arange(0, len(lengths), per_step)), plan.spec.row_multiple)
+        longest = round_up_all(
+            np.maximum.reduceat(lengths, np.arange(0, len(lengths), per_step)),
+            plan.spec.row_multiple,
+        )
         return replace(plan, padded_lengths=longest[plan.rows // per_step])
 
 
@@ -165,7 +168,11 @@ class Comparison:
 
 
 def strategies(
-    spec: PlanSpec, longest: int, *, chosen: PlanSpec | None = None, micro_batch_size: int | None = None
+    spec: PlanSpec,
+    longest: int,
+    *,
+    chosen: PlanSpec | None = None,
+    micro_batch_size: int | None = None,
 ) -> Iterator[Strategy]:
     """Every way to form batches under the budget of the packed `spec`, whose algorithm and balance are replaced.
 
@@ -173,14 +180,20 @@ def strategies(
     it is none of them, comes last.
     """
     assert spec.max_tokens is not None
-    plain = replace(spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error")
+    plain = replace(
+        spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error"
+    )
     most = -(-(spec.global_batch_size or 1) // spec.num_ranks)
-    at_once = micro_batch_size or max(min(spec.max_tokens // round_up(longest, plain.row_multiple), most), 1)
+    at_once = micro_batch_size or max(
+        min(spec.max_tokens // round_up(longest, plain.row_multiple), most), 1
+    )
     plain = replace(plain, max_rows=at_once)
     rows = "1 row" if at_once == 1 else f"{at_once} rows"
     yield Strategy("padded/batch", f"padded to the batch, {rows}", plain, is_padded_to_batch=True)
     yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
-    dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BEST_FIT_DECREASING, balance="flops")
+    dynamic = replace(
+        spec, layout="padded", algorithm=PackingAlgorithm.BEST_FIT_DECREASING, balance="flops"
+    )
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
     named = [("none", algorithm) for algorithm in SEED_PACKERS]
     named += [(balance, PackingAlgorithm.BEST_FIT_DECREASING) for balance in ("tokens", "flops")]
@@ -208,7 +221,9 @@ def compare(
     assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)
     outcomes = []
-    for strategy in strategies(spec, int(lengths.max()), chosen=chosen, micro_batch_size=micro_batch_size):
+    for strategy in strategies(
+        spec, int(lengths.max()), chosen=chosen, micro_batch_size=micro_batch_size
+    ):
         try:
             plan = strategy.plan(lengths)
         except ValueError as error:
@@ -219,7 +234,9 @@ def compare(
     found = [key for key, outcome in by_key.items() if outcome.strategy.spec == chosen]
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     least = least_microbatches(by_key[schedule].plan, batches)
-    return Comparison(lengths, batch_size, tuple(outcomes), (found or [schedule])[0], float(least.mean()))
+    return Comparison(
+        lengths, batch_size, tuple(outcomes), (found or [schedule])[0], float(least.mean())
+    )
 
 
 def _worst_over_mean(values: np.ndarray, plan: BatchPlan) -> float:

@@ -38,7 +38,9 @@ class RowLengths:
         return f"row {row}" if self.places is None else self.places[row]
 
 
-def read_lengths(path: Path, *, columns: Sequence[str] = (), field: str | None = None, limit: int | None = None) -> RowLengths:
+def read_lengths(
+    path: Path, *, columns: Sequence[str] = (), field: str | None = None, limit: int | None = None
+) -> RowLengths:
     """The first `limit` lengths of a file; several `columns` of a CSV are added up.
 
     Raises ConfigError that names the line, the value, or the columns there are.
@@ -59,8 +61,12 @@ def read_lengths(path: Path, *, columns: Sequence[str] = (), field: str | None =
         values.append(value)
         numbers.append(number)
     if not values:
-        raise ConfigError(f"{shown} has no rows; give a file with one length per line, or name its --column or --field")
-    return RowLengths(np.asarray(values, dtype=np.int64), f"{shown}, {what}", _Places(shown, numbers))
+        raise ConfigError(
+            f"{shown} has no rows; give a file with one length per line, or name its --column or --field"
+        )
+    return RowLengths(
+        np.asarray(values, dtype=np.int64), f"{shown}, {what}", _Places(shown, numbers)
+    )
 
 
 def _text_of(path: Path) -> str:
@@ -69,9 +75,13 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {str(path)!r}; give a text, CSV or JSONL file of row lengths") from None
+        raise ConfigError(
+            f"there is no file {str(path)!r}; give a text, CSV or JSONL file of row lengths"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL file") from error
+        raise ConfigError(
+            f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL file"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
 
@@ -102,16 +112,24 @@ def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tupl
     missing = [name for name in columns if name not in header]
     if missing:
         if text.lstrip().startswith("{"):
-            raise ConfigError(f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}")
-        raise ConfigError(f"{shown} has no column {missing[0]!r}; its first line names {', '.join(header) or 'nothing'}")
+            raise ConfigError(
+                f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}"
+            )
+        raise ConfigError(
+            f"{shown} has no column {missing[0]!r}; its first line names {', '.join(header) or 'nothing'}"
+        )
     indices = [header.index(name) for name in columns]
     for cells in reader:
         if not cells:
             continue
         place = f"{shown}:{reader.line_num}"
         if len(cells) <= max(indices):
-            raise ConfigError(f"{place}: {len(cells)} cells where the first line names {len(header)} columns")
-        values = [_length(cells[i].strip(), f"{place} column {header[i]}", least=0) for i in indices]
+            raise ConfigError(
+                f"{place}: {len(cells)} cells where the first line names {len(header)} columns"
+            )
+        values = [
+            _length(cells[i].strip(), f"{place} column {header[i]}", least=0) for i in indices
+        ]
         yield reader.line_num, _positive(sum(values), place)
 
 
@@ -123,22 +141,36 @@ def _field_lengths(text: str, shown: str, field: str) -> Iterator[tuple[int, int
         row = _json(line, place)
         if not isinstance(row, dict) or field not in row:
             there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ConfigError(f"{place}: there is no field {field!r}; the line has {there or 'no fields'}")
+            raise ConfigError(
+                f"{place}: there is no field {field!r}; the line has {there or 'no fields'}"
+            )
         value = row[field]
         # A list is what is counted, such as token ids.
-        yield number, _positive(len(value) if isinstance(value, list) else _length(value, f"{place} field {field}"), place)
+        yield (
+            number,
+            _positive(
+                len(value) if isinstance(value, list) else _length(value, f"{place} field {field}"),
+                place,
+            ),
+        )
 
 
 def _json(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON at column {error.colno}: {error.msg}") from error
+        raise ConfigError(
+            f"{place}: not valid JSON at column {error.colno}: {error.msg}"
+        ) from error
 
 
-def _length(value: object, place: str, hint: Callable[[], str] | None = None, least: int = 1) -> int:
+def _length(
+    value: object, place: str, hint: Callable[[], str] | None = None, least: int = 1
+) -> int:
     try:
-        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+        number = (
+            int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+        )
     except ValueError:
         number = None
     if number is None or not least <= number <= _MOST_TOKENS:

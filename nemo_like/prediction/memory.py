@@ -80,7 +80,10 @@ class MemoryModel:
     def parts(self, max_tokens: int) -> dict[str, float]:
         """Bytes by part at the moment of the peak, the parts in the order they are drawn."""
         stages = {0, self.placement.topology.pp - 1}
-        return max((self._stage(max_tokens, stage) for stage in stages), key=lambda parts: sum(parts.values()))
+        return max(
+            (self._stage(max_tokens, stage) for stage in stages),
+            key=lambda parts: sum(parts.values()),
+        )
 
     def largest_budget(self, num_bytes: float, multiple: int) -> int:
         """The largest multiple of `multiple` tokens whose peak is at most `num_bytes`; 0 if not even one fits."""
@@ -91,14 +94,18 @@ class MemoryModel:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.peak(middle * multiple) <= num_bytes else (low, middle)
+            low, high = (
+                (middle, high) if self.peak(middle * multiple) <= num_bytes else (low, middle)
+            )
         return low * multiple
 
     @property
     def keeps_whole(self) -> bool:
         """The engine leaves a small model unsharded between the microbatches of a step."""
         place = self.placement
-        is_small = 4 * self.shape.num_params / place.topology.tp <= WHOLE_SHARE * place.device_gib * GIB
+        is_small = (
+            4 * self.shape.num_params / place.topology.tp <= WHOLE_SHARE * place.device_gib * GIB
+        )
         return place.engine == "dtensor" and is_small
 
     @property
@@ -121,7 +128,9 @@ class MemoryModel:
         """Each formula in words, for whoever wants to check a number."""
         place = self.placement
         kept = (
-            "layers x c hidden, and one whole layer in the backward" if place.activation_checkpointing else "layers x one layer"
+            "layers x c hidden, and one whole layer in the backward"
+            if place.activation_checkpointing
+            else "layers x one layer"
         )
         lines = [
             f"{self.shape.name}: {self.shape.num_params / 1e9:.3f} B parameters P, counted from the configuration (equal to"
@@ -166,7 +175,11 @@ class MemoryModel:
         num_layers = -(-shape.num_layers // topology.pp)
         embedding = shape.embedding_params / topology.tp
         num_tables = 1 if shape.is_tied and topology.pp == 1 else is_first + is_last
-        params = num_layers * shape.layer_params / topology.tp + num_tables * embedding + is_last * shape.hidden_size
+        params = (
+            num_layers * shape.layer_params / topology.tp
+            + num_tables * embedding
+            + is_last * shape.hidden_size
+        )
         tokens = max_tokens / topology.cp
         parts = self._state(params, embedding if is_last else 0.0)
         parts["activations"] = tokens * num_layers * self._kept_bytes * (topology.pp - stage)
@@ -190,7 +203,9 @@ class MemoryModel:
         if place.has_compute_copy:
             layers = 2 * self.shape.layer_params / place.topology.tp
             # A whole model's gradients also stay whole, in the precision they are reduced in.
-            parts["gathered weights"] = (size + 4) * params if self.keeps_whole else size * (embedding + layers)
+            parts["gathered weights"] = (
+                (size + 4) * params if self.keeps_whole else size * (embedding + layers)
+            )
         return parts
 
     @property
@@ -219,15 +234,26 @@ class MemoryModel:
     def _logits(self, tokens: float, embedding: float) -> float:
         """A chunk of logits, and the gradient of the output embedding summed over chunks in float32."""
         place, size = self.placement, self.placement.compute_bytes
-        chunk = min(tokens, place.chunk_size) * self.shape.vocab_size / place.topology.tp * self._logit_bytes
-        gradient = size * embedding if tokens <= place.chunk_size or size == 4 else (4 + size) * embedding
+        chunk = (
+            min(tokens, place.chunk_size)
+            * self.shape.vocab_size
+            / place.topology.tp
+            * self._logit_bytes
+        )
+        gradient = (
+            size * embedding if tokens <= place.chunk_size or size == 4 else (4 + size) * embedding
+        )
         return chunk + gradient + tokens * (self._head_bytes + size * self.shape.hidden_size)
 
     def _backward(self, tokens: float, is_last: bool) -> float:
         """The last norm's backward or a layer's: gradients of activations, and those of weights before they are reduced."""
         shape, place = self.shape, self.placement
         size, tp, hidden = place.compute_bytes, place.topology.tp, shape.hidden_size
-        norm = self._head_bytes + (12 * hidden + size * hidden) / self._token_shares if is_last else 0.0
+        norm = (
+            self._head_bytes + (12 * hidden + size * hidden) / self._token_shares
+            if is_last
+            else 0.0
+        )
         layer = 2 * size * shape.mlp_width / tp + 2 * size * hidden
         if place.activation_checkpointing:
             layer += self.activation_bytes

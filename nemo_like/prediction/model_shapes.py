@@ -15,7 +15,9 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.data.planning.cost import CostModel, num_active_params
 
 
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int, **more: Any) -> dict[str, Any]:
+def _llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, width: int, vocab: int, **more: Any
+) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -113,7 +115,9 @@ def load_shape(model: str) -> ModelShape:
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{shown_path(path)} is not JSON: {error}") from error
         if not isinstance(config, dict):
-            raise ConfigError(f"{shown_path(path)} holds {type(config).__name__}, not a model configuration")
+            raise ConfigError(
+                f"{shown_path(path)} holds {type(config).__name__}, not a model configuration"
+            )
         return ModelShape.from_config(config, model)
     known = SHAPES.get(model.lower())
     if known is None:
@@ -125,13 +129,19 @@ def load_shape(model: str) -> ModelShape:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    hidden_size, num_layers, vocab_size = (config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    hidden_size, num_layers, vocab_size = (
+        config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
     num_heads = config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or hidden_size // num_heads
     is_tied = bool(config.get("tie_word_embeddings", False))
     embedding = vocab_size * hidden_size
-    num_params = num_active_params(config) + (0 if is_tied else embedding) + _vector_params(config, hidden_size, head_dim)
+    num_params = (
+        num_active_params(config)
+        + (0 if is_tied else embedding)
+        + _vector_params(config, hidden_size, head_dim)
+    )
     num_params += _idle_expert_params(config, hidden_size)
     return {
         "num_layers": num_layers,
@@ -156,7 +166,11 @@ def _vector_params(config: Mapping[str, Any], hidden_size: int, head_dim: int) -
     per_layer = 2 * hidden_size
     if config.get("attention_bias", False) or config.get("model_type") == "qwen2":
         per_layer += num_heads * head_dim + 2 * kv_width
-        per_layer += hidden_size if config.get("attention_bias", False) and config.get("model_type") != "qwen2" else 0
+        per_layer += (
+            hidden_size
+            if config.get("attention_bias", False) and config.get("model_type") != "qwen2"
+            else 0
+        )
     if config.get("model_type") in _HEAD_NORMS:
         per_layer += 2 * head_dim
     if config.get("mlp_bias", False):
@@ -165,7 +179,14 @@ def _vector_params(config: Mapping[str, Any], hidden_size: int, head_dim: int) -
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    return next((config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), 0)
+    return next(
+        (
+            config[key]
+            for key in ("num_local_experts", "num_experts", "n_routed_experts")
+            if config.get(key)
+        ),
+        0,
+    )
 
 
 def _mlp_width(config: Mapping[str, Any]) -> int:

@@ -14,7 +14,12 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
 from nemo_like.prediction.lengths import RowLengths
 
-COMPARED = ("packing/padding_share", "packing/utilization", "packing/num_microbatches", "packing/rank_imbalance_flops")
+COMPARED = (
+    "packing/padding_share",
+    "packing/utilization",
+    "packing/num_microbatches",
+    "packing/rank_imbalance_flops",
+)
 """Metrics that follow from lengths and plan alone."""
 
 
@@ -41,10 +46,17 @@ class PastRun:
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
         """Metric -> (what the run logged, what its lengths under `spec` come to), means over the steps that have both."""
-        steps = [step for step in self.steps if all(name in self.metrics.get(step, {}) for name in COMPARED)]
+        steps = [
+            step
+            for step in self.steps
+            if all(name in self.metrics.get(step, {}) for name in COMPARED)
+        ]
         planned = [plan_batch(self.steps[step], spec).metrics() for step in steps]
         return {
-            name: (_mean(self.metrics[step][name] for step in steps), _mean(metrics[name] for metrics in planned))
+            name: (
+                _mean(self.metrics[step][name] for step in steps),
+                _mean(metrics[name] for metrics in planned),
+            )
             for name in (COMPARED if steps else ())
         }
 
@@ -58,7 +70,10 @@ def read_run(path: Path) -> PastRun:
     first = folder / "plan" / "step_0.json"
     if recorded.is_file():
         # A resumed run plans some steps again; the last time counts.
-        steps = {int(line["step"]): np.array(line["lengths"], dtype=np.int64) for line in _lines(recorded)}
+        steps = {
+            int(line["step"]): np.array(line["lengths"], dtype=np.int64)
+            for line in _lines(recorded)
+        }
     elif first.is_file():
         plan = BatchPlan.from_json(first.read_text(encoding="utf-8"))
         lengths = np.zeros(plan.num_rows, dtype=np.int64)
@@ -84,7 +99,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError as error:
             if number < len(lines):
-                raise ConfigError(f"{shown_path(path)}:{number}: not valid JSON: {error.msg}") from error
+                raise ConfigError(
+                    f"{shown_path(path)}:{number}: not valid JSON: {error.msg}"
+                ) from error
 
 
 def _mean(values: Iterator[float]) -> float:

@@ -105,7 +105,10 @@ class PlanReport:
         tried, outcome = min(budget, enough), None
         if tried >= round_up(int(self.lengths.max()), self.spec.row_multiple):
             outcome = _outcome_under(self.comparison.chosen, tried)
-        other = replace(request.placement, activation_checkpointing=not request.placement.activation_checkpointing)
+        other = replace(
+            request.placement,
+            activation_checkpointing=not request.placement.activation_checkpointing,
+        )
         other_budget = MemoryModel(memory.shape, other).largest_budget(usable, multiple)
         return Recommendation(budget, usable / 2**30, enough, outcome, other_budget)
 
@@ -115,7 +118,10 @@ class PlanReport:
 
     def assumptions(self) -> list[str]:
         """How the numbers were made."""
-        return [*_time_assumptions(self), *([] if self.memory is None else self.memory.assumptions())]
+        return [
+            *_time_assumptions(self),
+            *([] if self.memory is None else self.memory.assumptions()),
+        ]
 
 
 def make_plan(request: PlanRequest) -> PlanReport:
@@ -131,7 +137,9 @@ def make_plan(request: PlanRequest) -> PlanReport:
     try:
         spec = base_spec(request, max_tokens)
     except ValueError as error:
-        raise ConfigError(str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)) from error
+        raise ConfigError(
+            str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)
+        ) from error
     lengths, more_notes = _fitted(request, lengths, spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OversizeWarning)  # said once, in the notes
@@ -144,7 +152,9 @@ def make_plan(request: PlanRequest) -> PlanReport:
             pp_size=request.placement.topology.pp,
             least_work=spec.cost.linear * least_tokens(request),
         )
-    return PlanReport(request, lengths, max_tokens, comparison, memory, (*request.notes, *notes, *more_notes))
+    return PlanReport(
+        request, lengths, max_tokens, comparison, memory, (*request.notes, *notes, *more_notes)
+    )
 
 
 def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
@@ -182,7 +192,9 @@ def least_tokens(request: PlanRequest) -> float:
     is_whole = shape is not None and MemoryModel(shape, placement).keeps_whole
     if placement.engine == "megatron" or placement.num_shards == 1 or is_whole:
         return 0.0
-    per_rank = traffic_tokens(placement.compute_bytes, recomputes=placement.activation_checkpointing)
+    per_rank = traffic_tokens(
+        placement.compute_bytes, recomputes=placement.activation_checkpointing
+    )
     return per_rank * placement.topology.cp
 
 
@@ -203,7 +215,9 @@ def _check(request: PlanRequest) -> None:
             f" of {topology.dp} rows or more, or fewer ranks"
         )
     if topology.pp > 1 and request.placement.engine == "dtensor":
-        raise ConfigError(f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine, or pp 1")
+        raise ConfigError(
+            f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine, or pp 1"
+        )
     if request.placement.sequence_parallel and topology.tp == 1:
         raise ConfigError(
             "sequence parallelism shares what tensor parallelism leaves whole: raise tp, which is 1, or turn it off"
@@ -217,8 +231,12 @@ def _check(request: PlanRequest) -> None:
     for what, count in (("attention heads", shape.num_heads), ("key-value heads", kv_heads)):
         if count % topology.tp:
             divided = math.gcd(shape.num_heads, kv_heads)
-            legal = ", ".join(str(number) for number in range(1, divided + 1) if divided % number == 0)
-            raise ConfigError(f"{shown} {count} {what}, which tp {topology.tp} does not divide; tp may be {legal}")
+            legal = ", ".join(
+                str(number) for number in range(1, divided + 1) if divided % number == 0
+            )
+            raise ConfigError(
+                f"{shown} {count} {what}, which tp {topology.tp} does not divide; tp may be {legal}"
+            )
     if shape.num_layers < topology.pp:
         raise ConfigError(f"{shown} {shape.num_layers} layers, fewer than pp {topology.pp} stages")
 
@@ -230,16 +248,25 @@ def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
         values = np.random.default_rng(request.seed).permutation(values)
     size = request.batch_size
     if len(values) < size:
-        return values, [f"only {len(values):,} rows are there for a batch of {size:,}: one smaller batch is planned"]
+        return values, [
+            f"only {len(values):,} rows are there for a batch of {size:,}: one smaller batch is planned"
+        ]
     left = len(values) % size
-    return values[: len(values) - left], [f"{left:,} rows are left over from whole batches and not planned"] if left else []
+    return values[: len(values) - left], [
+        f"{left:,} rows are left over from whole batches and not planned"
+    ] if left else []
 
 
-def _default_budget(request: PlanRequest, lengths: np.ndarray, memory: MemoryModel | None, multiple: int) -> tuple[int, str]:
+def _default_budget(
+    request: PlanRequest, lengths: np.ndarray, memory: MemoryModel | None, multiple: int
+) -> tuple[int, str]:
     longest = round_up(int(lengths.max()), multiple)
     if memory is None or request.memory_gib is None:
         budget = max(round_up(_LEAST_BUDGET, multiple), longest)
-        return budget, f"{request.budget_name} was not given: {budget:,} tokens, enough for the longest row"
+        return (
+            budget,
+            f"{request.budget_name} was not given: {budget:,} tokens, enough for the longest row",
+        )
     fits = memory.largest_budget(usable_bytes(request.memory_gib), multiple)
     enough = enough_tokens(lengths, request, multiple)
     if fits < longest:
@@ -248,11 +275,19 @@ def _default_budget(request: PlanRequest, lengths: np.ndarray, memory: MemoryMod
             " activation checkpointing, more cp, tp or dp, or truncate the rows"
         )
     if fits >= enough:
-        return enough, f"{request.budget_name} was not given: {enough:,} tokens, all that a step needs; {fits:,} would fit"
-    return fits, f"{request.budget_name} was not given: {fits:,} tokens, the most that fits into {request.memory_gib:g} GiB"
+        return (
+            enough,
+            f"{request.budget_name} was not given: {enough:,} tokens, all that a step needs; {fits:,} would fit",
+        )
+    return (
+        fits,
+        f"{request.budget_name} was not given: {fits:,} tokens, the most that fits into {request.memory_gib:g} GiB",
+    )
 
 
-def _fitted(request: PlanRequest, lengths: np.ndarray, spec: PlanSpec) -> tuple[np.ndarray, list[str]]:
+def _fitted(
+    request: PlanRequest, lengths: np.ndarray, spec: PlanSpec
+) -> tuple[np.ndarray, list[str]]:
     """Rows above the budget refused, cut or left out, the same for every strategy."""
     padded = round_up_all(lengths, spec.row_multiple)
     is_over = padded > spec.max_row_tokens
@@ -262,7 +297,9 @@ def _fitted(request: PlanRequest, lengths: np.ndarray, spec: PlanSpec) -> tuple[
     longest = int(lengths.max())
     values = request.rows.values
     place = request.rows.place(int(np.flatnonzero(values == longest)[0]))
-    what = f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
+    what = (
+        f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
+    )
     if request.oversize == "error":
         raise ConfigError(
             f"{what}, the longest with {longest:,} tokens ({place}); raise it to"
@@ -276,12 +313,24 @@ def _fitted(request: PlanRequest, lengths: np.ndarray, spec: PlanSpec) -> tuple[
     kept = lengths[~is_over]
     if not len(kept):
         raise ConfigError(f"{what}, so none is left; raise it to {longest:,}")
-    return kept[: len(kept) // request.batch_size * request.batch_size or None], [f"{what} and are left out"]
+    return kept[: len(kept) // request.batch_size * request.batch_size or None], [
+        f"{what} and are left out"
+    ]
 
 
 def _shared(spec: PlanSpec, chosen: PlanSpec) -> dict[str, object]:
     """What a configuration's own way to form batches takes from the request."""
-    names = ("num_ranks", "global_batch_size", "sync", "cp_size", "tp_size", "sequence_parallel", "oversize", "cost", "seed")
+    names = (
+        "num_ranks",
+        "global_batch_size",
+        "sync",
+        "cp_size",
+        "tp_size",
+        "sequence_parallel",
+        "oversize",
+        "cost",
+        "seed",
+    )
     shared: dict[str, object] = {name: getattr(spec, name) for name in names}
     return shared if chosen.max_tokens is None else {**shared, "max_tokens": spec.max_tokens}
 

@@ -28,7 +28,9 @@ def traffic_tokens(compute_bytes: int, *, recomputes: bool) -> float:
     Weights are gathered for forward and backward, float32 gradients are scattered: 2 c + 4 bytes a parameter, against 6 FLOPs
     a parameter and token, 8 with recomputation. The model's size cancels.
     """
-    return (2 * compute_bytes + 4) / (8 if recomputes else 6) * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
+    return (
+        (2 * compute_bytes + 4) / (8 if recomputes else 6) * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
+    )
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
@@ -38,7 +40,9 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     return work + np.where(work > 0, cost.linear * tail, cost.of(plan.num_tokens))
 
 
-def step_times(work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, least_work: float = 0.0) -> np.ndarray:
+def step_times(
+    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, least_work: float = 0.0
+) -> np.ndarray:
     """Time of each optimizer step in units of work, float64 [S], from the work [R, M] of its microbatches.
 
     A microbatch takes no less than `least_work`.
@@ -67,7 +71,10 @@ def rank_work(work: np.ndarray, plan: BatchPlan) -> np.ndarray:
 def least_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
     """Fewest microbatches of each rank in each step, int64 [S], as far as the L2 bound proves. Packed rows only."""
     spec = plan.spec
-    rows = [np.minimum(round_up_all(lengths, spec.row_multiple), spec.capacity or 1) for lengths in batches]
+    rows = [
+        np.minimum(round_up_all(lengths, spec.row_multiple), spec.capacity or 1)
+        for lengths in batches
+    ]
     bins = np.array([l2_bound(lengths, spec.capacity or 1) for lengths in rows], dtype=np.int64)
     return round_up_all(-(-bins // spec.num_ranks), spec.microbatch_multiple)
 
@@ -79,7 +86,13 @@ def least_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
         rows = rows_of_step(plan, step)
         lengths = np.minimum(plan.padded_lengths[rows], spec.capacity or 1)
-        shape = (lengths, cost.of(plan.padded_lengths[rows]), spec.capacity or 1, spec.num_ranks, stop - start)
+        shape = (
+            lengths,
+            cost.of(plan.padded_lengths[rows]),
+            spec.capacity or 1,
+            spec.num_ranks,
+            stop - start,
+        )
         if spec.sync == "microbatch":
             bound = lockstep_bound(*shape)
         else:
@@ -91,7 +104,9 @@ def least_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 def rows_of_step(plan: BatchPlan, step: int) -> np.ndarray:
     """Positions in `plan.rows` of one optimizer step's rows, int64 [n]."""
     num = plan.num_microbatches
-    grid = plan.offsets[np.add.outer(np.arange(plan.spec.num_ranks) * num, plan.step_offsets[step : step + 2])]
+    grid = plan.offsets[
+        np.add.outer(np.arange(plan.spec.num_ranks) * num, plan.step_offsets[step : step + 2])
+    ]
     return np.concatenate([np.arange(start, stop) for start, stop in grid])
 
 

@@ -44,11 +44,22 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
     for tick in x.ticks(8):
         drawing.text(x(tick), 212, f"{tick:,.0f}", anchor="middle")
     drawing.text(WIDTH - 8, 230, "tokens per row", anchor="end")
-    marks = [("median", float(np.median(lengths))), ("mean", float(lengths.mean())), ("p99", float(np.percentile(lengths, 99)))]
-    marks += [("longest", float(longest))] + ([("budget", float(max_tokens))] if shows_budget else [])
+    marks = [
+        ("median", float(np.median(lengths))),
+        ("mean", float(lengths.mean())),
+        ("p99", float(np.percentile(lengths, 99))),
+    ]
+    marks += [("longest", float(longest))] + (
+        [("budget", float(max_tokens))] if shows_budget else []
+    )
     marks.sort(key=lambda mark: mark[1])
     labels = [f"{name} {value:,.0f}" for name, value in marks]
-    places = spread_labels([x(value) for _, value in marks], [len(label) * _CHARACTER + 10 for label in labels], _LEFT, WIDTH)
+    places = spread_labels(
+        [x(value) for _, value in marks],
+        [len(label) * _CHARACTER + 10 for label in labels],
+        _LEFT,
+        WIDTH,
+    )
     for (name, value), label, place in zip(marks, labels, places, strict=True):
         drawing.line(x(value), 30, x(value), 196, "budget" if name == "budget" else "mark")
         drawing.line(place, 18, x(value), 30, "budget" if name == "budget" else "mark")
@@ -59,7 +70,11 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
 def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
     """Each microbatch as a bar of real tokens and padding against the budget, fullest first; two panels side by side."""
     width, height, gap = (WIDTH - 32) / 2, 112, 56
-    drawing = Drawing(WIDTH, (height + gap) * -(-len(panels) // 2) - 8, "Tokens of each microbatch against the budget")
+    drawing = Drawing(
+        WIDTH,
+        (height + gap) * -(-len(panels) // 2) - 8,
+        "Tokens of each microbatch against the budget",
+    )
     for index, panel in enumerate(panels):
         left, top = (index % 2) * (width + 32), (index // 2) * (height + gap) + 26
         drawing.text(left, top - 10, panel.title, "name")
@@ -69,7 +84,13 @@ def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
 
 
 def _fill_panel(
-    drawing: Drawing, panel: Microbatches, capacity: int, left: float, top: float, width: float, height: float
+    drawing: Drawing,
+    panel: Microbatches,
+    capacity: int,
+    left: float,
+    top: float,
+    width: float,
+    height: float,
 ) -> None:
     real, padding = panel.real.ravel(), panel.padding.ravel()
     order = np.lexsort((padding, -real - padding))
@@ -80,17 +101,28 @@ def _fill_panel(
     pitch = width / len(shown)
     bar = pitch - (1 if pitch > 3 else 0)
     drawing.rect(left, y(capacity), width, y(0) - y(capacity), "room")
-    places = [(left + place * pitch, float(real[i]), float(padding[i])) for place, i in enumerate(shown)]
+    places = [
+        (left + place * pitch, float(real[i]), float(padding[i])) for place, i in enumerate(shown)
+    ]
     drawing.rects(((x, y(tokens), bar, y(0) - y(tokens)) for x, tokens, _ in places), "real")
-    drawing.rects(((x, y(tokens + empty), bar, y(tokens) - y(tokens + empty)) for x, tokens, empty in places), "padding")
+    drawing.rects(
+        ((x, y(tokens + empty), bar, y(tokens) - y(tokens + empty)) for x, tokens, empty in places),
+        "padding",
+    )
     drawing.line(left, y(capacity), left + width, y(capacity), "budget")
     drawing.line(left, y(0), left + width, y(0), "axis")
     thinned = "" if len(shown) == len(real) else f", {len(shown):,} of them drawn"
-    drawing.text(left, y(0) + 15, f"{len(real):,} microbatches of {panel.real.shape[0]} ranks, fullest first{thinned}")
+    drawing.text(
+        left,
+        y(0) + 15,
+        f"{len(real):,} microbatches of {panel.real.shape[0]} ranks, fullest first{thinned}",
+    )
     drawing.text(left + width, y(0) + 15, f"budget {capacity:,}", anchor="end")
 
 
-def timeline(panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, most_ranks: int = 64) -> Drawing:
+def timeline(
+    panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, most_ranks: int = 64
+) -> Drawing:
     """One step over time, a bar per rank: real work, work on padding, and blank where the rank waits for another.
 
     All panels share the time axis, whose unit `ideal` is the real work spread evenly. The dashed line is the mean rank's
@@ -124,7 +156,14 @@ def _ends(panel: Microbatches, waits_at_microbatch: bool) -> np.ndarray:
 
 
 def _rank_bars(
-    drawing: Drawing, panel: Microbatches, ends: np.ndarray, ideal: float, x: Scale, top: float, pitch: float, num_ranks: int
+    drawing: Drawing,
+    panel: Microbatches,
+    ends: np.ndarray,
+    ideal: float,
+    x: Scale,
+    top: float,
+    pitch: float,
+    num_ranks: int,
 ) -> None:
     work = panel.real + panel.padding
     ranks = np.linspace(0, len(work) - 1, num_ranks).round().astype(int)
@@ -134,8 +173,12 @@ def _rank_bars(
     real, padding = [], []
     for place, rank in enumerate(ranks):
         y = top + place * pitch
-        for end, whole, share in zip(ends[rank].tolist(), work[rank].tolist(), panel.real[rank].tolist(), strict=True):
-            start, middle, stop = (x(value / ideal) for value in (end - whole, end - whole + share, end))
+        for end, whole, share in zip(
+            ends[rank].tolist(), work[rank].tolist(), panel.real[rank].tolist(), strict=True
+        ):
+            start, middle, stop = (
+                x(value / ideal) for value in (end - whole, end - whole + share, end)
+            )
             inset = min(0.6, (stop - start) / 4)
             real.append((start, y, max(middle - start - inset, 0.2), bar))
             padding.append((middle, y, stop - middle - inset, bar))
@@ -143,10 +186,14 @@ def _rank_bars(
     drawing.rects(padding, "padding")
     mean = x(float(work.sum()) / len(work) / ideal)
     drawing.line(mean, top - 3, mean, top + num_ranks * pitch + 1, "mean")
-    drawing.line(x(finish / ideal), top - 3, x(finish / ideal), top + num_ranks * pitch + 1, "budget")
+    drawing.line(
+        x(finish / ideal), top - 3, x(finish / ideal), top + num_ranks * pitch + 1, "budget"
+    )
 
 
-def memory_stack(bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str) -> Drawing:
+def memory_stack(
+    bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str
+) -> Drawing:
     """Memory of one device by part, a bar for each (label, parts), against limits (name, size); all sizes in `unit`."""
     pitch = 58
     most = max(sum(parts.values()) for _, parts in bars)
@@ -159,7 +206,14 @@ def memory_stack(bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequen
         start = 0.0
         for name, size in parts.items():
             left, right = x(start), x(start + size)
-            drawing.rect(left, top, max(right - left - 1, 0.3), 26, f"part-{part_class(name)}", f"{name}: {size:.2f} {unit}")
+            drawing.rect(
+                left,
+                top,
+                max(right - left - 1, 0.3),
+                26,
+                f"part-{part_class(name)}",
+                f"{name}: {size:.2f} {unit}",
+            )
             text = f"{name} {size:.1f}"
             if len(text) * _CHARACTER + 8 < right - left:
                 drawing.text((left + right) / 2, top + 17, text, "on-part", "middle")
@@ -179,7 +233,9 @@ def part_class(name: str) -> str:
     return name.split()[0]
 
 
-def _value_axis(drawing: Drawing, y: Scale, x: Scale, labels: Sequence[str], ticks: Sequence[float]) -> None:
+def _value_axis(
+    drawing: Drawing, y: Scale, x: Scale, labels: Sequence[str], ticks: Sequence[float]
+) -> None:
     for label, tick in zip(labels, ticks, strict=True):
         if tick:
             drawing.line(x.start, y(tick), x.stop, y(tick), "grid")

@@ -79,13 +79,18 @@ def page(title: str, body: Iterable[str], footer: str) -> str:
 def section(title: str, caption: str, *content: object) -> str:
     """A heading, a sentence that says what to look at, and what there is to see."""
     return (
-        f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>' + "".join(map(str, content)) + "</section>"
+        f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
+        + "".join(map(str, content))
+        + "</section>"
     )
 
 
 def figures(values: Iterable[tuple[str, str]]) -> str:
     """A few (number, what it is) to take away."""
-    cells = "".join(f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in values)
+    cells = "".join(
+        f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for value, name in values
+    )
     return f'<div class="figures">{cells}</div>'
 
 
@@ -104,7 +109,9 @@ def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> s
     """(cells, whether it is the chosen one) of each row; cells are HTML, so their text must be escaped already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
-        f"<tr{' class=chosen' if is_chosen else ''}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        f"<tr{' class=chosen' if is_chosen else ''}>"
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
         for cells, is_chosen in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -112,7 +119,9 @@ def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> s
 
 def meter(share: float) -> str:
     """A small bar behind a number, for a share from 0 to 1."""
-    return f'<span class="meter"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
+    return (
+        f'<span class="meter"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
+    )
 
 
 def bullets(lines: Iterable[str]) -> str:

@@ -11,9 +11,22 @@ from nemo_like import __version__
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport
-from nemo_like.reports.charts import Microbatches, bin_fill, length_histogram, memory_stack, part_class, timeline
+from nemo_like.reports.charts import (
+    Microbatches,
+    bin_fill,
+    length_histogram,
+    memory_stack,
+    part_class,
+    timeline,
+)
 from nemo_like.reports.page import bullets, figures, legend, meter, page, section, table
-from nemo_like.reports.terminal import headline, memory_budgets, memory_unit, recommendation_lines, verdict
+from nemo_like.reports.terminal import (
+    headline,
+    memory_budgets,
+    memory_unit,
+    recommendation_lines,
+    verdict,
+)
 
 _DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")
 """What the chosen strategy is drawn beside: plain padding, padding by length, and the usual packer dealt to ranks in turn."""
@@ -34,7 +47,11 @@ _STEP = 0
 
 def plan_page(report: PlanReport) -> str:
     """The whole page."""
-    return page("Batch plan", _body(report), f"nemo-like {__version__}. Predicted from row lengths; nothing was run.")
+    return page(
+        "Batch plan",
+        _body(report),
+        f"nemo-like {__version__}. Predicted from row lengths; nothing was run.",
+    )
 
 
 def _body(report: PlanReport) -> Iterator[str]:
@@ -49,13 +66,22 @@ def _body(report: PlanReport) -> Iterator[str]:
         f"{lines[1].capitalize()}. Uneven rows are what padding and waiting come from.",
         length_histogram(report.lengths, report.max_tokens),
     )
-    yield section("Every way to form batches", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report))
+    yield section(
+        "Every way to form batches", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report)
+    )
     drawn = _drawn(report)
     of = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"
     yield section(
         "How full microbatches are",
         f"{of}. Each bar is a microbatch; what it lacks to the line is budget nobody uses.",
-        legend((("real", "real tokens"), ("padding", "padding"), ("room", "unused"), ("-budget", "token budget"))),
+        legend(
+            (
+                ("real", "real tokens"),
+                ("padding", "padding"),
+                ("room", "unused"),
+                ("-budget", "token budget"),
+            )
+        ),
         bin_fill([_tokens(outcome) for outcome in drawn], report.max_tokens),
     )
     where = "at every microbatch" if report.spec.sync == "microbatch" else "once, at the step's end"
@@ -72,7 +98,11 @@ def _body(report: PlanReport) -> Iterator[str]:
     if report.memory is not None:
         yield _memory(report)
     if request.logged:
-        yield section("What the run logged", "Means over the steps whose lengths were recorded.", _logged(report))
+        yield section(
+            "What the run logged",
+            "Means over the steps whose lengths were recorded.",
+            _logged(report),
+        )
     yield section("Assumptions", "How every number was made.", bullets(report.assumptions()))
 
 
@@ -80,19 +110,38 @@ def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
     comparison, recommendation = report.comparison, report.recommendation
     chosen, baseline = comparison.chosen, comparison.baseline
     yield f"{comparison.speedup(chosen):.2f}x", f"speed of {baseline.strategy.title}"
-    yield f"{comparison['padded/batch'].padding_share:.0%}", "padding if rows are padded to the batch's longest"
+    yield (
+        f"{comparison['padded/batch'].padding_share:.0%}",
+        "padding if rows are padded to the batch's longest",
+    )
     yield f"{chosen.utilization:.1%}", f"of the budget filled by {chosen.strategy.title}"
     yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and waiting"
     if report.memory is not None:
         unit, size = memory_unit(report)
-        yield f"{report.memory.peak(chosen.largest_microbatch) / size:.1f} {unit}", "predicted peak memory of one device"
+        yield (
+            f"{report.memory.peak(chosen.largest_microbatch) / size:.1f} {unit}",
+            "predicted peak memory of one device",
+        )
     if recommendation is not None and recommendation.max_tokens:
-        yield f"{recommendation.max_tokens:,}", f"tokens per microbatch fit into {report.request.memory_gib:g} GiB"
+        yield (
+            f"{recommendation.max_tokens:,}",
+            f"tokens per microbatch fit into {report.request.memory_gib:g} GiB",
+        )
 
 
 def _comparison(report: PlanReport) -> str:
     comparison = report.comparison
-    heads = ["", "padding", "micro-batches", "fill", "over least", "rank tokens", "rank FLOPs", "over bound", "speed"]
+    heads = [
+        "",
+        "padding",
+        "micro-batches",
+        "fill",
+        "over least",
+        "rank tokens",
+        "rank FLOPs",
+        "over bound",
+        "speed",
+    ]
     heads.append("step time")
     unit, size = memory_unit(report) if report.memory is not None else ("", 1)
     if report.memory is not None:
@@ -129,7 +178,9 @@ def _tokens(outcome: Outcome) -> Microbatches:
     positions = outcome.plan.num_tokens[:, start:stop]
     real = outcome.real_tokens[:, start:stop]
     note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
-    return Microbatches(outcome.strategy.title, note, real.astype(float), (positions - real).astype(float))
+    return Microbatches(
+        outcome.strategy.title, note, real.astype(float), (positions - real).astype(float)
+    )
 
 
 def _work(outcome: Outcome) -> Microbatches:
@@ -152,12 +203,21 @@ def _memory(report: PlanReport) -> str:
     recommendation, gib = report.recommendation, report.request.memory_gib
     unit, size = memory_unit(report)
     scaled = [
-        (f"{budget:,} tokens, {what}", {name: part / size for name, part in report.memory.parts(budget).items()})
+        (
+            f"{budget:,} tokens, {what}",
+            {name: part / size for name, part in report.memory.parts(budget).items()},
+        )
         for budget, what in memory_budgets(report).items()
     ]
-    limits = [] if recommendation is None or gib is None else [("usable", recommendation.usable_gib), ("device", gib)]
+    limits = (
+        []
+        if recommendation is None or gib is None
+        else [("usable", recommendation.usable_gib), ("device", gib)]
+    )
     names = dict.fromkeys(name for _, parts in scaled for name in parts)
-    lines = recommendation_lines(recommendation, report) or ["Give --memory-gb to have a token budget recommended."]
+    lines = recommendation_lines(recommendation, report) or [
+        "Give --memory-gb to have a token budget recommended."
+    ]
     return section(
         "Memory of one device",
         " ".join(map(_sentence, lines)),
@@ -166,7 +226,16 @@ def _memory(report: PlanReport) -> str:
         table(
             [f"{unit}, microbatches of", *(label.split(", ")[0] for label, _ in scaled)],
             [
-                ([escape(name), *(f"{parts[name]:.2f}" if name in parts else "&ndash;" for _, parts in scaled)], False)
+                (
+                    [
+                        escape(name),
+                        *(
+                            f"{parts[name]:.2f}" if name in parts else "&ndash;"
+                            for _, parts in scaled
+                        ),
+                    ],
+                    False,
+                )
                 for name in names
             ],
         ),
@@ -180,5 +249,8 @@ def _sentence(line: str) -> str:
 
 def _logged(report: PlanReport) -> str:
     logged = report.request.logged.items()
-    rows = [([escape(name), f"{measured:.4f}", f"{planned:.4f}"], False) for name, (measured, planned) in logged]
+    rows = [
+        ([escape(name), f"{measured:.4f}", f"{planned:.4f}"], False)
+        for name, (measured, planned) in logged
+    ]
     return table(["metric", "logged", "from the lengths alone"], rows)

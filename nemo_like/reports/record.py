@@ -39,13 +39,19 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "precision": request.placement.precision,
             "activation_checkpointing": request.placement.activation_checkpointing,
             "cost": asdict(report.spec.cost),
-            "model": None if request.shape is None else {"name": request.shape.name, "num_params": request.shape.num_params},
+            "model": None
+            if request.shape is None
+            else {"name": request.shape.name, "num_params": request.shape.num_params},
         },
         "least_microbatches": comparison.least_microbatches,
         "chosen": comparison.chosen_key,
-        "strategies": {outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes},
+        "strategies": {
+            outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes
+        },
         "memory": _memory(report),
-        "logged": {name: {"logged": pair[0], "planned": pair[1]} for name, pair in request.logged.items()},
+        "logged": {
+            name: {"logged": pair[0], "planned": pair[1]} for name, pair in request.logged.items()
+        },
         "notes": list(report.notes),
         "assumptions": report.assumptions(),
     }
@@ -73,7 +79,11 @@ def _memory(report: PlanReport) -> dict[str, Any] | None:
     if memory is None:
         return None
     largest = report.comparison.chosen.largest_microbatch
-    record: dict[str, Any] = {"tokens": largest, "bytes": memory.parts(largest), "peak_bytes": memory.peak(largest)}
+    record: dict[str, Any] = {
+        "tokens": largest,
+        "bytes": memory.parts(largest),
+        "peak_bytes": memory.peak(largest),
+    }
     if recommendation is None or report.request.memory_gib is None:
         return record
     outcome = recommendation.outcome
@@ -83,7 +93,9 @@ def _memory(report: PlanReport) -> dict[str, Any] | None:
         "usable_bytes": usable_bytes(report.request.memory_gib),
         "recommended_max_tokens": recommendation.max_tokens,
         "enough_max_tokens": recommendation.enough,
-        "recommended_bytes": memory.parts(recommendation.max_tokens) if recommendation.max_tokens else None,
+        "recommended_bytes": memory.parts(recommendation.max_tokens)
+        if recommendation.max_tokens
+        else None,
         "recommended_step_time": None if outcome is None else outcome.step_time,
         "recommended_microbatches_per_step": None if outcome is None else outcome.num_microbatches,
         "other_checkpointing_max_tokens": recommendation.other_max_tokens,

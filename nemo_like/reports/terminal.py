@@ -44,7 +44,13 @@ def show(report: PlanReport, console: Console | None = None) -> None:
 def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
     width = min(console.width, _MOST_WIDTH)
     line = printable(line, console.encoding)
-    text = textwrap.fill(line, width, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
+    text = textwrap.fill(
+        line,
+        width,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_on_hyphens=False,
+    )
     console.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -52,7 +58,11 @@ def headline(report: PlanReport) -> list[str]:
     """What was planned."""
     lengths, comparison, request = report.lengths, report.comparison, report.request
     median, p99 = np.percentile(lengths, (50, 99))
-    model = "" if request.shape is None else f"{request.shape.name} ({count_of(request.shape.num_params)} parameters), "
+    model = (
+        ""
+        if request.shape is None
+        else f"{request.shape.name} ({count_of(request.shape.num_params)} parameters), "
+    )
     steps = f"{comparison.num_steps:,} step{'s' * (comparison.num_steps > 1)}"
     return [
         f"{len(lengths):,} rows from {request.rows.source}: {steps} of {comparison.batch_size:,} rows",
@@ -70,7 +80,11 @@ def count_of(number: float) -> str:
 def memory_unit(report: PlanReport) -> tuple[str, int]:
     """(name, bytes) of the unit memory is told in."""
     assert report.memory is not None
-    return ("GiB", GIB) if report.memory.peak(report.comparison.chosen.largest_microbatch) >= GIB else ("MiB", 1 << 20)
+    return (
+        ("GiB", GIB)
+        if report.memory.peak(report.comparison.chosen.largest_microbatch) >= GIB
+        else ("MiB", 1 << 20)
+    )
 
 
 def memory_budgets(report: PlanReport) -> dict[int, str]:
@@ -100,8 +114,12 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
     gib = report.request.memory_gib
     usable = f"{recommendation.usable_gib:.1f} of {gib:g} GiB"
     if recommendation.max_tokens == 0:
-        return [f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"]
-    lines = [f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose peak fits into {usable}"]
+        return [
+            f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
+        ]
+    lines = [
+        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose peak fits into {usable}"
+    ]
     outcome, chosen = recommendation.outcome, report.comparison.chosen
     if outcome is None:
         lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
@@ -112,7 +130,9 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
             f" microbatches per step, step time {outcome.step_time:.3f} instead of {chosen.step_time:.3f} ({gain:+.1%} speed)"
         )
     if recommendation.max_tokens > recommendation.enough:
-        lines.append(f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys nothing")
+        lines.append(
+            f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys nothing"
+        )
     return [*lines, _other_way(recommendation, report)]
 
 
@@ -130,7 +150,15 @@ def _strategies(report: PlanReport) -> Table:
     comparison = report.comparison
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("rows to microbatches", no_wrap=True)
-    heads = ["pad-\nding", "micro-\nbatches", "\nfill", "over\nleast", "rank\ntokens", "rank\nFLOPs", "over\nbound"]
+    heads = [
+        "pad-\nding",
+        "micro-\nbatches",
+        "\nfill",
+        "over\nleast",
+        "rank\ntokens",
+        "rank\nFLOPs",
+        "over\nbound",
+    ]
     heads += ["step\ntime", "\nspeed"]
     unit, size = memory_unit(report) if report.memory is not None else ("", 1)
     if report.memory is not None:
@@ -167,7 +195,9 @@ def _memory(report: PlanReport) -> Table:
     for budget in budgets:
         table.add_column(f"{budget:,} tokens", justify="right", no_wrap=True)
     for name in dict.fromkeys(name for parts in columns for name in parts):
-        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "-" for parts in columns))
+        table.add_row(
+            name, *(f"{parts[name] / size:.2f}" if name in parts else "-" for parts in columns)
+        )
     table.add_section()
     table.add_row("peak", *(f"{sum(parts.values()) / size:.2f}" for parts in columns), style="bold")
     return table

@@ -7,7 +7,9 @@ import numpy as np
 from nemo_like.metrics import Max, Mean, Metrics, Min
 
 
-def reward_metrics(rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]) -> Metrics:
+def reward_metrics(
+    rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
+) -> Metrics:
     """Mean, spread and extremes of the reward, the mean of each named component, and groups without spread.
 
     A group without spread has equal rewards and does not train the policy. `reward/frac_groups_zero_std` is the share of
@@ -28,8 +30,12 @@ def reward_metrics(rewards: np.ndarray, groups: np.ndarray, components: dict[str
         "reward/max": Max(float(best)),
         "reward/min": Min(float(worst)),
         "reward/frac_groups_zero_std": Mean(float((~spread).sum()), len(sizes)),
-        "reward/frac_groups_all_best": Mean(float((has_range & (flat >= best - 1e-8)).sum()), len(sizes)),
-        "reward/frac_groups_all_worst": Mean(float((has_range & (flat <= worst + 1e-8)).sum()), len(sizes)),
+        "reward/frac_groups_all_best": Mean(
+            float((has_range & (flat >= best - 1e-8)).sum()), len(sizes)
+        ),
+        "reward/frac_groups_all_worst": Mean(
+            float((has_range & (flat <= worst + 1e-8)).sum()), len(sizes)
+        ),
         "reward/frac_groups_all_zero": Mean(float((np.abs(flat) <= 1e-8).sum()), len(sizes)),
     }
     for name, values in components.items():

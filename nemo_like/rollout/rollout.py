@@ -36,13 +36,17 @@ class Rollout:
         lengths = self.completions.token_ids.lengths
         stopped = np.array([reason == "stop" for reason in self.completions.finish_reasons])
         prompt_lengths = self.batch["length"] - lengths
-        metrics: Metrics = reward_metrics(self.batch["reward"], self.batch["group"], self.components)
+        metrics: Metrics = reward_metrics(
+            self.batch["reward"], self.batch["group"], self.components
+        )
         metrics |= {
             "generation/completion_length_mean": Mean(float(lengths.sum()), len(lengths)),
             "generation/completion_length_max": Max(float(lengths.max())),
             "generation/completion_length_min": Min(float(lengths.min())),
             "generation/completion_length_p90": Max(float(np.quantile(lengths, 0.9))),
-            "generation/completion_length_stopped_mean": Mean(float(lengths[stopped].sum()), int(stopped.sum())),
+            "generation/completion_length_stopped_mean": Mean(
+                float(lengths[stopped].sum()), int(stopped.sum())
+            ),
             "generation/truncated_share": Mean(float((~stopped).sum()), len(stopped)),
             "generation/prompt_length_mean": Mean(float(prompt_lengths.sum()), len(lengths)),
             "generation/num_tokens": Sum(float(lengths.sum())),
@@ -51,7 +55,11 @@ class Rollout:
 
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
         """One JSON object per row, for `rollouts/step_<N>.jsonl`."""
-        rewards, groups, lengths = self.batch["reward"], self.batch["group"], self.completions.token_ids.lengths
+        rewards, groups, lengths = (
+            self.batch["reward"],
+            self.batch["group"],
+            self.completions.token_ids.lengths,
+        )
         return [
             {
                 "group": int(groups[i]),
@@ -94,13 +102,17 @@ def collect(
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
     with timers("generation"):
-        completions = generator.generate(prompt_ids, seeds, sampling, max_total_length=max_total_length)
+        completions = generator.generate(
+            prompt_ids, seeds, sampling, max_total_length=max_total_length
+        )
     if completions.weight_version != weight_version:
         raise RuntimeError(
             f"the completions were sampled with weights of version {completions.weight_version}, but step"
             f" {weight_version} needs version {weight_version}; the weights were not pushed to the generator"
         )
-    texts = tokenizer.batch_decode([ids.tolist() for ids in completions.token_ids], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        [ids.tolist() for ids in completions.token_ids], skip_special_tokens=True
+    )
     samples = [
         RewardSample(prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row)
         for prompt, text in zip(repeated, texts, strict=True)
@@ -117,7 +129,9 @@ def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataD
     """Prompt and completion end to end; only completion tokens are trained and carry the sampler's log-probs."""
     rows = range(len(prompt_ids))
     prompts = prompt_ids.lengths
-    input_ids = Jagged.from_rows([np.concatenate([prompt_ids[i], completions.token_ids[i]]) for i in rows], np.int32)
+    input_ids = Jagged.from_rows(
+        [np.concatenate([prompt_ids[i], completions.token_ids[i]]) for i in rows], np.int32
+    )
     mask = np.ones(len(input_ids.values), dtype=np.uint8)
     logprobs = np.zeros(len(input_ids.values), dtype=np.float32)
     position_in_row = np.arange(len(mask)) - np.repeat(input_ids.offsets[:-1], input_ids.lengths)

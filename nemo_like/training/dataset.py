@@ -59,7 +59,9 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     name = config.policy.tokenizer_name or config.policy.model_name
     key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
     try:
-        tokenizer = load_tokenizer(name, local_files_only=local_files_only or not _is_hub_name(name))
+        tokenizer = load_tokenizer(
+            name, local_files_only=local_files_only or not _is_hub_name(name)
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory of a Hugging"
@@ -68,19 +70,28 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     if config.policy.chat_template is not None:
         path = Path(config.policy.chat_template)
         if not path.is_file():
-            raise ConfigError(f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave it null")
+            raise ConfigError(
+                f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave it null"
+            )
         try:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"policy.chat_template: {shown_path(path)} cannot be read as UTF-8 text: {error}") from error
+            raise ConfigError(
+                f"policy.chat_template: {shown_path(path)} cannot be read as UTF-8 text: {error}"
+            ) from error
     data = config.data
     try:
         return ChatEncoder(
-            tokenizer, system_prompt=data.system_prompt, prompt_template=data.prompt_template, train_on=data.train_on
+            tokenizer,
+            system_prompt=data.system_prompt,
+            prompt_template=data.prompt_template,
+            train_on=data.train_on,
         )
     except ConfigError:
         raise
-    except Exception as error:  # values of the wrong type in tokenizer_config.json are first noticed in use
+    except (
+        Exception
+    ) as error:  # values of the wrong type in tokenizer_config.json are first noticed in use
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} cannot be used ({type(error).__name__}: {error}); correct its"
             " tokenizer_config.json, or save the tokenizer again"
@@ -97,14 +108,22 @@ def weight_file_problem(path: Path) -> str | None:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else None
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]  # type: ignore[union-attr]
+            header = (
+                json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else None
+            )
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]  # type: ignore[union-attr]
         expected = 8 + length + max(ends, default=0)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "is damaged: it does not begin with the header of a safetensors file"
-    return None if size == expected else f"is damaged: it has {size:,} bytes and should have {expected:,}"
+    return (
+        None
+        if size == expected
+        else f"is damaged: it has {size:,} bytes and should have {expected:,}"
+    )
 
 
 def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
@@ -118,18 +137,28 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     if not is_possible_path(str(path)):
         raise ConfigError(f"policy.model_name is {shown_value(name)}, which is too long for a path")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{key}a directory without config.json; give that of a Hugging Face model")
+        raise ConfigError(
+            f"{key}a directory without config.json; give that of a Hugging Face model"
+        )
     if path.is_dir() and not any(path.glob("*.safetensors")):
         gguf = next(path.glob("*.gguf"), None)
-        way_out = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file" if gguf else "save the model as safetensors"
+        way_out = (
+            f"nemo-like convert {gguf} --out DIR makes some of the GGUF file"
+            if gguf
+            else "save the model as safetensors"
+        )
         raise ConfigError(f"{key}a directory without *.safetensors weights; {way_out}")
     if path.is_dir():
         for file in _weight_files(path, key):
             problem = weight_file_problem(file)
             if problem is not None:
-                raise ConfigError(f"{key}but its file {shown_path(file)} {problem}; download or export the model again")
+                raise ConfigError(
+                    f"{key}but its file {shown_path(file)} {problem}; download or export the model again"
+                )
     try:
-        model_config = load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))
+        model_config = load_model_config(
+            name, local_files_only=local_files_only or not _is_hub_name(name)
+        )
     except (OSError, ValueError) as error:
         if path.is_dir() or isinstance(error, ValueError):
             raise ConfigError(f"{key}whose config.json cannot be used: {error}") from error
@@ -138,7 +167,9 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         ) from error
     _check_sizes(model_config, key)
     if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
-        raise ConfigError("policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'")
+        raise ConfigError(
+            "policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'"
+        )
     if config.policy.engine == "megatron":
         check_model_config(model_config, name)
     raise_problems(model_problems(config, model_config))
@@ -153,12 +184,21 @@ def _weight_files(folder: Path, key: str) -> list[Path]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             is_plain = all(name == Path(name).name for name in names)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ConfigError(
                 f"{key}but its file {shown_path(index)} is not an index of weight files ({type(error).__name__}: {error})"
             ) from error
         if not is_plain:
-            raise ConfigError(f"{key}but its file {shown_path(index)} names files outside of the directory")
+            raise ConfigError(
+                f"{key}but its file {shown_path(index)} names files outside of the directory"
+            )
         files |= names
     return [folder / name for name in sorted(files)]
 
@@ -169,7 +209,9 @@ def _check_sizes(model_config: PretrainedConfig, key: str) -> None:
     for name in _SIZES:
         size = getattr(text_config, name, None)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive integer")
+            raise ConfigError(
+                f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive integer"
+            )
 
 
 def _is_hub_name(name: str) -> bool:
@@ -203,7 +245,9 @@ class SftSource:
     def num_steps(self) -> int:
         """Optimizer steps of the run: the smaller of `sft.max_num_steps` and the epochs."""
         sft, batch_size = self.config.sft, self.config.policy.train_global_batch_size
-        in_epochs = sft.max_num_epochs * steps_per_epoch(self.config, self.rows.num_kept, batch_size)
+        in_epochs = sft.max_num_epochs * steps_per_epoch(
+            self.config, self.rows.num_kept, batch_size
+        )
         return in_epochs if sft.max_num_steps is None else min(in_epochs, sft.max_num_steps)
 
     def last_step(self, loader: RowLoader[EncodedRow], step: int) -> int:
@@ -278,7 +322,9 @@ class PromptSource:
 
     def loader(self) -> RowLoader[Prompt]:
         """Endless shuffled batches of the prompts of one step."""
-        return _loader(self.config, PromptRows(self.train, self.rows), self.config.grpo.num_prompts_per_step)
+        return _loader(
+            self.config, PromptRows(self.train, self.rows), self.config.grpo.num_prompts_per_step
+        )
 
     def start_encoding(self, loader: RowLoader[Prompt]) -> None:
         """See `encoding.start_encoding`."""
@@ -298,7 +344,9 @@ def load_training(config: RunConfig, purpose: Literal["sft", "rl"], progress: Pr
     """The training rows. Raises ConfigError for a missing or empty file, or a bad line."""
     data = config.data
     with progress.phase("reading data.train_path") as phase:
-        return load_rows(data.train_path, purpose=purpose, max_rows=data.max_train_rows, advance=phase.advance)
+        return load_rows(
+            data.train_path, purpose=purpose, max_rows=data.max_train_rows, advance=phase.advance
+        )
 
 
 def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
@@ -307,7 +355,10 @@ def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | 
     if data.validation_path is None:
         return None
     return load_rows(
-        data.validation_path, purpose=purpose, max_rows=data.max_validation_rows, key="data.validation_path"
+        data.validation_path,
+        purpose=purpose,
+        max_rows=data.max_validation_rows,
+        key="data.validation_path",
     )
 
 
@@ -335,13 +386,25 @@ def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str)
     steps = steps_per_epoch(config, num_rows, batch_size)
     full, rest = divmod(num_rows, batch_size)
     if full == 0:
-        return f"an epoch is 1 step of {num_rows:,} {noun}, fewer than the {batch_size:,} of a batch"
+        return (
+            f"an epoch is 1 step of {num_rows:,} {noun}, fewer than the {batch_size:,} of a batch"
+        )
     text = f"an epoch is {full:,} {'step' if full == 1 else 'steps'} of {batch_size:,} {noun}"
     if rest == 0:
         return text
-    return f"{text} and 1 of {rest:,}" if steps > full else f"{text}; {rest:,} are left out each time (data.last_batch=drop)"
+    return (
+        f"{text} and 1 of {rest:,}"
+        if steps > full
+        else f"{text}; {rest:,} are left out each time (data.last_batch=drop)"
+    )
 
 
 def _loader(config: RunConfig, rows: FetchableRows[Value], batch_size: int) -> RowLoader[Value]:
     data = config.data
-    return RowLoader(rows, batch_size=batch_size, seed=config.seed, shuffle=data.shuffle, last_batch=data.last_batch)
+    return RowLoader(
+        rows,
+        batch_size=batch_size,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        last_batch=data.last_batch,
+    )

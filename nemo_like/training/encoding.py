@@ -20,7 +20,13 @@ from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
 
 WORKER_MODULE = "nemo_like.training.encoding_worker"
-_POLICY_KEYS = ("model_name", "tokenizer_name", "chat_template", "max_total_sequence_length", "oversize_rows")
+_POLICY_KEYS = (
+    "model_name",
+    "tokenizer_name",
+    "chat_template",
+    "max_total_sequence_length",
+    "oversize_rows",
+)
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
@@ -76,7 +82,11 @@ class PromptRows:
                 prompts.append(None)
                 continue
             asked = question(self._rows[row])
-            prompts.append(Prompt(token_ids=encoded.input_ids, text=asked.text, answer=asked.answer, row=asked.row))
+            prompts.append(
+                Prompt(
+                    token_ids=encoded.input_ids, text=asked.text, answer=asked.answer, row=asked.row
+                )
+            )
         return prompts
 
     def place(self, row: int) -> str:
@@ -106,7 +116,9 @@ def open_training_rows(config: RunConfig, encoder: ChatEncoder, rows: Rows) -> E
     )
 
 
-def start_encoding(config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int) -> None:
+def start_encoding(
+    config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
+) -> None:
     """Begin to encode the rows that the run will visit: the first `num_needed` of `order`, int64 [N].
 
     With `policy.oversize_rows=drop` that is every row, and all are encoded when this returns, because the number of steps

@@ -20,14 +20,18 @@ def is_due(step: int, period: int, total: int) -> bool:
     return step == total or (period > 0 and step % period == 0)
 
 
-def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: float = 0.0) -> Metrics:
+def score_answers(
+    job: Job, prompts: Sequence[Prompt], step: int, temperature: float = 0.0
+) -> Metrics:
     """Metrics `validation/*` of one completion per prompt; none without prompts.
 
     The generator must have the weights of `step`; RuntimeError if its completions carry another version.
     """
     if not prompts:
         return {}
-    assert job.workplace.generator is not None and job.workplace.rewards is not None, "a run that validates generates"
+    assert job.workplace.generator is not None and job.workplace.rewards is not None, (
+        "a run that validates generates"
+    )
     config = job.config
     with job.progress.phase("validation", len(prompts)) as phase, job.workplace.generating():
         rollout = collect(
@@ -47,7 +51,9 @@ def score_answers(job: Job, prompts: Sequence[Prompt], step: int, temperature: f
     wanted = ("reward/mean", "generation/completion_length_mean", "generation/truncated_share")
     values = rollout.metrics()
     metrics: Metrics = {f"validation/{name.replace('/', '_')}": values[name] for name in wanted}
-    metrics |= {f"validation/{name}_mean": values[f"reward/{name}_mean"] for name in rollout.components}
+    metrics |= {
+        f"validation/{name}_mean": values[f"reward/{name}_mean"] for name in rollout.components
+    }
     return metrics
 
 
@@ -55,7 +61,11 @@ def show_rollout(job: Job, rollout: Rollout, title: str) -> None:
     """Print the first few samples with their rewards."""
     samples = []
     for record in rollout.records()[: job.config.logger.num_samples_shown]:
-        notes = {name.removeprefix("reward_"): f"{record[name]:g}" for name in record if name.startswith("reward_")}
+        notes = {
+            name.removeprefix("reward_"): f"{record[name]:g}"
+            for name in record
+            if name.startswith("reward_")
+        }
         samples.append(
             Sample(
                 ((record["prompt"], False), ("\n", False), (record["completion"], True)),

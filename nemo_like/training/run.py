@@ -29,7 +29,13 @@ from nemo_like.policy.checkpoint.sharded import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import PlacedBatch, Policy
 from nemo_like.progress import Progress, Sample
-from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, start_run, write_config
+from nemo_like.run_directory import (
+    RunDirectory,
+    log_config_changes,
+    open_run,
+    start_run,
+    write_config,
+)
 from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.run_warnings import precision_warnings
@@ -101,15 +107,23 @@ class Job:
             try:
                 loader.load_state_dict(state.loader)
             except (KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{self.resumed.path} has a damaged position of the data loader: {error!r}") from error
+                raise CheckpointError(
+                    f"{self.resumed.path} has a damaged position of the data loader: {error!r}"
+                ) from error
             self.counters.update(state.counters)
             self.progress.say(f"resumed from {self.resumed.path}")
         elif self.config.resume:
-            self.progress.say(f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0")
+            self.progress.say(
+                f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0"
+            )
         resumed_step = None if self.resumed is None else step
         start_run(self.run, self.resolved, resumed_step)
         tracker = Tracker(
-            self.run, self.config.logger, self.resolved, resumed_step=resumed_step, show=self.progress.show_step
+            self.run,
+            self.config.logger,
+            self.resolved,
+            resumed_step=resumed_step,
+            show=self.progress.show_step,
         )
         self.tracker = self.closing.enter_context(tracker)
         self.lengths = AppendedFile(self.run.lengths)
@@ -141,7 +155,9 @@ class Job:
     def show_rows(self, loader: RowLoader[EncodedRow]) -> None:
         """The first rows of the file, decoded, with what is trained made visible."""
         rows = loader.first_rows(self.config.logger.num_samples_shown)
-        self.progress.show_samples([Sample(self.encoder.segments(row)) for row in rows], "training row")
+        self.progress.show_samples(
+            [Sample(self.encoder.segments(row)) for row in rows], "training row"
+        )
 
     def next_rows(self, loader: RowLoader[Value], step: int) -> list[Value]:
         """Return the batch after `step`; how long the run waited for its encoding is logged.
@@ -213,7 +229,9 @@ class Job:
             self.checkpointer.writing(step, prunes=prunes) as checkpoint,
         ):
             checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
-            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(checkpoint.path)
+            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(
+                checkpoint.path
+            )
 
     def stop_if_requested(self, step: int, loader: RowLoader) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
@@ -246,7 +264,10 @@ class Job:
                 shutil.rmtree(export, ignore_errors=True)
                 unfinished.rename(export)
         self.log_file.check()
-        self.progress.say(f"done: {step} steps, run directory {self.run.path}" + (f", model {export}" if export else ""))
+        self.progress.say(
+            f"done: {step} steps, run directory {self.run.path}"
+            + (f", model {export}" if export else "")
+        )
         return RunResult(self.run, step, self.last, self.first, export)
 
 
@@ -279,7 +300,12 @@ def open_job(
         run_log(run.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
-        logger.info("process %d on host %s starts, resume=%s", os.getpid(), socket.gethostname(), config.resume)
+        logger.info(
+            "process %d on host %s starts, resume=%s",
+            os.getpid(),
+            socket.gethostname(),
+            config.resume,
+        )
         checkpointer = Checkpointer(run.path, config.checkpointing)
         check_logger(config.logger)
         for warning in precision_warnings(config):
@@ -300,10 +326,15 @@ def open_job(
         ) as workplace:
             difference = encoder.prompt_difference()
             if difference is not None:
-                logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
+                logger.warning(
+                    "the chat template makes rollouts and SFT rows differ: %s", difference
+                )
             if config.checkpointing.enabled or config.checkpointing.export_hf:
                 workplace.policy.check_shared_directory(run.path)
-            with progress.phase("checking that packed rows cannot see each other", unit="checks"), workplace.training():
+            with (
+                progress.phase("checking that packed rows cannot see each other", unit="checks"),
+                workplace.training(),
+            ):
                 workplace.policy.probe_isolation()
             yield Job(
                 config,

@@ -21,7 +21,9 @@ def config_warnings(config: RunConfig) -> Iterator[str]:
     yield from _replica_warnings(config)
     if isinstance(config, GrpoRunConfig):
         rows = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-        yield from _warmup_warnings(config, config.grpo.max_num_steps * (rows // config.policy.train_global_batch_size))
+        yield from _warmup_warnings(
+            config, config.grpo.max_num_steps * (rows // config.policy.train_global_batch_size)
+        )
 
 
 def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
@@ -60,7 +62,9 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
 
 def _has_answer(row: dict) -> bool:
     turns = [message for message in conversation(row) if message["role"] == "assistant"]
-    return any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in turns)
+    return any(
+        str(message.get("content") or "").strip() or message.get("tool_calls") for message in turns
+    )
 
 
 def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:

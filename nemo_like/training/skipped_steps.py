@@ -73,7 +73,9 @@ def train(job: Job, placed: PlacedBatch, trained: TrainedBatch, loss: Loss) -> M
         ]
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         write_text(path, lines, f"the skipped rows of step {trained.step}")
-        job.progress.say(f"step {trained.step}: {_summary(records, sum(skipped), len(steps))}; see {path}")
+        job.progress.say(
+            f"step {trained.step}: {_summary(records, sum(skipped), len(steps))}; see {path}"
+        )
     return merge_metrics(steps)
 
 
@@ -145,4 +147,3 @@ def _summary(records: Sequence[Mapping[str, Any]], num_skipped: int, num_steps: 
     num_rows = sum(record["cause"] == "loss" for record in records)
     cause = f"the loss of {num_rows} rows is" if num_rows else "the gradients are"
     return f"optimizer step skipped{share}, weights unchanged: {cause} not finite"
-

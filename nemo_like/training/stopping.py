@@ -70,7 +70,9 @@ class StopRequests:
         """The handler of SIGTERM, SIGHUP and SIGINT."""
         received = signal.Signals(number)
         if received == signal.SIGINT and self._signal == signal.SIGINT:
-            _say("interrupted twice: exiting at once; what was done since the last checkpoint is lost")
+            _say(
+                "interrupted twice: exiting at once; what was done since the last checkpoint is lost"
+            )
             remove_all_sessions()
             _exit_now(EXIT_INTERRUPTED)
         first = self._signal is None
@@ -118,7 +120,9 @@ def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
 
 def process_age_s() -> float:
     """Seconds since this process was started."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    fields = (
+        Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    )
     started = int(fields.split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 

@@ -12,7 +12,13 @@ FLOPS_PER_TRAINED_UNIT = 3
 
 
 def throughput_metrics(
-    lengths: np.ndarray, cost: CostModel, timers: Timers, *, peak_flops: float, num_workers: int, num_score_passes: int
+    lengths: np.ndarray,
+    cost: CostModel,
+    timers: Timers,
+    *,
+    peak_flops: float,
+    num_workers: int,
+    num_score_passes: int,
 ) -> Metrics:
     """Rates of one step over all its rows.
 
@@ -21,14 +27,22 @@ def throughput_metrics(
     """
     forward = float(cost.of(lengths).sum())
     tokens = float(lengths.sum())
-    train_s, score_s, step_s = timers.seconds("train"), timers.seconds("score"), timers.seconds("step")
+    train_s, score_s, step_s = (
+        timers.seconds("train"),
+        timers.seconds("score"),
+        timers.seconds("step"),
+    )
     done = forward * (FLOPS_PER_TRAINED_UNIT + num_score_passes)
     busy = train_s + score_s
     metrics: Metrics = {
         "performance/tokens_per_s": Mean(tokens / step_s if step_s else 0.0),
-        "performance/tokens_per_s_per_worker": Mean(tokens / step_s / num_workers if step_s else 0.0),
+        "performance/tokens_per_s_per_worker": Mean(
+            tokens / step_s / num_workers if step_s else 0.0
+        ),
         "performance/train_tokens_per_s": Mean(tokens / train_s if train_s else 0.0),
-        "performance/train_tflops_per_s_per_worker": Mean(done / busy / num_workers / 1e12 if busy else 0.0),
+        "performance/train_tflops_per_s_per_worker": Mean(
+            done / busy / num_workers / 1e12 if busy else 0.0
+        ),
         "performance/train_mfu": Mean(done / busy / num_workers / peak_flops if busy else 0.0),
     }
     return metrics

@@ -41,7 +41,11 @@ class Workplace:
 
     def generating(self) -> AbstractContextManager[None]:
         """The generator is on its devices inside."""
-        return self.generator.awake() if self.generator is not None and self.shares_devices else nullcontext()
+        return (
+            self.generator.awake()
+            if self.generator is not None and self.shares_devices
+            else nullcontext()
+        )
 
 
 @contextmanager
@@ -63,7 +67,9 @@ def open_workplace(
     """
     if generates:
         load_reward_functions(config.reward.functions)
-    shares_devices = generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
+    shares_devices = (
+        generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
+    )
     worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
     with ExitStack() as closing:
         with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
@@ -76,19 +82,32 @@ def open_workplace(
                 seed=config.seed,
                 needs_reference=needs_reference,
             )
-            policy = Policy(policy_group, config.policy, sequence_parallel=config.parallel.sequence, seed=config.seed)
+            policy = Policy(
+                policy_group,
+                config.policy,
+                sequence_parallel=config.parallel.sequence,
+                seed=config.seed,
+            )
             if shares_devices:
-                policy_group.run_all_workers("sleep")  # the generator is loaded onto the same device next
+                policy_group.run_all_workers(
+                    "sleep"
+                )  # the generator is loaded onto the same device next
             phase.advance()
             if not generates:
                 generator = rewards = None
             else:
-                generator = Generator(start("generation", worker_class, **_generation_arguments(config, end_token_ids)))
+                generator = Generator(
+                    start(
+                        "generation", worker_class, **_generation_arguments(config, end_token_ids)
+                    )
+                )
                 if shares_devices:
                     generator.group.run_all_workers("sleep")
                 phase.advance()
                 functions = config.reward.functions
-                rewards = RewardEnvironment(start("reward", RewardWorker, functions=functions), functions)
+                rewards = RewardEnvironment(
+                    start("reward", RewardWorker, functions=functions), functions
+                )
                 phase.advance()
         yield Workplace(policy, generator, rewards, shares_devices)
 
@@ -149,10 +168,18 @@ def _starter(
 
     def start_on_ray(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
         placement, topology = placements[name]
-        group = RayWorkerGroup(cluster, worker_class, kwargs, name=name, topology=topology, placement=placement)
+        group = RayWorkerGroup(
+            cluster, worker_class, kwargs, name=name, topology=topology, placement=placement
+        )
         closing.callback(group.shutdown)
         for rank, location in enumerate(group.locations):
-            logger.info("worker %d of the %s group: pid %d on node %s", rank, name, location.pid, location.ip)
+            logger.info(
+                "worker %d of the %s group: pid %d on node %s",
+                rank,
+                name,
+                location.pid,
+                location.ip,
+            )
         return group
 
     return start_on_ray

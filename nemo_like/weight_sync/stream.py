@@ -47,12 +47,20 @@ class Bucket:
     def decode(self) -> Iterator[tuple[str, Tensor]]:
         """Each name with its tensor, in host memory. Writing to one changes neither bucket nor sender."""
         flat = torch.empty(len(self.data), dtype=torch.uint8)
-        flat.numpy()[:] = self.data  # a copy: what comes out of Ray's store is read-only, which torch cannot express
-        sizes = [_num_bytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        flat.numpy()[:] = (
+            self.data
+        )  # a copy: what comes out of Ray's store is read-only, which torch cannot express
+        sizes = [
+            _num_bytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
         starts, total = _layout(sizes)
         if total != flat.numel():
-            raise ValueError(f"a bucket of {len(self.names)} tensors has {flat.numel()} bytes; its shapes need {total}")
-        for name, shape, dtype, start, size in zip(self.names, self.shapes, self.dtypes, starts, sizes, strict=True):
+            raise ValueError(
+                f"a bucket of {len(self.names)} tensors has {flat.numel()} bytes; its shapes need {total}"
+            )
+        for name, shape, dtype, start, size in zip(
+            self.names, self.shapes, self.dtypes, starts, sizes, strict=True
+        ):
             yield name, flat[start : start + size].view(getattr(torch, dtype)).reshape(shape)
 
 

@@ -13,7 +13,13 @@ MAX_BUCKET_BYTES = 256 * 2**20
 """At most two buckets exist at a time: one being loaded while the next is gathered."""
 
 
-def push(policy_group: WorkerGroup, generator_group: WorkerGroup, version: int, *, max_bytes: int = MAX_BUCKET_BYTES) -> int:
+def push(
+    policy_group: WorkerGroup,
+    generator_group: WorkerGroup,
+    version: int,
+    *,
+    max_bytes: int = MAX_BUCKET_BYTES,
+) -> int:
     """Give every generator the policy's weights under the number `version`; returns how many buckets that took.
 
     Raises WorkerFailure if a worker of either group fails; the generator's weights are then of no version.

@@ -8,7 +8,9 @@ from nemo_like.environments.reward import RewardSample
 
 def digit_share(sample: RewardSample) -> float:
     """Share of characters that are digits: differs within nearly every group, so every step has a gradient."""
-    return sum(character.isdigit() for character in sample.completion) / max(len(sample.completion), 1)
+    return sum(character.isdigit() for character in sample.completion) / max(
+        len(sample.completion), 1
+    )
 
 
 def broken(sample: RewardSample) -> float:

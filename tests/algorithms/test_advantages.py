@@ -32,19 +32,25 @@ def test_each_group_is_centred_whatever_the_order_of_rows(prompts, size, seed, b
         expected = own - (own.mean() if baseline == "group_mean" else others)
         np.testing.assert_allclose(advantages[groups == group], expected, atol=1e-6)
     order = rng.permutation(len(groups))
-    np.testing.assert_allclose(group_advantages(rewards[order], groups[order], config), advantages[order], atol=1e-6)
+    np.testing.assert_allclose(
+        group_advantages(rewards[order], groups[order], config), advantages[order], atol=1e-6
+    )
 
 
 def test_group_std_is_the_sample_standard_deviation():
     rewards = np.array([0.0, 1.0, 1.0, 0.0, 5.0, 5.0], dtype=np.float32)
     groups = np.array([0, 0, 0, 0, 1, 1])
     advantages = group_advantages(rewards, groups, AdvantageConfig())
-    np.testing.assert_allclose(advantages[:4], np.array([-0.5, 0.5, 0.5, -0.5]) / np.std([0, 1, 1, 0], ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(
+        advantages[:4], np.array([-0.5, 0.5, 0.5, -0.5]) / np.std([0, 1, 1, 0], ddof=1), rtol=1e-5
+    )
     assert (advantages[4:] == 0).all(), "a group without spread teaches nothing"
 
 
 def test_constant_rewards_that_do_not_sum_exactly_give_exact_zeros():
-    advantages = group_advantages(np.full(7, 0.1, dtype=np.float32), np.zeros(7, dtype=int), AdvantageConfig())
+    advantages = group_advantages(
+        np.full(7, 0.1, dtype=np.float32), np.zeros(7, dtype=int), AdvantageConfig()
+    )
     assert (advantages == 0).all()
 
 
@@ -55,7 +61,11 @@ def test_a_group_of_one_is_an_error():
 
 def test_reward_metrics_tell_flat_groups_apart():
     rewards = np.array([1, 1, 0, 0, 0, 1], dtype=np.float32)
-    values = metric_values(reward_metrics(rewards, np.array([0, 0, 1, 1, 2, 2]), {"format": np.ones(6, dtype=np.float32)}))
+    values = metric_values(
+        reward_metrics(
+            rewards, np.array([0, 0, 1, 1, 2, 2]), {"format": np.ones(6, dtype=np.float32)}
+        )
+    )
     assert values["reward/mean"] == 0.5
     assert values["reward/frac_groups_zero_std"] == pytest.approx(2 / 3)
     assert values["reward/frac_groups_all_best"] == pytest.approx(1 / 3)
@@ -102,7 +112,9 @@ def advantages_by_definition(rewards: list[float], config: AdvantageConfig) -> l
 @settings(max_examples=150, deadline=None)
 @given(
     groups=st.lists(
-        st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0, -3.0, 7.5]), min_size=3, max_size=7), min_size=1, max_size=4
+        st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0, -3.0, 7.5]), min_size=3, max_size=7),
+        min_size=1,
+        max_size=4,
     ),
     baseline=st.sampled_from(["group_mean", "leave_one_out"]),
     normalize=st.sampled_from(["group_std", "leave_one_out_std", "none"]),
@@ -112,7 +124,9 @@ def test_every_combination_equals_its_definition(groups, baseline, normalize) ->
     rewards = np.array([reward for group in groups for reward in group])
     ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     expected = [value for group in groups for value in advantages_by_definition(group, config)]
-    np.testing.assert_allclose(group_advantages(rewards, ids, config), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        group_advantages(rewards, ids, config), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_std_of_the_others_needs_three_completions() -> None:

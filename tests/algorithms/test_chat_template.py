@@ -32,17 +32,31 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
     with (
         caplog.at_level(logging.WARNING),
         open_job(
-            config, source.encoder, generates=True, needs_reference=False, num_steps=1, num_optimizer_steps=1
+            config,
+            source.encoder,
+            generates=True,
+            needs_reference=False,
+            num_steps=1,
+            num_optimizer_steps=1,
         ) as job,
     ):
         assert job.workplace.generator is not None
-        prompts = Jagged.from_rows([source.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows, np.int32)
+        prompts = Jagged.from_rows(
+            [source.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,
+            np.int32,
+        )
         seeds = np.arange(num_rows, dtype=np.uint64)
-        completions = job.workplace.generator.generate(prompts, seeds, sampling, max_total_length=96)
+        completions = job.workplace.generator.generate(
+            prompts, seeds, sampling, max_total_length=96
+        )
     end = AutoTokenizer.from_pretrained(config.policy.model_name).convert_tokens_to_ids("<user>")
     ended = [ids for ids in completions.token_ids if end in ids]
     assert len(ended) > num_rows // 4
     assert all((ids == end).sum() == 1 and ids[-1] == end for ids in ended)
-    reports = [record.message for record in caplog.records if "makes rollouts and SFT rows differ" in record.message]
+    reports = [
+        record.message
+        for record in caplog.records
+        if "makes rollouts and SFT rows differ" in record.message
+    ]
     assert len(reports) == 1
     assert "<assistant>0'" in reports[0]

@@ -24,14 +24,19 @@ def first_rows(recipe: Recipe, name: str, num_rows: int) -> Path:
 
 
 def rows_per_step(run: Path) -> list[int]:
-    return [len(json.loads(line)["lengths"]) for line in (run / "plan" / "lengths.jsonl").read_text().splitlines()]
+    return [
+        len(json.loads(line)["lengths"])
+        for line in (run / "plan" / "lengths.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
     ("num_rows", "epochs", "last_batch", "expected"),
     [(10, 2, "keep", [10, 10]), (20, 2, "keep", [16, 4, 16, 4]), (20, 2, "drop", [16, 16])],
 )
-def test_sft_steps_of_small_files(recipe: Recipe, num_rows: int, epochs: int, last_batch: str, expected: list[int]):
+def test_sft_steps_of_small_files(
+    recipe: Recipe, num_rows: int, epochs: int, last_batch: str, expected: list[int]
+):
     result = run_sft(
         recipe.sft(
             f"data.train_path={first_rows(recipe, 'sft_train.jsonl', num_rows)}",
@@ -48,8 +53,12 @@ def test_sft_steps_of_small_files(recipe: Recipe, num_rows: int, epochs: int, la
     assert rows_per_step(result.run.path) == expected
     metrics = read_metrics(result.run.path)
     assert [line["policy/num_rows"] for line in metrics] == expected
-    assert [line["data/epoch"] for line in metrics] == [(step + 1) // (len(expected) // epochs) for step in range(len(expected))]
-    assert [line["policy/lr"] for line in metrics] == sorted((line["policy/lr"] for line in metrics), reverse=True)
+    assert [line["data/epoch"] for line in metrics] == [
+        (step + 1) // (len(expected) // epochs) for step in range(len(expected))
+    ]
+    assert [line["policy/lr"] for line in metrics] == sorted(
+        (line["policy/lr"] for line in metrics), reverse=True
+    )
 
 
 def test_fewer_rows_than_a_batch_and_drop_is_refused(recipe: Recipe):
@@ -61,7 +70,9 @@ def test_fewer_rows_than_a_batch_and_drop_is_refused(recipe: Recipe):
         run_grpo(recipe.grpo(f"data.train_path={path}", "data.last_batch=drop"))
 
 
-def test_grpo_has_short_steps_at_the_end_of_an_epoch_and_decays_over_its_optimizer_steps(recipe: Recipe):
+def test_grpo_has_short_steps_at_the_end_of_an_epoch_and_decays_over_its_optimizer_steps(
+    recipe: Recipe,
+):
     path = first_rows(recipe, "grpo_train.jsonl", 11)
     result = run_grpo(
         recipe.grpo(
@@ -86,17 +97,26 @@ def test_resume_goes_on_with_the_rows_that_are_left_after_one_of_them_was_remove
     """As the run would have gone without that row from the start; a row that was trained on may not change."""
     path = first_rows(recipe, "sft_train.jsonl", 60)
     lines = path.read_text().splitlines()
-    options = (f"data.train_path={path}", "data.validation_path=null", "sft.val_period=0", "policy.scheduler.kind=constant")
+    options = (
+        f"data.train_path={path}",
+        "data.validation_path=null",
+        "sft.val_period=0",
+        "policy.scheduler.kind=constant",
+    )
     result = run_sft(recipe.sft(*options, "sft.max_num_steps=4"))
     assert rows_per_step(result.run.path) == [16, 16, 16, 12]
     interrupt_at_2 = result.run.path
     (interrupt_at_2 / "hf").mkdir(exist_ok=True)
     interrupt_at(interrupt_at_2, 2)
-    saved = json.loads((interrupt_at_2 / "checkpoints" / "step_2" / "training_state.json").read_text())["loader"]
+    saved = json.loads(
+        (interrupt_at_2 / "checkpoints" / "step_2" / "training_state.json").read_text()
+    )["loader"]
     assert saved["num_visited"] == 32
     outcomes = set()
     for removed in range(len(lines)):
-        path.write_text("\n".join(line for index, line in enumerate(lines) if index != removed) + "\n")
+        path.write_text(
+            "\n".join(line for index, line in enumerate(lines) if index != removed) + "\n"
+        )
         if len(outcomes) == 2:
             break
         try:

@@ -22,30 +22,43 @@ LONG = 17
 
 def prompts_file(recipe: Recipe, long_text: str = "1+" * 200 + "1") -> str:
     path = recipe.folder / "prompts.jsonl"
-    rows = [{"prompt": long_text if index == LONG else f"{index}+{index}", "answer": str(2 * index)} for index in range(NUM_ROWS)]
+    rows = [
+        {"prompt": long_text if index == LONG else f"{index}+{index}", "answer": str(2 * index)}
+        for index in range(NUM_ROWS)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"data.train_path={path}"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("text", ["1+" * 200 + "1", "2+\ud83d"])
-def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(recipe: Recipe, num_workers: int, text: str):
+def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
+    recipe: Recipe, num_workers: int, text: str
+):
     """`num_workers=1` is a process of its own with the real tokenizer."""
-    config = recipe.grpo(prompts_file(recipe, text), f"data.num_encoding_workers={num_workers}", "grpo.max_num_steps=50")
+    config = recipe.grpo(
+        prompts_file(recipe, text),
+        f"data.num_encoding_workers={num_workers}",
+        "grpo.max_num_steps=50",
+    )
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:{LONG + 1}: "):
         source = PromptSource.open(config)
         source.start_encoding(source.loader())
         source.finish_encoding(Progress())
     if num_workers == 0:
         report = validate(config)
-        assert any(f"prompts.jsonl:{LONG + 1}" in problem for problem in report.problems), report.problems
+        assert any(f"prompts.jsonl:{LONG + 1}" in problem for problem in report.problems), (
+            report.problems
+        )
 
 
 def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Recipe):
     options = ("grpo.max_num_steps=1", "data.num_encoding_workers=0", "seed=1")
     source = PromptSource.open(recipe.grpo(prompts_file(recipe), *options))
     loader = source.loader()
-    assert LONG not in loader.order[:8].tolist(), "with this seed the bad prompt is not in the first step"
+    assert LONG not in loader.order[:8].tolist(), (
+        "with this seed the bad prompt is not in the first step"
+    )
     source.start_encoding(loader)
     source.finish_encoding(Progress())
     assert len(next(loader)) == 8
@@ -58,8 +71,12 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     cut = PromptSource.open(recipe.grpo(file, "policy.oversize_rows=truncate"))
     row = cut.rows.fetch([LONG])[0]
     assert whole is not None and row is not None
-    assert np.array_equal(row.input_ids, whole.input_ids[-(96 - 24) :]), "max_new_tokens 24 fit behind it"
-    dropped = PromptSource.open(recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10"))
+    assert np.array_equal(row.input_ids, whole.input_ids[-(96 - 24) :]), (
+        "max_new_tokens 24 fit behind it"
+    )
+    dropped = PromptSource.open(
+        recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
+    )
     loader = dropped.loader()
     dropped.start_encoding(loader)
     assert dropped.rows.num_kept == NUM_ROWS - 1
@@ -72,9 +89,14 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     assert dropped.num_optimizer_steps == 20
 
 
-def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(recipe: Recipe, capsys: pytest.CaptureFixture[str]):
+def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+):
     path = recipe.folder / "conversations.jsonl"
-    rows = [{"prompt": "1+1", "completion": "2" * (200 if index in (3, 4) else 1)} for index in range(18)]
+    rows = [
+        {"prompt": "1+1", "completion": "2" * (200 if index in (3, 4) else 1)}
+        for index in range(18)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = run_sft(
         recipe.sft(
@@ -99,7 +121,9 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
     """The rows of two epochs, with the real tokenizer in a process of its own."""
     batches = []
     for num_workers in (0, 2):
-        source = SftSource.open(recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40"))
+        source = SftSource.open(
+            recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40")
+        )
         loader = source.loader()
         source.start_encoding(loader)
         batches.append([next(loader) for _ in range(6)])
@@ -107,7 +131,9 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
         source.rows.close()
     for straight, other in zip(*batches, strict=True):
         for a, b in zip(straight, other, strict=True):
-            assert np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.token_mask, b.token_mask)
+            assert np.array_equal(a.input_ids, b.input_ids) and np.array_equal(
+                a.token_mask, b.token_mask
+            )
 
 
 def test_a_grpo_run_trains_on_cut_prompts(recipe: Recipe):
@@ -145,7 +171,10 @@ def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Reci
         order = SftSource.open(recipe.sft(*options)).loader().order.tolist()
         if 32 <= order.index(63) < 48:
             break
-    with pytest.raises(ConfigError, match=r"late\.jsonl:64: .* stopped after step 2 and saved it: resume=true continues"):
+    with pytest.raises(
+        ConfigError,
+        match=r"late\.jsonl:64: .* stopped after step 2 and saved it: resume=true continues",
+    ):
         run_sft(recipe.sft(*options))
     run = recipe.folder / "sft"
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_2"]

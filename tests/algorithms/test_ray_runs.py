@@ -27,7 +27,9 @@ def command(config: Path, *overrides: str) -> list[str]:
 def environment() -> dict[str, str]:
     """Rewards of the tests must be importable in the workers too."""
     hidden = {"RAY_ADDRESS"}
-    return {name: value for name, value in os.environ.items() if name not in hidden} | {"PYTHONPATH": str(_REPOSITORY)}
+    return {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "PYTHONPATH": str(_REPOSITORY)
+    }
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def policy_pids(run: Path) -> list[int]:
     return [int(pid) for pid in re.findall(r"of the policy group: pid (\d+)", log)]
 
 
-def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int, timeout_s: float = 240) -> None:
+def wait_for_step(
+    process: subprocess.Popen[str], metrics: Path, step: int, timeout_s: float = 240
+) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
@@ -65,10 +69,16 @@ def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int, time
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
-def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(config: Path, recipe: Recipe):
+def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
+    config: Path, recipe: Recipe
+):
     run = recipe.folder / "grpo"
     process = subprocess.Popen(
-        command(config), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(config),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for_step(process, run / "metrics.jsonl", 3)
     victims = policy_pids(run)
@@ -82,7 +92,11 @@ def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(con
     assert "Traceback" not in errors.split("The last lines it wrote")[0]
 
     resumed = subprocess.run(
-        command(config, "resume=true"), env=environment(), capture_output=True, text=True, timeout=300
+        command(config, "resume=true"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert resumed.returncode == 0, resumed.stderr
     metrics = read_metrics(run)
@@ -94,9 +108,17 @@ def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(con
 
 def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
     cores = len(os.sched_getaffinity(0))
-    asked = ("cluster.workers_per_node=64", f"cluster.cpus_per_worker={cores}", "cluster.placement_timeout_s=5")
+    asked = (
+        "cluster.workers_per_node=64",
+        f"cluster.cpus_per_worker={cores}",
+        "cluster.placement_timeout_s=5",
+    )
     done = subprocess.run(
-        command(config, *asked, "run_name=crowded"), env=environment(), capture_output=True, text=True, timeout=120
+        command(config, *asked, "run_name=crowded"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2, done.stderr
     assert "cluster.workers_per_node" in done.stderr and "Traceback" not in done.stderr

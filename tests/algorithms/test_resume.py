@@ -24,7 +24,12 @@ from nemo_like.training.run import Job
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
-OPTIONS = ("checkpointing.keep_latest=5", "checkpointing.export_hf=false", "sft.val_period=0", "sft.val_at_start=false")
+OPTIONS = (
+    "checkpointing.keep_latest=5",
+    "checkpointing.export_hf=false",
+    "sft.val_period=0",
+    "sft.val_at_start=false",
+)
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -39,7 +44,9 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_over(recipe: Recipe, capsys) -> None:
+def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_over(
+    recipe: Recipe, capsys
+) -> None:
     run = run_sft(recipe.sft(*OPTIONS)).run
     expected, lengths = read_metrics(run.path), run.lengths.read_bytes()
     before = contents(run.path)
@@ -49,7 +56,9 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
         run_sft(recipe.sft(*OPTIONS, "resume=true", "policy.optimizer.lr=1e-4"))
     assert contents(run.path) == before
 
-    weights = [run.path / f"checkpoints/step_{step}/policy/rank_00000_000.safetensors" for step in (2, 4)]
+    weights = [
+        run.path / f"checkpoints/step_{step}/policy/rank_00000_000.safetensors" for step in (2, 4)
+    ]
     flip_a_byte(weights[1])
     # As a kill in step 4 leaves them: a line that is cut, and records of a step that will be repeated.
     for path in (run.metrics, run.lengths):
@@ -59,7 +68,11 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     assert run.lengths.read_bytes() == lengths, "each step stands once"
     reason = "step_4: rank_00000_000.safetensors does not have the content that was written"
     log = (run.logs / "driver.log").read_text()
-    assert reason in log and "falling back to" in log and "changed since this run was started: policy.optimizer.lr" in log
+    assert (
+        reason in log
+        and "falling back to" in log
+        and "changed since this run was started: policy.optimizer.lr" in log
+    )
     assert f"resumed from {run.path}/checkpoints/step_2" in capsys.readouterr().out
 
     flip_a_byte(weights[0])
@@ -84,12 +97,18 @@ def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
 
 
 def test_every_file_of_a_run_has_the_permissions_of_the_umask(recipe: Recipe) -> None:
-    run = run_sft(recipe.sft("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")).run
+    run = run_sft(
+        recipe.sft("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")
+    ).run
     umask = os.umask(0)
     os.umask(umask)
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} >= {".safetensors", ".json", ".yaml", ".jsonl", ".log"}
-    assert {str(path): path.stat().st_mode & 0o777 for path in files if path.stat().st_mode & 0o777 != 0o666 & ~umask} == {}
+    assert {
+        str(path): path.stat().st_mode & 0o777
+        for path in files
+        if path.stat().st_mode & 0o777 != 0o666 & ~umask
+    } == {}
 
 
 def replaced_by_a_file(name: str) -> Callable[[Path], None]:
@@ -122,9 +141,21 @@ BEFORE, RUNNING = "before the run", "after the first step"
 FAULTS = [
     (BEFORE, always_full("plan/lengths.jsonl"), "lengths.jsonl: No space left on device"),
     (BEFORE, always_full("metrics.jsonl"), "metrics.jsonl: No space left on device"),
-    (BEFORE, always_full("logs/driver.log"), "driver.log cannot be written: No space left on device"),
-    (BEFORE, a_directory("config.yaml"), "config.yaml cannot be written: a directory has this name"),
-    (BEFORE, a_directory("plan/step_0.json"), "step_0.json cannot be written: a directory has this name"),
+    (
+        BEFORE,
+        always_full("logs/driver.log"),
+        "driver.log cannot be written: No space left on device",
+    ),
+    (
+        BEFORE,
+        a_directory("config.yaml"),
+        "config.yaml cannot be written: a directory has this name",
+    ),
+    (
+        BEFORE,
+        a_directory("plan/step_0.json"),
+        "step_0.json cannot be written: a directory has this name",
+    ),
     (BEFORE, replaced_by_a_file("tb"), "tb cannot be written"),
     (RUNNING, removed("rollouts"), "rollouts was removed or replaced"),
     (RUNNING, removed("plan"), "plan was removed or replaced"),
@@ -137,12 +168,21 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("when", "fault", "message"), FAULTS, ids=[message for _, _, message in FAULTS])
+@pytest.mark.parametrize(
+    ("when", "fault", "message"), FAULTS, ids=[message for _, _, message in FAULTS]
+)
 def test_a_writer_that_fails_ends_the_run_with_one_message(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys, when: str, fault: Callable[[Path], None], message: str
+    recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    when: str,
+    fault: Callable[[Path], None],
+    message: str,
 ) -> None:
     path = recipe.folder / "faults.yaml"
-    path.write_text(to_yaml(recipe.grpo("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_start=false")))
+    path.write_text(
+        to_yaml(recipe.grpo("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_start=false"))
+    )
     run = recipe.folder / "grpo"
     if when == BEFORE:
         run.mkdir()
@@ -165,16 +205,26 @@ def test_a_writer_that_fails_ends_the_run_with_one_message(
 
 def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recipe) -> None:
     """A real file system of 12 MB, which has room for the first checkpoints only."""
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0
+    ):
         pytest.skip("needs unshare and the permission to mount")
     config = recipe.folder / "small.yaml"
     small = recipe.folder / "small"
     small.mkdir()
-    options = ("sft.max_num_steps=8", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.keep_latest=9")
+    options = (
+        "sft.max_num_steps=8",
+        "sft.val_period=0",
+        "sft.val_at_start=false",
+        "checkpointing.keep_latest=9",
+    )
     config.write_text(to_yaml(recipe.sft(f"output_dir={small}", *options)))
     script = f"mount -t tmpfs -o size=12m tmpfs {small} && {sys.executable} -m nemo_like sft --config {config}; code=$?;"
     script += f" cat {small}/sft/latest; ls -a {small}/sft/checkpoints; exit $code"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
@@ -182,7 +232,9 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
     assert "checkpoints/step_" in done.stdout and ".writing_" not in done.stdout
 
 
-def test_workers_that_see_another_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_see_another_directory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_directory, "_VISIBLE_WITHIN_S", 0.2)
     run, other = tmp_path / "run", tmp_path / "other"
     (run / "logs").mkdir(parents=True)
@@ -191,7 +243,10 @@ def test_workers_that_see_another_directory_are_refused(tmp_path: Path, monkeypa
         def answers(folder: str, token: str) -> list[str]:
             local = other / Path(folder).name
             local.mkdir(parents=True, exist_ok=True)
-            return [answer(folder if shared else str(local), token, rank) for rank, shared in enumerate(is_shared)]
+            return [
+                answer(folder if shared else str(local), token, rank)
+                for rank, shared in enumerate(is_shared)
+            ]
 
         check_shared(run, answers, ["10.0.0.1", "10.0.0.2", "10.0.0.3"][: len(is_shared)])
 
@@ -207,6 +262,8 @@ def test_workers_that_see_another_directory_are_refused(tmp_path: Path, monkeypa
         shutil.copytree(folder, copied)
         return [answer(str(copied), token, 0)]
 
-    with pytest.raises(ConfigError, match=r"the driver does not see the file .*rank_0 that the worker wrote"):
+    with pytest.raises(
+        ConfigError, match=r"the driver does not see the file .*rank_0 that the worker wrote"
+    ):
         check_shared(run, on_a_copy, [])
     assert json.dumps(os.listdir(run / "logs")) == "[]"

@@ -24,7 +24,10 @@ _CLOCKS = ("timing/", "performance/", "policy/rank_time", "unix_time_s")
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """Every logged step without the measures of time, which no two runs share."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(_CLOCKS)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(_CLOCKS)}
+        for line in lines
+    ]
 
 
 def interrupt_at(run: Path, step: int) -> None:
@@ -43,7 +46,9 @@ def test_an_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(recipe
     expected = read_metrics(straight.run.path)
     weights = (straight.run.hf / "model.safetensors").read_bytes()
     assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
-    assert all(line["policy/grad_norm"] > 0 for line in expected[1:]), "a run without gradients would prove nothing"
+    assert all(line["policy/grad_norm"] > 0 for line in expected[1:]), (
+        "a run without gradients would prove nothing"
+    )
     interrupt_at(straight.run.path, 2)
     resumed = run(config("checkpointing.keep_latest=5", "resume=true"))  # type: ignore[arg-type]
     assert read_metrics(resumed.run.path) == expected
@@ -68,11 +73,15 @@ def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
     assert len(plans) > 1, "the packers should not all agree on these rows"
 
 
-@pytest.mark.parametrize("mode", ["policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=4"])
+@pytest.mark.parametrize(
+    "mode", ["policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=4"]
+)
 def test_layouts_agree_on_the_loss(recipe: Recipe, mode: str):
     options = ("sft.max_num_steps=1", "sft.val_at_start=false", "checkpointing.enabled=false")
     packed = run_sft(recipe.sft("run_name=packed", *options))
-    padded = run_sft(recipe.sft("run_name=padded", "policy.sequence_packing.enabled=false", mode, *options))
+    padded = run_sft(
+        recipe.sft("run_name=padded", "policy.sequence_packing.enabled=false", mode, *options)
+    )
     for name in ("policy/loss", "policy/grad_norm", "policy/num_tokens"):
         assert padded.last[name] == pytest.approx(packed.last[name], rel=1e-5), name
 
@@ -83,10 +92,15 @@ def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
     model = AutoModelForCausalLM.from_pretrained(result.export)
     tokenizer = AutoTokenizer.from_pretrained(result.export)
     start = AutoModelForCausalLM.from_pretrained(recipe.demo / "model")
-    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    moved = [
+        not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)
+    ]
     assert all(moved)
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "2+2"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "2+2"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     generated = model.generate(**ids, max_new_tokens=4, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
     assert generated.shape[1] > ids["input_ids"].shape[1]
@@ -95,11 +109,24 @@ def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
 def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
     result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
     run = result.run
-    for path in (run.config, run.metrics, run.plan(0), run.rollouts(1), run.path / "latest", run.hf / "config.json"):
+    for path in (
+        run.config,
+        run.metrics,
+        run.plan(0),
+        run.rollouts(1),
+        run.path / "latest",
+        run.hf / "config.json",
+    ):
         assert path.is_file(), path
     assert list(run.tensorboard.glob("events.*"))
     records = [json.loads(line) for line in run.rollouts(1).read_text().splitlines()]
-    assert len(records) == 32 and {"prompt", "completion", "reward", "advantage", "finish_reason"} <= set(records[0])
+    assert len(records) == 32 and {
+        "prompt",
+        "completion",
+        "reward",
+        "advantage",
+        "finish_reason",
+    } <= set(records[0])
     promised = (
         "utilization",
         "waste_ratio",
@@ -111,15 +138,25 @@ def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
         "num_microbatches",
     )
     assert {f"packing/{name}" for name in promised} <= set(result.last)
-    assert {"performance/tokens_per_s", "performance/train_mfu", "mismatch/gen_kl_k3", "reward/mean"} <= set(result.last)
+    assert {
+        "performance/tokens_per_s",
+        "performance/train_mfu",
+        "mismatch/gen_kl_k3",
+        "reward/mean",
+    } <= set(result.last)
     assert result.last["mismatch/gen_kl_k3"] < 1e-6, "sampler and policy are the same fp32 model"
 
 
 def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
     result = run_grpo(recipe.grpo("policy.optimizer.lr=1e-2", "policy.scheduler.kind=constant"))
     metrics = read_metrics(result.run.path)
-    assert all(line["mismatch/gen_kl_k3"] < 1e-6 for line in metrics[1:]), "stale weights would show here"
-    versions = [json.loads(result.run.rollouts(step).read_text().splitlines()[0])["weight_version"] for step in (1, 2, 3, 4)]
+    assert all(line["mismatch/gen_kl_k3"] < 1e-6 for line in metrics[1:]), (
+        "stale weights would show here"
+    )
+    versions = [
+        json.loads(result.run.rollouts(step).read_text().splitlines()[0])["weight_version"]
+        for step in (1, 2, 3, 4)
+    ]
     assert versions == [0, 1, 2, 3]
 
 
@@ -131,7 +168,10 @@ def test_filtered_sampling_and_the_policy_have_one_distribution(
     recipe: Recipe, token_filter: str, reference_kl: float
 ) -> None:
     """Equal weights, so sampler and policy may differ by rounding only; the KL to equal weights is 0."""
-    options = [f"policy.generation.{item.strip()}".replace(": ", "=") for item in token_filter[1:-1].split(",")]
+    options = [
+        f"policy.generation.{item.strip()}".replace(": ", "=")
+        for item in token_filter[1:-1].split(",")
+    ]
     result = run_grpo(
         recipe.grpo(
             *options,
@@ -159,12 +199,16 @@ def test_a_run_name_is_reused_only_with_resume(recipe: Recipe):
 
 
 @pytest.mark.parametrize(
-    ("policy", "outcome"), [("error", "max_total_sequence_length"), ("truncate", None), ("singleton", None)]
+    ("policy", "outcome"),
+    [("error", "max_total_sequence_length"), ("truncate", None), ("singleton", None)],
 )
 def test_a_row_longer_than_the_cap(recipe: Recipe, policy: str, outcome: str | None):
     long_rows = recipe.folder / "long.jsonl"
     turns = [("1+1", "#### 2"), ("12+1", "#### " + "1" * 120)] * 8
-    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns]
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in turns
+    ]
     long_rows.write_text("\n".join(map(json.dumps, rows)))
     config = recipe.sft(
         f"policy.oversize_rows={policy}",

@@ -23,7 +23,10 @@ _REPOSITORY = Path(__file__).parents[2]
 
 def can_unshare() -> bool:
     return shutil.which("unshare") is not None and (
-        subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+        subprocess.run(
+            ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True
+        ).returncode
+        == 0
     )
 
 
@@ -33,11 +36,18 @@ def address(tmp_path: Path) -> Iterator[str]:
     if not can_unshare():
         pytest.skip("needs unshare and the permission to mount")
     (tmp_path / "separate").mkdir()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     mount = f"mount -t tmpfs tmpfs {tmp_path}/separate"
-    start = f"exec {sys.executable} {Path(__file__).with_name('separate_node.py')} {cluster.address}"
+    start = (
+        f"exec {sys.executable} {Path(__file__).with_name('separate_node.py')} {cluster.address}"
+    )
     node = subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", f"{mount} && {start}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["unshare", "-m", "sh", "-c", f"{mount} && {start}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert node.stdout is not None
@@ -60,13 +70,27 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
-def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(recipe: Recipe, address: str) -> None:
+def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(
+    recipe: Recipe, address: str
+) -> None:
     shared, separate = recipe.folder / "shared", recipe.folder / "separate"
     config = recipe.folder / "two_nodes.yaml"
     options = ("cluster.backend=ray", "cluster.cpus_per_worker=1", "cluster.workers_per_node=2")
-    steps = ("sft.val_period=0", "sft.val_at_start=false", "checkpointing.save_period=1", "checkpointing.export_hf=false")
-    config.write_text(to_yaml(recipe.sft(*options, *steps, f"output_dir={shared}", "sft.max_num_steps=2")))
-    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(_REPOSITORY), "PYTHONUNBUFFERED": "1"}
+    steps = (
+        "sft.val_period=0",
+        "sft.val_at_start=false",
+        "checkpointing.save_period=1",
+        "checkpointing.export_hf=false",
+    )
+    config.write_text(
+        to_yaml(recipe.sft(*options, *steps, f"output_dir={shared}", "sft.max_num_steps=2"))
+    )
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": address,
+        "PYTHONPATH": str(_REPOSITORY),
+        "PYTHONUNBUFFERED": "1",
+    }
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "nemo_like", "sft", "--config", str(config), *overrides]
@@ -83,7 +107,13 @@ def test_a_head_that_does_not_share_the_workers_disk_refuses_and_loses_nothing(r
     refused = run(f"output_dir={separate}", "resume=true", "sft.max_num_steps=4")
     assert refused.returncode == 2, refused.stderr
     error = next(line for line in refused.stderr.splitlines() if line.startswith("error: "))
-    for part in ("output_dir: policy worker 0 on node ", f"do not share {separate}/sft", "does not see the file"):
+    for part in (
+        "output_dir: policy worker 0 on node ",
+        f"do not share {separate}/sft",
+        "does not see the file",
+    ):
         assert part in error
     assert "Traceback" not in refused.stderr
-    assert contents(separate / "sft") == before, "both checkpoints, latest, metrics and config.yaml are as they were"
+    assert contents(separate / "sft") == before, (
+        "both checkpoints, latest, metrics and config.yaml are as they were"
+    )

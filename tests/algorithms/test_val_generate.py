@@ -47,10 +47,14 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
 
     def checked_scores(job: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
-        policy, generator = (group._worker for group in (job.policy.group, job.workplace.generator.group))
+        policy, generator = (
+            group._worker for group in (job.policy.group, job.workplace.generator.group)
+        )
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
         for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):
-            assert torch.equal(sampled_with[name], weight), f"{name} of the generator is not the policy's at step {step}"
+            assert torch.equal(sampled_with[name], weight), (
+                f"{name} of the generator is not the policy's at step {step}"
+            )
         return score_answers(job, prompts, step, temperature)
 
     def recorded(*args: Any, **kwargs: Any) -> Rollout:
@@ -66,7 +70,9 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: list[int]) -> None:
     result = run_sft(config_of(recipe))
-    rewards = {line["step"]: line.get("validation/reward_mean") for line in read_metrics(result.run.path)}
+    rewards = {
+        line["step"]: line.get("validation/reward_mean") for line in read_metrics(result.run.path)
+    }
     assert versions == [0, 8, 16, 24]
     assert rewards[0] == 0.0
     assert rewards[STEPS] == 1.0, "the model has learned the answer, so validation must see that"
@@ -78,7 +84,11 @@ def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: 
     assert read_metrics(resumed.run.path) == expected
 
 
-def test_completions_of_other_weights_are_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_of_other_weights_are_refused(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nemo_like.training.run.Job.sync_weights", lambda job, version: None)
-    with pytest.raises(RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"):
+    with pytest.raises(
+        RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"
+    ):
         run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))

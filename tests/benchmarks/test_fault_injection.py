@@ -20,7 +20,17 @@ from benchmarks.fault_processes import MARK, Process, marked
 
 def test_killed_runs_are_resumed_and_equal_the_reference(tmp_path: Path):
     report_path = tmp_path / "report.json"
-    arguments = ["--algorithm", "sft", "--steps", "4", "--workers", "1", "--plan", "saving:driver", "step:policy"]
+    arguments = [
+        "--algorithm",
+        "sft",
+        "--steps",
+        "4",
+        "--workers",
+        "1",
+        "--plan",
+        "saving:driver",
+        "step:policy",
+    ]
     code = main([*arguments, "--out", str(report_path), "--folder", str(tmp_path / "runs")])
     report = json.loads(report_path.read_text())
     assert code == 0, json.dumps(report, indent=1)
@@ -28,7 +38,9 @@ def test_killed_runs_are_resumed_and_equal_the_reference(tmp_path: Path):
     assert [kill["target"] for kill in report["kills"]] == ["driver", "policy"]
     assert all(kill["phase"] in PHASES and kill["problems"] == [] for kill in report["kills"])
     assert report["kills"][0]["exit_code"] == -9
-    assert report["kills"][1]["exit_code"] == 1 and report["kills"][1]["message"].startswith("error: ")
+    assert report["kills"][1]["exit_code"] == 1 and report["kills"][1]["message"].startswith(
+        "error: "
+    )
 
     # The comparison must see a difference in each thing that it compares.
     reference, run = (tmp_path / "runs" / "sft" / "out" / name for name in ("reference", "run_1"))
@@ -46,9 +58,14 @@ def test_killed_runs_are_resumed_and_equal_the_reference(tmp_path: Path):
 
 
 def test_only_processes_with_the_mark_are_found_and_only_the_same_one_is_killed():
-    script = "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('started', flush=True)"
+    script = (
+        "import subprocess, sys; subprocess.Popen(['sleep', '60']); print('started', flush=True)"
+    )
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], env=os.environ | {MARK: "ours"}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        env=os.environ | {MARK: "ours"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     other = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "theirs"})
     try:
@@ -60,7 +77,9 @@ def test_only_processes_with_the_mark_are_found_and_only_the_same_one_is_killed(
             time.sleep(0.05)
         (child,) = found
         reused = Process(child.pid, child.start_time - 1, child.command)
-        assert not reused.kill() and child.is_alive, "a process that started at another time is not this one"
+        assert not reused.kill() and child.is_alive, (
+            "a process that started at another time is not this one"
+        )
         assert child.kill()
         assert fault_processes.wait_gone("ours", 30) == []
         assert other.poll() is None

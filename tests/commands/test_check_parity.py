@@ -16,7 +16,12 @@ from nemo_like.commands.tiny_model import save_tiny_copy, tiny_config
 from nemo_like.config.schema import ParallelConfig
 from tests.recipe import Recipe
 
-LAYOUT = ("cluster.backend=ray", "cluster.workers_per_node=2", "parallel.tensor=2", "parallel.sequence=true")
+LAYOUT = (
+    "cluster.backend=ray",
+    "cluster.workers_per_node=2",
+    "parallel.tensor=2",
+    "parallel.sequence=true",
+)
 
 
 def test_a_right_layout_is_equal_in_everything(recipe: Recipe, capsys: pytest.CaptureFixture[str]):
@@ -27,7 +32,9 @@ def test_a_right_layout_is_equal_in_everything(recipe: Recipe, capsys: pytest.Ca
     assert printed.count(" equal") - printed.count("all equal") == 7 * len(MODES)
 
 
-def test_a_wrong_step_is_found(recipe: Recipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_step_is_found(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The reference decays weights more than the layout: the first gradient agrees, the steps do not."""
 
     def decays_more(parameters: Any, config: Any) -> Any:
@@ -37,13 +44,24 @@ def test_a_wrong_step_is_found(recipe: Recipe, capsys: pytest.CaptureFixture[str
     monkeypatch.setattr(parity, "build_optimizer", decays_more)
     monkeypatch.setattr(parity, "MODES", ("packed",))
     recipe.grpo()
-    assert main(["check", "parity", "--config", str(recipe.folder / "grpo.yaml"), "cluster.backend=ray"]) == 1
-    verdicts = [line.split()[-1 if "worst" not in line else -4] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert (
+        main(
+            ["check", "parity", "--config", str(recipe.folder / "grpo.yaml"), "cluster.backend=ray"]
+        )
+        == 1
+    )
+    verdicts = [
+        line.split()[-1 if "worst" not in line else -4]
+        for line in capsys.readouterr().out.splitlines()[1:-1]
+    ]
     assert verdicts == ["equal", "equal", "equal", "equal", "DIFFERENT", "DIFFERENT", "equal"]
 
 
 def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
-    findings = tuple(Finding("packed", "loss", difference) for difference in (0.0, 9e-6, 2e-5, float("inf"), float("nan")))
+    findings = tuple(
+        Finding("packed", "loss", difference)
+        for difference in (0.0, 9e-6, 2e-5, float("inf"), float("nan"))
+    )
     assert [finding.is_equal for finding in findings] == [True, True, False, False, False]
     assert "3 DIFFERENT" in str(ParityReport("title", findings))
 
@@ -51,18 +69,39 @@ def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
 @pytest.mark.parametrize(
     ("model", "kept"),
     [
-        (LlamaConfig(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True), ("tie_word_embeddings",)),
+        (
+            LlamaConfig(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True),
+            ("tie_word_embeddings",),
+        ),
         (Qwen2Config(num_attention_heads=28, num_key_value_heads=4), ("rope_parameters",)),
-        (Qwen3Config(num_attention_heads=16, num_key_value_heads=8, use_sliding_window=True), ("use_sliding_window",)),
-        (Qwen3MoeConfig(norm_topk_prob=True, mlp_only_layers=[3]), ("norm_topk_prob", "decoder_sparse_step")),
+        (
+            Qwen3Config(num_attention_heads=16, num_key_value_heads=8, use_sliding_window=True),
+            ("use_sliding_window",),
+        ),
+        (
+            Qwen3MoeConfig(norm_topk_prob=True, mlp_only_layers=[3]),
+            ("norm_topk_prob", "decoder_sparse_step"),
+        ),
     ],
 )
-def test_a_tiny_copy_divides_by_the_layout_and_keeps_the_architecture(model: Any, kept: tuple[str, ...], tmp_path: Path):
+def test_a_tiny_copy_divides_by_the_layout_and_keeps_the_architecture(
+    model: Any, kept: tuple[str, ...], tmp_path: Path
+):
     parallel = ParallelConfig(tensor=4, pipeline=3)
     tiny: Any = tiny_config(model, parallel)
-    assert tiny.num_key_value_heads % 4 == tiny.num_hidden_layers % 3 == tiny.intermediate_size % 4 == 0
-    assert tiny.num_attention_heads // tiny.num_key_value_heads == min(4, model.num_attention_heads // model.num_key_value_heads)
-    assert all(getattr(tiny, name) == getattr(model, name) for name in (*kept, "model_type", "rms_norm_eps"))
+    assert (
+        tiny.num_key_value_heads % 4
+        == tiny.num_hidden_layers % 3
+        == tiny.intermediate_size % 4
+        == 0
+    )
+    assert tiny.num_attention_heads // tiny.num_key_value_heads == min(
+        4, model.num_attention_heads // model.num_key_value_heads
+    )
+    assert all(
+        getattr(tiny, name) == getattr(model, name)
+        for name in (*kept, "model_type", "rms_norm_eps")
+    )
     saved = save_tiny_copy(model, parallel, tmp_path)
     assert saved.num_parameters() < 2_000_000
     assert AutoConfig.from_pretrained(tmp_path).model_type == model.model_type

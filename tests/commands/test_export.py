@@ -11,12 +11,17 @@ from nemo_like.cli import main
 from tests.recipe import Recipe
 
 
-def test_a_run_and_a_step_of_it_export_to_the_bit(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_and_a_step_of_it_export_to_the_bit(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = run_sft(recipe.sft("sft.max_num_steps=2", "checkpointing.save_period=1")).run
     assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 0
     expected = {path.name: path.read_bytes() for path in run.hf.iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "latest").iterdir()} == expected
-    assert main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "first")]) == 0
+    assert (
+        main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "first")])
+        == 0
+    )
     assert (tmp_path / "first/model.safetensors").read_bytes() != expected["model.safetensors"]
     capsys.readouterr()
 
@@ -28,12 +33,17 @@ def test_a_run_and_a_step_of_it_export_to_the_bit(recipe: Recipe, tmp_path: Path
     capsys.readouterr()
     (tmp_path / "file").write_text("x")
     assert main(["export", str(run.path), "--out", str(tmp_path / "file" / "model")]) == 2
-    assert f"--out {tmp_path}/file/model cannot be written: Not a directory" in capsys.readouterr().err
+    assert (
+        f"--out {tmp_path}/file/model cannot be written: Not a directory" in capsys.readouterr().err
+    )
     assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 2
     assert "exists already; choose another --out" in capsys.readouterr().err
     assert main(["export", str(run.path / "hf"), "--out", str(tmp_path / "other")]) == 2
     assert "neither a run directory with a config.yaml nor a step folder" in capsys.readouterr().err
     next((run.path / "checkpoints/step_1/policy").glob("rank_*")).unlink()
-    assert main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "other")]) == 2
+    assert (
+        main(["export", str(run.path / "checkpoints/step_1"), "--out", str(tmp_path / "other")])
+        == 2
+    )
     assert "is missing; the checkpoint in" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -46,25 +46,50 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_the_json_holds_what_the_plans_say(lengths: Path, capsys):
     record = plan(
-        capsys, "--lengths", lengths, "--in-order", "--batch-size", 50, "--dp", 4, "--max-tokens", 2048, "--model", "7b"
+        capsys,
+        "--lengths",
+        lengths,
+        "--in-order",
+        "--batch-size",
+        50,
+        "--dp",
+        4,
+        "--max-tokens",
+        2048,
+        "--model",
+        "7b",
     )
     values = np.loadtxt(lengths, dtype=np.int64)
     assert record["format"] == 1 and record["rows"]["num_tokens"] == values.sum()
-    assert len(record["strategies"]) == 11 and record["chosen"] == "packed/best_fit_decreasing/flops"
-    spec = PlanSpec(max_tokens=2048, num_ranks=4, global_batch_size=50, algorithm="first_fit_shuffle", balance="none")
+    assert (
+        len(record["strategies"]) == 11 and record["chosen"] == "packed/best_fit_decreasing/flops"
+    )
+    spec = PlanSpec(
+        max_tokens=2048,
+        num_ranks=4,
+        global_batch_size=50,
+        algorithm="first_fit_shuffle",
+        balance="none",
+    )
     shown = record["strategies"]["packed/first_fit_shuffle/none"]
     metrics = plan_batch(values, spec).metrics()
     assert shown["microbatches_per_step"] == metrics["packing/num_microbatches"]
     assert shown["utilization"] == pytest.approx(metrics["packing/utilization"])
     chosen = record["strategies"][record["chosen"]]
-    assert chosen["step_time"] <= min(strategy["step_time"] for strategy in record["strategies"].values()) * 1.01
+    assert (
+        chosen["step_time"]
+        <= min(strategy["step_time"] for strategy in record["strategies"].values()) * 1.01
+    )
     assert chosen["speedup"] > 1 and chosen["peak_gib"] > 10
 
 
 def test_columns_are_added_up_and_fields_counted(tmp_path: Path, capsys):
     table = tmp_path / "requests.csv"
     table.write_text('time,prompt,completion\n"a, b",10,5\nc,20,0\n')
-    assert plan(capsys, "--lengths", table, "--column", "prompt,completion")["rows"]["num_tokens"] == 35
+    assert (
+        plan(capsys, "--lengths", table, "--column", "prompt,completion")["rows"]["num_tokens"]
+        == 35
+    )
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 2, 3], "n": 7}\n{"input_ids": [1], "n": 8}\n')
     assert plan(capsys, "--lengths", rows, "--field", "input_ids")["rows"]["num_tokens"] == 4
@@ -87,16 +112,48 @@ def table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
-    shown = table(capsys, "--lengths", lengths, "--model", "70b", "--dp", 64, "--memory-gb", 80, "--batch-size", 128)
+    shown = table(
+        capsys,
+        "--lengths",
+        lengths,
+        "--model",
+        "70b",
+        "--dp",
+        64,
+        "--memory-gb",
+        80,
+        "--batch-size",
+        128,
+    )
     assert max(map(len, shown.splitlines())) <= 100 and "…" not in shown
-    for word in ("schedule by flops", "modified_first_fit_decreasing", "70.55 B", "assumptions", "peak", "recommended budget"):
+    for word in (
+        "schedule by flops",
+        "modified_first_fit_decreasing",
+        "70.55 B",
+        "assumptions",
+        "peak",
+        "recommended budget",
+    ):
         assert word in shown
 
 
 @pytest.mark.parametrize("dp", [1, 64, 100])
-def test_the_page_is_one_file_without_scripts_or_resources(dp: int, lengths: Path, tmp_path: Path, capsys):
+def test_the_page_is_one_file_without_scripts_or_resources(
+    dp: int, lengths: Path, tmp_path: Path, capsys
+):
     page = tmp_path / "plan.html"
-    options = ("--model", "7b", "--dp", dp, "--batch-size", 200, "--memory-gb", 80, "--max-tokens", 4096)
+    options = (
+        "--model",
+        "7b",
+        "--dp",
+        dp,
+        "--batch-size",
+        200,
+        "--memory-gb",
+        80,
+        "--max-tokens",
+        4096,
+    )
     assert str(page) in table(capsys, "--lengths", lengths, *options, "--html", page)
     text = page.read_text()
     assert len(text) < 400_000
@@ -105,7 +162,10 @@ def test_the_page_is_one_file_without_scripts_or_resources(dp: int, lengths: Pat
     assert "prefers-color-scheme: dark" in text and text.count("<svg") == 4
     for part in text.split("<svg")[1:]:
         drawing = ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
-        assert drawing.find(".//*[@class='real']") is not None or "emory" in drawing.attrib["aria-label"]
+        assert (
+            drawing.find(".//*[@class='real']") is not None
+            or "emory" in drawing.attrib["aria-label"]
+        )
 
 
 def test_lengths_need_no_heavy_library(lengths: Path, tmp_path: Path):
@@ -116,7 +176,9 @@ def test_lengths_need_no_heavy_library(lengths: Path, tmp_path: Path):
         "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'hydra'} & sys.modules.keys(); "
         "print('heavy:', *sorted(heavy)); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "heavy:"  # without torch there is no CUDA to initialise
 
@@ -129,7 +191,9 @@ def test_a_config_needs_no_cluster_and_no_device(recipe: Recipe):
         "print('heavy:', *sorted({'ray', 'vllm', 'megatron'} & sys.modules.keys()), sys.modules['torch'].cuda.is_initialized()); "
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "heavy: False"
 
@@ -140,7 +204,19 @@ def test_a_config_is_planned_as_its_run_would_be(recipe: Recipe, capsys):
     record = plan(capsys, "--config", config, "policy.sequence_packing.algorithm=first_fit_shuffle")
     assert record["chosen"] == "configured" and record["setting"]["max_tokens"] == 256
     assert record["rows"]["num_rows"] == 64  # the run's four steps
-    assert main(["sft", "--config", str(config), "sft.max_num_steps=2", "sft.val_at_start=false", "sft.val_period=0"]) == 0
+    assert (
+        main(
+            [
+                "sft",
+                "--config",
+                str(config),
+                "sft.max_num_steps=2",
+                "sft.val_at_start=false",
+                "sft.val_period=0",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     past = plan(capsys, "--metrics", recipe.folder / "sft" / "metrics.jsonl")
     assert past["rows"]["num_rows"] == 32
@@ -154,7 +230,16 @@ def test_a_config_is_planned_as_its_run_would_be(recipe: Recipe, capsys):
 
 
 def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
-    options = ("--data", demo / "sft_train.jsonl", "--tokenizer", demo / "model", "--batch-size", 8, "--limit", 40)
+    options = (
+        "--data",
+        demo / "sft_train.jsonl",
+        "--tokenizer",
+        demo / "model",
+        "--batch-size",
+        8,
+        "--limit",
+        40,
+    )
     record = plan(capsys, *options)
     assert record["rows"]["num_rows"] == 40 and 10 < record["rows"]["mean"] < 100
 
@@ -175,13 +260,25 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
         ('{"a": 1}\n', ("--field", "b"), ("lengths.txt:1", "no field 'b'", "a")),
         ('{"a": 1\n', ("--field", "a"), ("lengths.txt:1", "JSON")),
         ("12\n", ("--column", "a", "--field", "b"), ("--column is for CSV",)),
-        ("12\n900\n", ("--max-tokens", "512"), ("1 of 2 rows", "--max-tokens 512", "900", "lengths.txt:2", "--oversize")),
+        (
+            "12\n900\n",
+            ("--max-tokens", "512"),
+            ("1 of 2 rows", "--max-tokens 512", "900", "lengths.txt:2", "--oversize"),
+        ),
         ("12\n", ("--model", "13b"), ("unknown model '13b'", "7b (Qwen2.5-7B)")),
-        ("12\n", ("--model", "7b", "--tp", "8"), ("tp 8", "28 attention heads", "tp may be 1, 2, 4\n")),
+        (
+            "12\n",
+            ("--model", "7b", "--tp", "8"),
+            ("tp 8", "28 attention heads", "tp may be 1, 2, 4\n"),
+        ),
         ("12\n", ("--model", "1b", "--pp", "32"), ("16 layers", "pp 32")),
         ("12\n", ("--pp", "2", "--engine", "dtensor"), ("dtensor engine has no pipeline",)),
         ("12\n", ("--sequence-parallel",), ("raise tp",)),
-        ("12\n", ("--batch-size", "4", "--dp", "8"), ("a batch of 4 rows on 8 data-parallel ranks",)),
+        (
+            "12\n",
+            ("--batch-size", "4", "--dp", "8"),
+            ("a batch of 4 rows on 8 data-parallel ranks",),
+        ),
         ("12\n", ("--cp", "2", "--max-tokens", "2"), ("--max-tokens is 2", "at least 4")),
         ("12\n", ("--dp", "0"), ("--dp", "at least 1")),
         ("12\n", ("--memory-gb", "-1"), ("--memory-gb",)),
@@ -205,10 +302,16 @@ def test_a_source_must_be_given_and_must_hold_lengths(tmp_path: Path, demo: Path
     assert "--lengths" in message(capsys, "--dp", 2)
     assert "no row lengths" in message(capsys, "--metrics", tmp_path)
     assert "--data needs --tokenizer" in message(capsys, "--data", demo / "sft_train.jsonl")
-    assert "--tokenizer" in message(capsys, "--data", demo / "sft_train.jsonl", "--tokenizer", tmp_path / "nowhere")
-    assert "--data" in message(capsys, "--data", tmp_path / "nowhere.jsonl", "--tokenizer", demo / "model")
+    assert "--tokenizer" in message(
+        capsys, "--data", demo / "sft_train.jsonl", "--tokenizer", tmp_path / "nowhere"
+    )
+    assert "--data" in message(
+        capsys, "--data", tmp_path / "nowhere.jsonl", "--tokenizer", demo / "model"
+    )
 
 
 def test_a_model_config_with_a_missing_key_is_named(lengths: Path, tmp_path: Path, capsys):
-    (tmp_path / "config.json").write_text('{"hidden_size": 64, "vocab_size": 10, "num_hidden_layers": 2}')
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 64, "vocab_size": 10, "num_hidden_layers": 2}'
+    )
     assert "num_attention_heads" in message(capsys, "--lengths", lengths, "--model", tmp_path)

@@ -15,13 +15,25 @@ import pytest
 import ray
 
 from nemo_like.commands.validate import validate
-from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RewardConfig, RewardFunctionConfig, SftRunConfig
+from nemo_like.config.schema import (
+    DataConfig,
+    GrpoRunConfig,
+    PolicyConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    SftRunConfig,
+)
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress
 
-REWARD = RewardConfig(functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")})
-ROWS = [{"prompt": f"{n}+1", "completion": f"{n}+1+0={n + 1:02d}\n#### {n + 1}", "answer": str(n + 1)} for n in range(40)]
+REWARD = RewardConfig(
+    functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")}
+)
+ROWS = [
+    {"prompt": f"{n}+1", "completion": f"{n}+1+0={n + 1:02d}\n#### {n + 1}", "answer": str(n + 1)}
+    for n in range(40)
+]
 
 Write = Callable[..., str]
 
@@ -45,7 +57,10 @@ def write(tmp_path: Path) -> Write:
 
     def write_rows(rows: Iterable[Any], name: str = "train.jsonl") -> str:
         path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+            encoding="utf-8",
+        )
         return str(path)
 
     return write_rows
@@ -64,28 +79,52 @@ def policy(model: Path | str, **keys: Any) -> PolicyConfig:
     )
 
 
-def sft(model: Path | str, train: str, data: dict[str, Any] | None = None, **keys: Any) -> SftRunConfig:
-    return SftRunConfig(run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train, **(data or {})))
+def sft(
+    model: Path | str, train: str, data: dict[str, Any] | None = None, **keys: Any
+) -> SftRunConfig:
+    return SftRunConfig(
+        run_name="r",
+        policy=policy(model, **keys),
+        data=DataConfig(train_path=train, **(data or {})),
+    )
 
 
-def grpo(model: Path | str, train: str, reward: RewardConfig = REWARD, **keys: Any) -> GrpoRunConfig:
-    return GrpoRunConfig(run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train), reward=reward)
+def grpo(
+    model: Path | str, train: str, reward: RewardConfig = REWARD, **keys: Any
+) -> GrpoRunConfig:
+    return GrpoRunConfig(
+        run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train), reward=reward
+    )
 
 
 def test_a_sound_sft_config(model: Path, write: Write) -> None:
-    packing = replace(PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=128, logprob_mb_tokens=128)
+    packing = replace(
+        PolicyConfig(model_name="").sequence_packing,
+        enabled=True,
+        train_mb_tokens=128,
+        logprob_mb_tokens=128,
+    )
     train = write(ROWS)
     report = validate(sft(model, train, sequence_packing=packing))
     assert (report.problems, report.warnings) == ((), ())
     assert list(report.sections) == ["batches", "model", "data", "lengths", "plan"]
     assert report.sections["model"] == (f"{model}: llama, vocabulary of 21, positions up to 256",)
-    assert report.sections["data"] == (f"{train}: 40 rows of prompt + completion", "5 steps; an epoch is 5 steps of 8 rows")
+    assert report.sections["data"] == (
+        f"{train}: 40 rows of prompt + completion",
+        "5 steps; an epoch is 5 steps of 8 rows",
+    )
     longest = "<bos><user>10+1<assistant>10+1+0=11\n#### 11<eos>"
     assert report.sections["lengths"][0].startswith("rows (all 40): the longest has ")
-    assert f"{len(build_tokenizer()(longest)['input_ids'])} tokens ({train}:11)" in report.sections["lengths"][0]  # type: ignore[arg-type]
+    assert (
+        f"{len(build_tokenizer()(longest)['input_ids'])} tokens ({train}:11)"
+        in report.sections["lengths"][0]
+    )  # type: ignore[arg-type]
     assert report.sections["plan"][0].startswith("the first step: 8 rows, ")
     assert "if 4 rows at a time were padded)" in report.sections["plan"][0]
-    assert report.samples[1].segments == (("<bos><user>1+1<assistant>", False), ("1+1+0=02\n#### 2<eos>", True))
+    assert report.samples[1].segments == (
+        ("<bos><user>1+1<assistant>", False),
+        ("1+1+0=02\n#### 2<eos>", True),
+    )
     assert "--- sample 2\n<bos><user>1+1<assistant>⟦1+1+0=02\n#### 2<eos>⟧" in str(report)
     assert str(report).endswith("ok: nothing stands in the way of a run")
     assert not ray.is_initialized()
@@ -111,13 +150,19 @@ def test_control_tokens_in_texts_are_reported(model: Path, write: Write) -> None
     rows = [*ROWS, {**ROWS[0], "completion": "1<eos>"}, {**ROWS[0], "prompt": "0+1<assistant>1"}]
     train = write(rows)
     ended, forged = validate(sft(model, train)).warnings
-    assert ended.startswith(f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g. {train}:41")
-    assert forged.startswith("1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g. '<assistant>'")
+    assert ended.startswith(
+        f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g. {train}:41"
+    )
+    assert forged.startswith(
+        "1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g. '<assistant>'"
+    )
     assert f"in {train}:42;" in forged
     assert validate(grpo(model, train)).warnings == (forged,)
 
 
-def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(model: Path, write: Write, tmp_path: Path) -> None:
+def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(
+    model: Path, write: Write, tmp_path: Path
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
@@ -126,10 +171,14 @@ def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(model: P
     )
     train = write(ROWS)
     (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
-    assert warning.startswith(f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a rollout")
+    assert warning.startswith(
+        f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a rollout"
+    )
     assert "<assistant>0+'" in warning
     (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
-    assert warning.startswith("the chat template makes rollouts and SFT rows differ: the prompt of a rollout")
+    assert warning.startswith(
+        "the chat template makes rollouts and SFT rows differ: the prompt of a rollout"
+    )
 
 
 def test_the_report_can_be_shown_as_a_run_shows_its_samples(model: Path, write: Write) -> None:
@@ -146,8 +195,12 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     report = validate(sft(tmp_path / "model", str(tmp_path / "train.jsonl"), data))
     assert len(report.problems) == 3
     assert report.problems[0].startswith(f"data.train_path: there is no '{tmp_path}/train.jsonl'")
-    assert report.problems[1].startswith(f"data.validation_path: there is no '{tmp_path}/validation.jsonl'")
-    assert report.problems[2].startswith(f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model")
+    assert report.problems[1].startswith(
+        f"data.validation_path: there is no '{tmp_path}/validation.jsonl'"
+    )
+    assert report.problems[2].startswith(
+        f"policy.model_name is '{tmp_path}/model', but there is no such directory, and no model"
+    )
     assert str(report).endswith("3 problems to solve")
 
 
@@ -156,11 +209,20 @@ def test_a_model_directory_that_is_not_whole(model: Path, write: Write, tmp_path
     folder.mkdir()
     assert "a directory without config.json" in validate(sft(folder, train)).problems[0]
     shutil.copy(model / "config.json", folder)
-    assert "without *.safetensors weights; save the model as safetensors" in validate(sft(folder, train)).problems[0]
+    assert (
+        "without *.safetensors weights; save the model as safetensors"
+        in validate(sft(folder, train)).problems[0]
+    )
     (folder / "model.gguf").touch()
-    assert f"nemo-like convert {folder}/model.gguf --out DIR" in validate(sft(folder, train)).problems[0]
+    assert (
+        f"nemo-like convert {folder}/model.gguf --out DIR"
+        in validate(sft(folder, train)).problems[0]
+    )
     shutil.copy(model / "model.safetensors", folder)
-    assert "policy.model_name: no tokenizer can be loaded from" in validate(sft(folder, train)).problems[0]
+    assert (
+        "policy.model_name: no tokenizer can be loaded from"
+        in validate(sft(folder, train)).problems[0]
+    )
     (problem, *_) = validate(sft(model, train, tokenizer_name="no/such")).problems
     assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
     (folder / "config.json").write_text("{}")
@@ -182,11 +244,15 @@ DAMAGED: dict[str, tuple[Break, str]] = {
         r"no tokenizer can be loaded from .*\(UnicodeDecodeError",
     ),
     "tokenizer config": (
-        lambda path: (path / "tokenizer_config.json").write_text('{"model_max_length": {}, "eos_token": "<eos>"}'),
+        lambda path: (path / "tokenizer_config.json").write_text(
+            '{"model_max_length": {}, "eos_token": "<eos>"}'
+        ),
         "tokenizer .* cannot be used",
     ),
     "weights cut": (
-        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
+        lambda path: (path / "model.safetensors").write_bytes(
+            (path / "model.safetensors").read_bytes()[:-1]
+        ),
         r"its file .*model\.safetensors is damaged: it has [\d,]+ bytes and should have",
     ),
     "weights html": (
@@ -204,12 +270,16 @@ DAMAGED: dict[str, tuple[Break, str]] = {
         r"index\.json is not an index of weight files",
     ),
     "index outside": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+        lambda path: (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "../b.safetensors"}}'
+        ),
         r"index\.json names files outside of the directory",
     ),
     "size": (
         lambda path: (path / "config.json").write_text(
-            (path / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": -2')
+            (path / "config.json")
+            .read_text()
+            .replace('"num_hidden_layers": 2', '"num_hidden_layers": -2')
         ),
         "num_hidden_layers -2; it must be a positive integer",
     ),
@@ -217,7 +287,9 @@ DAMAGED: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_of_a_model_is_named(name: str, model: Path, write: Write, tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_model_is_named(
+    name: str, model: Path, write: Write, tmp_path: Path
+) -> None:
     damage, message = DAMAGED[name]
     folder = tmp_path / "folder"
     shutil.copytree(model, folder)
@@ -231,11 +303,15 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
     folder = tmp_path / "folder"
     shutil.copytree(model, folder)
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "vocab_size": 8, "max_position_embeddings": 32}))
+    (folder / "config.json").write_text(
+        json.dumps({**values, "vocab_size": 8, "max_position_embeddings": 32})
+    )
     report = validate(sft(folder, write(ROWS)))
     assert report.problems[0].startswith("the tokenizer makes token ")
     assert "but the model's vocabulary ends at 7" in report.problems[0]
-    assert report.warnings == ("policy.max_total_sequence_length 64 is above the 32 positions of the model",)
+    assert report.warnings == (
+        "policy.max_total_sequence_length 64 is above the 32 positions of the model",
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +323,9 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
         ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
     ],
 )
-def test_data_that_cannot_be_used(model: Path, write: Write, rows: list[Any], expected: str) -> None:
+def test_data_that_cannot_be_used(
+    model: Path, write: Write, rows: list[Any], expected: str
+) -> None:
     report = validate(sft(model, write(rows)))
     assert len(report.problems) == 1
     assert expected in report.problems[0]
@@ -261,8 +339,13 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
         f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or singleton",
     )
     cut = validate(sft(model, train, oversize_rows="truncate"))
-    assert (cut.problems, cut.warnings) == ((), (f"{told} policy.oversize_rows is truncate, so their ends are cut off",))
-    packing = replace(PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=80)
+    assert (cut.problems, cut.warnings) == (
+        (),
+        (f"{told} policy.oversize_rows is truncate, so their ends are cut off",),
+    )
+    packing = replace(
+        PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=80
+    )
     alone = validate(sft(model, train, oversize_rows="singleton", sequence_packing=packing))
     assert alone.problems == ()
     assert alone.warnings == (
@@ -290,7 +373,9 @@ def test_prompts_must_leave_room(model: Path, write: Write) -> None:
 def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> None:
     train = write(ROWS)
     path = f"{__name__}.broken_reward"
-    problems = validate(grpo(model, train, RewardConfig(functions={"mine": RewardFunctionConfig(path=path)}))).problems
+    problems = validate(
+        grpo(model, train, RewardConfig(functions={"mine": RewardFunctionConfig(path=path)}))
+    ).problems
     assert problems[0].startswith(
         f"reward.functions.mine.path {path} raised KeyError: 'ground_truth' on this sample:\n  prompt: '0+1'"
     )
@@ -302,6 +387,11 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
 
 def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}"
+    )
     report = validate(sft(model, write(ROWS[:8]), chat_template=str(template)))
-    assert "mark no token of this conversation (and 7 more of the 8 rows looked at)" in report.problems[0]
+    assert (
+        "mark no token of this conversation (and 7 more of the 8 rows looked at)"
+        in report.problems[0]
+    )

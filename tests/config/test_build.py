@@ -19,7 +19,9 @@ from nemo_like.config.load import to_yaml
 from nemo_like.config.schema import GrpoRunConfig, RewardFunctionConfig, SftRunConfig
 from nemo_like.config.yaml_locations import Sources, read_yaml, record
 
-NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(lambda text: f"f{text}")
+NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(
+    lambda text: f"f{text}"
+)
 TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.sampled_from(
@@ -92,7 +94,9 @@ def test_a_grpo_config_survives_yaml(config: GrpoRunConfig) -> None:
 @settings(max_examples=15, deadline=None)
 @given(values(SftRunConfig))
 def test_an_sft_config_survives_yaml_written_from_its_dict(config: SftRunConfig) -> None:
-    assert read_back(yaml.safe_dump(to_dict(config), sort_keys=False), SftRunConfig, "sft") == config
+    assert (
+        read_back(yaml.safe_dump(to_dict(config), sort_keys=False), SftRunConfig, "sft") == config
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -100,7 +104,9 @@ def test_an_sft_config_survives_yaml_written_from_its_dict(config: SftRunConfig)
 def test_to_dict_holds_only_what_yaml_and_json_know(config: SftRunConfig) -> None:
     def check(value: Any) -> None:
         assert value is None or type(value) in (dict, list, str, int, float, bool)
-        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        for inner in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        ):
             check(inner)
 
     plain = to_dict(config)
@@ -134,7 +140,9 @@ def test_the_values_of_an_open_section_are_built_too() -> None:
     class Section:
         functions: dict[str, RewardFunctionConfig] = dataclasses.field(default_factory=dict)
 
-    config, problems = build_config(Section, {"functions": {"a": {"path": "m.f", "weight": 2}}}, Sources())
+    config, problems = build_config(
+        Section, {"functions": {"a": {"path": "m.f", "weight": 2}}}, Sources()
+    )
     assert problems == [] and config == Section({"a": RewardFunctionConfig(path="m.f", weight=2.0)})
     _, problems = build_config(Section, {"functions": ["m.f"]}, Sources())
     assert problems[0].text == "functions is ['m.f']; it must be a mapping from names to sections"

@@ -26,7 +26,9 @@ from tests.recipe import Recipe
 
 POLICY = PolicyConfig(model_name="models/tiny")
 DATA = DataConfig(train_path="data/train.jsonl")
-REWARD = RewardConfig(functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")})
+REWARD = RewardConfig(
+    functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")}
+)
 SFT = SftRunConfig(run_name="r", policy=POLICY, data=DATA)
 GRPO = GrpoRunConfig(run_name="r", policy=POLICY, data=DATA, reward=REWARD)
 
@@ -35,7 +37,9 @@ def with_keys(config: Any, keys: dict[str, Any]) -> Any:
     """`config` with dotted keys replaced."""
     for key, value in keys.items():
         name, _, rest = key.partition(".")
-        config = replace(config, **{name: with_keys(getattr(config, name), {rest: value}) if rest else value})
+        config = replace(
+            config, **{name: with_keys(getattr(config, name), {rest: value}) if rest else value}
+        )
     return config
 
 
@@ -53,24 +57,51 @@ def test_the_defaults_are_fine() -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"policy.train_global_batch_size": 0}, "policy.train_global_batch_size is 0; it must be at least 1"),
+        (
+            {"policy.train_global_batch_size": 0},
+            "policy.train_global_batch_size is 0; it must be at least 1",
+        ),
         ({"policy.optimizer.lr": 0.0}, "policy.optimizer.lr is 0.0; it must be above 0"),
         ({"policy.optimizer.beta2": 1.0}, "policy.optimizer.beta2 is 1.0; it must be in [0, 1)"),
         ({"policy.generation.top_p": 1.5}, "policy.generation.top_p is 1.5; it must be at most 1"),
-        ({"policy.generation.top_k": -2}, "policy.generation.top_k is -2; it must be at least 1; null, 0 or -1"),
+        (
+            {"policy.generation.top_k": -2},
+            "policy.generation.top_k is -2; it must be at least 1; null, 0 or -1",
+        ),
         ({"policy.generation.min_p": 1.5}, "policy.generation.min_p is 1.5; it must be at most 1"),
-        ({"policy.generation.min_p": -0.5}, "policy.generation.min_p is -0.5; it must be 0 or above"),
-        ({"policy.scheduler.min_ratio": -0.1}, "policy.scheduler.min_ratio is -0.1; it must be 0 or above"),
-        ({"policy.max_total_sequence_length": 1}, "policy.max_total_sequence_length is 1; it must be at least 2"),
-        ({"loss_fn.ratio_clip_c": 1.0}, "loss_fn.ratio_clip_c is 1.0; it must be above 1 (about 3), or null"),
-        ({"loss_fn.reference_policy_kl_penalty": -1.0}, "loss_fn.reference_policy_kl_penalty is -1.0; it must be 0 or above"),
+        (
+            {"policy.generation.min_p": -0.5},
+            "policy.generation.min_p is -0.5; it must be 0 or above",
+        ),
+        (
+            {"policy.scheduler.min_ratio": -0.1},
+            "policy.scheduler.min_ratio is -0.1; it must be 0 or above",
+        ),
+        (
+            {"policy.max_total_sequence_length": 1},
+            "policy.max_total_sequence_length is 1; it must be at least 2",
+        ),
+        (
+            {"loss_fn.ratio_clip_c": 1.0},
+            "loss_fn.ratio_clip_c is 1.0; it must be above 1 (about 3), or null",
+        ),
+        (
+            {"loss_fn.reference_policy_kl_penalty": -1.0},
+            "loss_fn.reference_policy_kl_penalty is -1.0; it must be 0 or above",
+        ),
         ({"checkpointing.keep_latest": 0}, "checkpointing.keep_latest is 0; it must be at least 1"),
         ({"run_name": "a/b"}, "run_name is 'a/b'; as a directory it takes letters"),
         ({"run_name": ""}, "run_name is ''; "),
         ({"policy.model_name": ""}, "policy.model_name is empty"),
-        ({"data.prompt_template": "Solve: "}, "data.prompt_template is 'Solve: '; it must hold {prompt}"),
+        (
+            {"data.prompt_template": "Solve: "},
+            "data.prompt_template is 'Solve: '; it must hold {prompt}",
+        ),
         ({"data.prompt_template": "{prompt} {x}"}, "and no other field ({{ }} are literal braces)"),
-        ({"data.prompt_template": "{prompt"}, "data.prompt_template is no format string: expected '}' before end of string"),
+        (
+            {"data.prompt_template": "{prompt"},
+            "data.prompt_template is no format string: expected '}' before end of string",
+        ),
         (
             {"reward.functions": {"a": RewardFunctionConfig(path="answer")}},
             "reward.functions.a.path is 'answer'; write module.function",
@@ -89,14 +120,26 @@ def test_the_defaults_are_fine() -> None:
             {"policy.generation.temperature": 0.0},
             "policy.generation.temperature is 0: greedy completions of one prompt are all equal",
         ),
-        ({"policy.generation.max_new_tokens": 1024}, "is 1024 and policy.max_total_sequence_length 1024, prompt included"),
-        ({"policy.generation.stop_strings": ("",)}, "policy.generation.stop_strings has an empty text"),
-        ({"grpo.num_generations_per_prompt": 1}, "grpo.num_generations_per_prompt is 1: the advantage (group_mean) compares"),
+        (
+            {"policy.generation.max_new_tokens": 1024},
+            "is 1024 and policy.max_total_sequence_length 1024, prompt included",
+        ),
+        (
+            {"policy.generation.stop_strings": ("",)},
+            "policy.generation.stop_strings has an empty text",
+        ),
+        (
+            {"grpo.num_generations_per_prompt": 1},
+            "grpo.num_generations_per_prompt is 1: the advantage (group_mean) compares",
+        ),
         (
             {"grpo.num_generations_per_prompt": 1, "grpo.advantage.baseline": "leave_one_out"},
             "grpo.num_generations_per_prompt is 1: the advantage (leave_one_out) compares",
         ),
-        ({"policy.oversize_rows": "singleton"}, "policy.oversize_rows is singleton, which needs a token budget"),
+        (
+            {"policy.oversize_rows": "singleton"},
+            "policy.oversize_rows is singleton, which needs a token budget",
+        ),
         (
             {"cluster.backend": "local", "cluster.workers_per_node": 4},
             "cluster.workers_per_node is 4, but cluster.backend local is one worker in this process: set it to 1",
@@ -114,7 +157,10 @@ def test_each_value_that_cannot_work_has_its_message(keys: dict[str, Any], expec
 
 
 def test_sft_is_not_asked_for_what_only_rollouts_need() -> None:
-    assert problems(SFT, policy__generation__temperature=0.0, policy__max_total_sequence_length=64) == []
+    assert (
+        problems(SFT, policy__generation__temperature=0.0, policy__max_total_sequence_length=64)
+        == []
+    )
     assert problems(SFT, sft__val_generate=True) == [
         "sft.val_generate is true, but data.validation_path is not set",
         "sft.val_generate is true, but reward.functions has nothing to score answers with",
@@ -133,7 +179,9 @@ def test_rows_must_divide_into_optimizer_steps() -> None:
 
 
 @given(st.integers(1, 40), st.integers(2, 12), st.integers(1, 600), st.sampled_from([1, 2, 4]))
-def test_every_value_that_is_suggested_is_legal(prompts: int, group: int, batch: int, workers: int) -> None:
+def test_every_value_that_is_suggested_is_legal(
+    prompts: int, group: int, batch: int, workers: int
+) -> None:
     sizes = {
         "policy.train_global_batch_size": batch,
         "grpo.num_prompts_per_step": prompts,
@@ -152,11 +200,16 @@ def test_every_value_that_is_suggested_is_legal(prompts: int, group: int, batch:
 
 
 def test_workers_share_a_global_batch() -> None:
-    assert problems(SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12) == [
+    assert problems(
+        SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12
+    ) == [
         "policy.train_global_batch_size 12 / 8 workers (cluster.num_nodes 2 x cluster.workers_per_node 4) = 1.5 rows each;"
         " without packing or dynamic batching every worker takes equally many: set it to 8 or 16"
     ]
-    packed = {"policy__sequence_packing": replace(POLICY.sequence_packing, enabled=True), "cluster__gpus_per_node": 8}
+    packed = {
+        "policy__sequence_packing": replace(POLICY.sequence_packing, enabled=True),
+        "cluster__gpus_per_node": 8,
+    }
     assert problems(SFT, policy__train_global_batch_size=12, **packed) == []
     assert problems(SFT, policy__train_global_batch_size=4, **packed) == [
         "policy.train_global_batch_size 4 / 8 workers (cluster.num_nodes 1 x cluster.gpus_per_node 8) = 0.5 rows each; every"
@@ -165,7 +218,9 @@ def test_workers_share_a_global_batch() -> None:
 
 
 def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> None:
-    packing = replace(POLICY.sequence_packing, enabled=True, train_mb_tokens=1000, sequence_length_round=64)
+    packing = replace(
+        POLICY.sequence_packing, enabled=True, train_mb_tokens=1000, sequence_length_round=64
+    )
     small = {"policy__sequence_packing": packing, "policy__max_total_sequence_length": 1000}
     assert problems(SFT, **small) == [
         "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens (policy.max_total_sequence_length, 1024"
@@ -189,7 +244,9 @@ def test_policy_workers_are_counted() -> None:
 
 def test_workers_must_be_whole_copies_of_the_model() -> None:
     def parallel_problems(**keys: object) -> list[str]:
-        return problems(SFT, **{"cluster__workers_per_node": 6, "policy__train_global_batch_size": 12, **keys})
+        return problems(
+            SFT, **{"cluster__workers_per_node": 6, "policy__train_global_batch_size": 12, **keys}
+        )
 
     assert parallel_problems(parallel__tensor=2) == []
     assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
@@ -208,52 +265,96 @@ def test_workers_must_be_whole_copies_of_the_model() -> None:
 
 def test_a_model_must_divide_among_the_workers_that_share_it() -> None:
     class Model:
-        num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers = 12, 3, 64, 10
+        num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers = (
+            12,
+            3,
+            64,
+            10,
+        )
 
-    config = with_keys(SFT, {"parallel.tensor": 2, "parallel.pipeline": 16, "policy.engine": "megatron"})
+    config = with_keys(
+        SFT, {"parallel.tensor": 2, "parallel.pipeline": 16, "policy.engine": "megatron"}
+    )
     assert [str(problem).partition(" has ")[2] for problem in model_problems(config, Model())] == [
         "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set parallel.tensor to 1 or 3",
         "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]
-    shared = {"parallel.tensor": 6, "parallel.pipeline": 4}  # two workers hold each key-value head; 3 + 3 + 2 + 2 layers
+    shared = {
+        "parallel.tensor": 6,
+        "parallel.pipeline": 4,
+    }  # two workers hold each key-value head; 3 + 3 + 2 + 2 layers
     found = model_problems(with_keys(SFT, {**shared, "policy.engine": "megatron"}), Model())
     assert ["feed-forward" in str(problem) for problem in found] == [True]
-    assert len(model_problems(with_keys(SFT, shared), Model())) == 2, "the other engine needs whole key-value heads"
+    assert len(model_problems(with_keys(SFT, shared), Model())) == 2, (
+        "the other engine needs whole key-value heads"
+    )
 
 
 def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
     class Mixture:
-        num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, num_experts = 12, 4, 64, 10, 6
+        (
+            num_attention_heads,
+            num_key_value_heads,
+            intermediate_size,
+            num_hidden_layers,
+            num_experts,
+        ) = 12, 4, 64, 10, 6
 
     class Dense(Mixture):
         num_experts = None
 
     def both(model: object, **keys: object) -> list[str]:
-        config = with_keys(SFT, {"policy.engine": "megatron", **{key.replace("__", "."): value for key, value in keys.items()}})
+        config = with_keys(
+            SFT,
+            {
+                "policy.engine": "megatron",
+                **{key.replace("__", "."): value for key, value in keys.items()},
+            },
+        )
         return [str(problem).partition(" has ")[2] for problem in model_problems(config, model)]
 
-    megatron: dict[str, object] = {"policy__engine": "megatron", "policy__train_global_batch_size": 12}
-    assert problems(SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=3) == []
-    assert problems(SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4) == [
+    megatron: dict[str, object] = {
+        "policy__engine": "megatron",
+        "policy__train_global_batch_size": 12,
+    }
+    assert (
+        problems(
+            SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=3
+        )
+        == []
+    )
+    assert problems(
+        SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4
+    ) == [
         "parallel.expert 4 workers share the experts of a pipeline stage, which has 12 workers (cluster.num_nodes 1 x"
         " cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole number: set parallel.expert"
         " to 3 or 6"
     ]
     (on_dtensor,) = problems(SFT, parallel__expert=2)
-    assert "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to megatron" in on_dtensor
+    assert (
+        "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to megatron"
+        in on_dtensor
+    )
     assert both(Mixture(), parallel__expert=3) == []
     assert both(Mixture(), parallel__expert=4) == [
         "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
     ]
-    assert both(Dense(), parallel__expert=2) == ["no experts, and parallel.expert is 2: set it to 1"]
+    assert both(Dense(), parallel__expert=2) == [
+        "no experts, and parallel.expert is 2: set it to 1"
+    ]
     assert both(Mixture(), parallel__tensor=2, parallel__sequence=True) == []
     (same_tokens,) = both(Mixture(), parallel__tensor=2)
-    assert "2 tensor workers would all send the same tokens to them; set parallel.sequence to true" in same_tokens
+    assert (
+        "2 tensor workers would all send the same tokens to them; set parallel.sequence to true"
+        in same_tokens
+    )
 
 
 def test_the_derivation_is_spelled_out() -> None:
     assert batching_section(GRPO) is None
-    assert derivation(with_keys(GRPO, {"policy.train_global_batch_size": 16, "cluster.workers_per_node": 2})) == (
+    assert derivation(
+        with_keys(GRPO, {"policy.train_global_batch_size": 16, "cluster.workers_per_node": 2})
+    ) == (
         "8 prompts x 4 generations = 32 rows per step\n"
         "32 rows / 16 rows per optimizer step = 2 optimizer steps\n"
         "100 steps = 200 optimizer steps over 3200 rows\n"
@@ -261,7 +362,9 @@ def test_the_derivation_is_spelled_out() -> None:
         "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
         "scoring: 8 rows / 4 rows per microbatch = 2 microbatches"
     )
-    packed = with_keys(SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000})
+    packed = with_keys(
+        SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000}
+    )
     assert derivation(packed) == (
         "32 rows per step = 1 optimizer step\n"
         "32 rows / 1 worker = 32 rows each\n"

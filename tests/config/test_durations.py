@@ -9,7 +9,13 @@ from tests.recipe import Recipe
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("14100", 14100.0), ("0.5", 0.5), ("3:55:00", 14100.0), ("03:55:09", 14109.0), ("1-00:00:00", 86400.0)],
+    [
+        ("14100", 14100.0),
+        ("0.5", 0.5),
+        ("3:55:00", 14100.0),
+        ("03:55:09", 14109.0),
+        ("1-00:00:00", 86400.0),
+    ],
 )
 def test_durations_are_seconds_or_a_clock(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
@@ -24,5 +30,7 @@ def test_other_forms_are_refused(text: str) -> None:
 def test_a_wrong_time_limit_names_its_key(recipe: Recipe) -> None:
     assert recipe.sft("cluster.time_limit=3:55:00").cluster.time_limit == "3:55:00"
     assert recipe.sft("cluster.time_limit=14100").cluster.time_limit == "14100"
-    with pytest.raises(ConfigError, match=r"cluster.time_limit is '4h'; it must be seconds, \"H:MM:SS\""):
+    with pytest.raises(
+        ConfigError, match=r"cluster.time_limit is '4h'; it must be seconds, \"H:MM:SS\""
+    ):
         recipe.sft("cluster.time_limit=4h")

@@ -40,7 +40,9 @@ NEEDED = {
     "policy.model_name": "m",
     "reward.functions": {"answer": {"path": "nemo_like.environments.math.answer_reward"}},
 }
-OUR_KEY = re.compile(r"\b(?:policy|grpo|sft|data|reward|cluster|parallel|checkpointing|logger|loss_fn)\.[a-z_0-9.]*[a-z_0-9]")
+OUR_KEY = re.compile(
+    r"\b(?:policy|grpo|sft|data|reward|cluster|parallel|checkpointing|logger|loss_fn)\.[a-z_0-9.]*[a-z_0-9]"
+)
 
 
 def message(path: Path, *overrides: str) -> str:
@@ -54,7 +56,11 @@ def leaves(values: Any, prefix: str = "") -> list[str]:
     """Every dotted key with a value; an empty mapping is a value."""
     if not isinstance(values, dict) or not values:
         return [prefix]
-    return [leaf for name, inner in values.items() for leaf in leaves(inner, f"{prefix}.{name}" if prefix else name)]
+    return [
+        leaf
+        for name, inner in values.items()
+        for leaf in leaves(inner, f"{prefix}.{name}" if prefix else name)
+    ]
 
 
 def unknown_leaves(kind: Kind, values: dict[str, Any]) -> list[str]:
@@ -106,7 +112,11 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
         keys, colon, new = target.partition(": ")
         first, *others = [old.split(": ")[0] for old in olds.split(", ")]
         source = resolved if "write the value out" in note else values
-        value = OmegaConf.select(OmegaConf.create(resolved), first) if source is resolved else pop(values, first)
+        value = (
+            OmegaConf.select(OmegaConf.create(resolved), first)
+            if source is resolved
+            else pop(values, first)
+        )
         if source is resolved:
             pop(values, first)
         for other in others:
@@ -116,7 +126,12 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
         value = yaml.safe_load(new) if colon and "${" not in new else (new if colon else value)
         if "in place of the section there" in note:
             pop(values, keys)
-        renames.append((keys.split(" and "), OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+        renames.append(
+            (
+                keys.split(" and "),
+                OmegaConf.to_container(value) if OmegaConf.is_config(value) else value,
+            )
+        )
     for path in listed(text.split("unsupported (")[-1]):
         pop(values, path)
     for targets, value in renames:
@@ -129,7 +144,9 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_of_another_tool_loads_after_all_that_its_message_says(name: str, tmp_path: Path) -> None:
+def test_a_config_of_another_tool_loads_after_all_that_its_message_says(
+    name: str, tmp_path: Path
+) -> None:
     path, kind = CONFIGS / f"{name}.yaml", CASES[name]
     values = yaml.safe_load(path.read_text())
     register_arithmetic()
@@ -144,28 +161,44 @@ def test_a_config_of_another_tool_loads_after_all_that_its_message_says(name: st
     assert len(found) == len(set(found))
     for other in found:
         is_same = other in SAME_KEYS
-        assert is_same or text.count(f" {other} ") + text.count(f" {other},") + text.count(f" {other}:") <= 1, other
+        assert (
+            is_same
+            or text.count(f" {other} ") + text.count(f" {other},") + text.count(f" {other}:") <= 1
+        ), other
     changed = tmp_path / "changed.yaml"
-    changed.write_text(yaml.safe_dump(follow(text, values, {str(key): item for key, item in resolved.items()})))
+    changed.write_text(
+        yaml.safe_dump(follow(text, values, {str(key): item for key, item in resolved.items()}))
+    )
     load_config(kind, changed)
 
 
 def test_the_groups_of_a_nemo_rl_config() -> None:
     text = message(CONFIGS / "nemo_rl_grpo.yaml")
-    assert len(unknown_leaves("grpo", yaml.safe_load((CONFIGS / "nemo_rl_grpo.yaml").read_text()))) >= 60
+    assert (
+        len(unknown_leaves("grpo", yaml.safe_load((CONFIGS / "nemo_rl_grpo.yaml").read_text())))
+        >= 60
+    )
     assert "as NeMo RL has them" in text
     headings = [line.split(" (")[0] for line in text.splitlines() if not line.startswith(" ")][1:]
     missing = "run_name, data.train_path, reward.functions, data.validation_path"
     assert headings == ["renamed", "unsupported", "safe to delete", f"to be set as well: {missing}"]
     renamed, unsupported, deletable = re.split(r"\n(?:unsupported|safe to delete).*\n", text)
-    assert "grpo.normalize_rewards: true -> grpo.advantage.normalize: group_std (leave_one_out_std" in renamed
-    assert "grpo.use_leave_one_out_baseline: true -> grpo.advantage.baseline: leave_one_out" in renamed
+    assert (
+        "grpo.normalize_rewards: true -> grpo.advantage.normalize: group_std (leave_one_out_std"
+        in renamed
+    )
+    assert (
+        "grpo.use_leave_one_out_baseline: true -> grpo.advantage.baseline: leave_one_out" in renamed
+    )
     assert "loss_fn.token_level_loss: true -> loss_fn.normalization: token" in renamed
     assert "policy.dtensor_cfg.tensor_parallel_size -> parallel.tensor" in renamed
     assert "policy.generation.backend: vllm -> hf" in renamed
     assert "policy.scheduler as a section with kind" in unsupported
     assert "policy.generation.vllm_cfg" in unsupported
-    assert all(key in deletable for key in ("policy.megatron_cfg", "grpo.reward_shaping", "policy.logprob_chunk_size"))
+    assert all(
+        key in deletable
+        for key in ("policy.megatron_cfg", "grpo.reward_shaping", "policy.logprob_chunk_size")
+    )
     assert "policy.megatron_cfg." not in text
 
 
@@ -185,11 +218,17 @@ def test_a_config_that_is_right_without_its_dead_keys_is_still_refused(
 
 
 def test_sections_of_other_files_and_overrides_are_in_the_same_list(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("sft: {seed: 1}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n")
+    (tmp_path / "base.yaml").write_text(
+        "sft: {seed: 1}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n"
+    )
     path = tmp_path / "a.yaml"
-    path.write_text("defaults: base.yaml\nrun_name: a\nsft: {seed: 2}\npolicy: {dtensor_cfg: {cpu_offload: true}}\n1: 2\n")
+    path.write_text(
+        "defaults: base.yaml\nrun_name: a\nsft: {seed: 2}\npolicy: {dtensor_cfg: {cpu_offload: true}}\n1: 2\n"
+    )
     text = message(path, "trainer.n_gpus_per_node=2")
-    assert text.count("sft.seed ->") == 1 and f"sft.seed -> seed  [{path}:3]" in text.replace("[line 3", f"[{path}:3")
+    assert text.count("sft.seed ->") == 1 and f"sft.seed -> seed  [{path}:3]" in text.replace(
+        "[line 3", f"[{path}:3"
+    )
     assert "parallel.tensor  [" in text and "base.yaml:2]" in text
     assert "trainer.n_gpus_per_node -> cluster.gpus_per_node  [the command line]" in text
     assert "other problems:\n  unknown key 1" in text
@@ -225,7 +264,13 @@ def test_every_entry_of_the_tables_fits_the_schema() -> None:
 
 def check_entry(entry: Entry) -> None:
     """Every key that it names exists, and every value that it gives is legal."""
-    text = entry.reason if isinstance(entry, Unsupported) else f"{entry.note} {entry.null}" if isinstance(entry, Renamed) else ""
+    text = (
+        entry.reason
+        if isinstance(entry, Unsupported)
+        else f"{entry.note} {entry.null}"
+        if isinstance(entry, Renamed)
+        else ""
+    )
     for key in OUR_KEY.findall(text):
         assert is_key(key), key
     if isinstance(entry, Renamed):
@@ -238,7 +283,9 @@ def check_entry(entry: Entry) -> None:
 
 
 def is_key(path: str) -> bool:
-    return path.startswith("reward.functions") or any(type_at(config, path) is not None for config in RUN_CONFIGS.values())
+    return path.startswith("reward.functions") or any(
+        type_at(config, path) is not None for config in RUN_CONFIGS.values()
+    )
 
 
 def is_legal(path: str, value: str) -> bool:
@@ -263,7 +310,9 @@ VALUES = st.sampled_from([None, True, False, *TEXTS, {}, {"enabled": False}, {"x
 def test_every_unknown_key_is_in_exactly_one_finding(kind: Kind, chosen: dict[str, Any]) -> None:
     tree: dict[str, Any] = {}
     for path, value in chosen.items():
-        if not any(path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in chosen):
+        if not any(
+            path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in chosen
+        ):
             put(tree, path, value)
     found = find_foreign(kind, tree).found
     for leaf in unknown_leaves(kind, tree) if tree else []:
@@ -279,13 +328,21 @@ def test_every_unknown_key_is_in_exactly_one_finding(kind: Kind, chosen: dict[st
 
 def test_the_tables_do_not_contradict_each_other() -> None:
     names = list(TOOLS)
-    shared = {path for first in names for other in names if first != other for path in set(TOOLS[first]) & set(TOOLS[other])}
+    shared = {
+        path
+        for first in names
+        for other in names
+        if first != other
+        for path in set(TOOLS[first]) & set(TOOLS[other])
+    }
     assert shared <= {"optim"}, "what one key means depends on the tool"
 
 
 def test_one_section_of_another_tool_is_enough_for_the_list(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("run_name: a\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\ndata: {train_path: t}\nsft: {}\n")
+    path.write_text(
+        "run_name: a\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\ndata: {train_path: t}\nsft: {}\n"
+    )
     assert "nothing is offloaded to the CPU: policy.dtensor_cfg" in message(path)
     assert "trainer.nnodes -> cluster.num_nodes" in message(path, "trainer.nnodes=2")
 
@@ -293,7 +350,9 @@ def test_one_section_of_another_tool_is_enough_for_the_list(tmp_path: Path) -> N
 def test_thousands_of_unknown_keys_make_a_message_of_readable_length(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     keys = "".join(f"  max_k{n}_sizes: {n}\n" for n in range(150))
-    path.write_text(f"run_name: a\npolicy: {{model_name: m}}\ndata: {{train_path: t, num_workers: 1}}\nsft:\n  seed: 1\n{keys}")
+    path.write_text(
+        f"run_name: a\npolicy: {{model_name: m}}\ndata: {{train_path: t, num_workers: 1}}\nsft:\n  seed: 1\n{keys}"
+    )
     text = message(path)
     assert "sft.seed -> seed" in text and "and 90 more" in text
     assert len(text) < 4_000

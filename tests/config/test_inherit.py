@@ -41,7 +41,10 @@ def write(folder: Path, **files: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("defaults", ["../base.yaml", "../base", "[../base.yaml]", "{folder}/base.yaml", "[{folder}/base.yaml]"])
+@pytest.mark.parametrize(
+    "defaults",
+    ["../base.yaml", "../base", "[../base.yaml]", "{folder}/base.yaml", "[{folder}/base.yaml]"],
+)
 def test_a_file_inherits_by_a_path_relative_to_itself_or_absolute(tmp_path: Path, defaults: str):
     child = f"defaults: {defaults.format(folder=tmp_path)}\nrun_name: child\npolicy: {{train_micro_batch_size: 8}}\n"
     path = write(tmp_path, base=BASE, folder__child=child)
@@ -63,7 +66,12 @@ def test_later_files_come_over_earlier_ones_through_several_levels(tmp_path: Pat
         child="defaults: [a.yaml, b.yaml]\noutput_dir: out\n",
     )
     config = load_config("sft", path, ["policy.train_micro_batch_size=2"])
-    assert (config.run_name, config.seed, config.output_dir, config.policy.precision) == ("a", 3, "out", "bfloat16")
+    assert (config.run_name, config.seed, config.output_dir, config.policy.precision) == (
+        "a",
+        3,
+        "out",
+        "bfloat16",
+    )
     assert config.policy.sequence_packing.train_mb_tokens == 1024
 
 
@@ -76,7 +84,10 @@ def test_a_config_of_hydras_form_can_be_inherited_by_path(tmp_path: Path):
 
 def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
     examples = Path(__file__).parents[2] / "examples" / "configs"
-    path = write(tmp_path, mine=f"defaults: {examples}/demo_grpo.yaml\nrun_name: mine\ngrpo: {{max_num_steps: 3}}\n")
+    path = write(
+        tmp_path,
+        mine=f"defaults: {examples}/demo_grpo.yaml\nrun_name: mine\ngrpo: {{max_num_steps: 3}}\n",
+    )
     config, original = load_config("grpo", path), load_config("grpo", examples / "demo_grpo.yaml")
     assert (config.run_name, config.grpo.max_num_steps) == ("mine", 3)
     assert config.policy == original.policy and config.reward == original.reward
@@ -102,7 +113,9 @@ def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
         ({"child": "defaults: base.yaml\nseed: ${mul:${policy.nowhere},2}\n"}, ("seed", "policy.nowhere", "child.yaml:2")),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_message_with_key_and_line(tmp_path: Path, files: dict[str, str], words: tuple[str, ...]):
+def test_what_is_wrong_is_one_message_with_key_and_line(
+    tmp_path: Path, files: dict[str, str], words: tuple[str, ...]
+):
     path = write(tmp_path, base=BASE, **files)
     with pytest.raises(ConfigError) as raised:
         load_config("sft", path)
@@ -119,7 +132,13 @@ NUMBERS = st.integers(-(10**6), 10**6) | st.floats(-1e6, 1e6, allow_subnormal=Fa
 def test_arithmetic_is_exact_on_integers_and_keeps_them_integers(left, right):
     register_arithmetic()
     config = OmegaConf.create(
-        {"a": left, "b": right, "add": "${add:${a},${b}}", "mul": "${mul:${a}, ${b}}", "div": "${div:${a},${b}}"}
+        {
+            "a": left,
+            "b": right,
+            "add": "${add:${a},${b}}",
+            "mul": "${mul:${a}, ${b}}",
+            "div": "${div:${a},${b}}",
+        }
     )
     are_integers = isinstance(left, int) and isinstance(right, int)
     assert config.add == left + right and config.mul == left * right

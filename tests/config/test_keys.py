@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_like.config.keys import _FOREIGN_NAMES, RUN_CONFIGS, all_keys, leaf_keys, suggest_keys, type_at, unknown_key_text
+from nemo_like.config.keys import (
+    _FOREIGN_NAMES,
+    RUN_CONFIGS,
+    all_keys,
+    leaf_keys,
+    suggest_keys,
+    type_at,
+    unknown_key_text,
+)
 from nemo_like.config.schema import GrpoRunConfig, RewardFunctionConfig, SftRunConfig
 
 MAX_KEYS = 150

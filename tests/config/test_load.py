@@ -52,7 +52,9 @@ def message(path: Path, *overrides: str, kind: str = "sft") -> str:
     return str(caught.value)
 
 
-def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_line(write: Write) -> None:
+def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_line(
+    write: Write,
+) -> None:
     path = write(MINIMAL)
     assert load_config("sft", path).policy.optimizer.lr == 1e-5
     config = load_config(
@@ -76,7 +78,10 @@ def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_
 
 
 def test_the_last_of_file_base_and_command_line_wins(write: Write) -> None:
-    write("seed: 1\npolicy: {optimizer: {lr: 1.0, beta1: 0.5}}\nlogger: {num_samples_shown: 9}\n", "_base.yaml")
+    write(
+        "seed: 1\npolicy: {optimizer: {lr: 1.0, beta1: 0.5}}\nlogger: {num_samples_shown: 9}\n",
+        "_base.yaml",
+    )
     path = write("defaults: [_base, _self_]\n" + MINIMAL + "  max_train_rows: 5\nseed: 2\n")
     config = load_config("sft", path, ["policy.optimizer.lr=3", "policy.optimizer.lr=4"])
     assert (config.seed, config.policy.optimizer.lr, config.policy.optimizer.beta1) == (2, 4.0, 0.5)
@@ -107,13 +112,19 @@ def test_a_tilde_goes_back_to_the_default(write: Write) -> None:
     assert load_config("sft", path, ["~reward.functions.answer"]).reward.functions == {}
 
 
-def test_interpolation_of_keys_and_of_the_environment(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(MINIMAL.replace("data/train.jsonl", "${oc.env:NEMO_LIKE_DATA,data}/${run_name}.jsonl"))
+def test_interpolation_of_keys_and_of_the_environment(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        MINIMAL.replace("data/train.jsonl", "${oc.env:NEMO_LIKE_DATA,data}/${run_name}.jsonl")
+    )
     monkeypatch.delenv("NEMO_LIKE_DATA", raising=False)
     assert load_config("sft", path).data.train_path == "data/test.jsonl"
     monkeypatch.setenv("NEMO_LIKE_DATA", "/big")
     assert load_config("sft", path, ["run_name=x"]).data.train_path == "/big/x.jsonl"
-    assert load_config("sft", path, ["sft.max_num_steps=${oc.env:STEPS,20}"]).sft.max_num_steps == 20
+    assert (
+        load_config("sft", path, ["sft.max_num_steps=${oc.env:STEPS,20}"]).sft.max_num_steps == 20
+    )
 
 
 def test_numbers_as_people_write_them(write: Write) -> None:
@@ -131,13 +142,18 @@ def test_a_text_key_means_what_is_written(write: Write, written: str) -> None:
 
 
 def test_anchors_and_merge_keys(write: Write) -> None:
-    path = write(MINIMAL + "reward:\n  functions:\n    a: &f {path: m.f, weight: 2}\n    b: {<<: *f, path: m.g}\n")
+    path = write(
+        MINIMAL
+        + "reward:\n  functions:\n    a: &f {path: m.f, weight: 2}\n    b: {<<: *f, path: m.g}\n"
+    )
     functions = load_config("sft", path).reward.functions
     assert (functions["b"].path, functions["b"].weight) == ("m.g", 2.0)
 
 
 def test_yaml_output_loads_to_the_same_config(write: Write) -> None:
-    config = load_config("grpo", write(MINIMAL + REWARD), [r"policy.generation.stop_strings=['\${','a']"])
+    config = load_config(
+        "grpo", write(MINIMAL + REWARD), [r"policy.generation.stop_strings=['\${','a']"]
+    )
     assert config.policy.generation.stop_strings == ("${", "a")
     assert load_config("grpo", write(to_yaml(config), "again.yaml")) == config
 
@@ -169,7 +185,9 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
     assert detect_kind(write("defaults: [_base]\n" + MINIMAL)) == "grpo"
     assert detect_kind(write(MINIMAL + "sft: {max_num_steps: 3}\n")) == "sft"
     assert detect_kind(write(MINIMAL), ["grpo.max_num_steps=3"]) == "grpo"
-    with pytest.raises(ConfigError, match=r"run.yaml has no section .*`sft` has sft; `grpo` has grpo, loss_fn"):
+    with pytest.raises(
+        ConfigError, match=r"run.yaml has no section .*`sft` has sft; `grpo` has grpo, loss_fn"
+    ):
         detect_kind(write(MINIMAL))
     with pytest.raises(ConfigError, match="sections of several jobs"):
         detect_kind(write(MINIMAL + "sft: {}\ngrpo: {}\n"))
@@ -179,33 +197,57 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
     ("addition", "expected"),
     [
         ("sede: 3\n", "unknown key sede; did you mean seed? (run.yaml:7)"),
-        ("logger:\n  wandb: true\n", "unknown key logger.wandb; did you mean logger.wandb_project? (run.yaml:8)"),
-        ("learning_rate: 1\n", "unknown key learning_rate; did you mean policy.optimizer.lr? (run.yaml:7)"),
+        (
+            "logger:\n  wandb: true\n",
+            "unknown key logger.wandb; did you mean logger.wandb_project? (run.yaml:8)",
+        ),
+        (
+            "learning_rate: 1\n",
+            "unknown key learning_rate; did you mean policy.optimizer.lr? (run.yaml:7)",
+        ),
         ("sft:\n  lr: 1\n", "unknown key sft.lr; did you mean policy.optimizer.lr? (run.yaml:8)"),
-        ("loss_fn: {}\n", "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo` (run.yaml:7)"),
+        (
+            "loss_fn: {}\n",
+            "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo` (run.yaml:7)",
+        ),
         (
             "sft.max_num_steps: 3\n",
             "sft.max_num_steps is one key with dots in it; in YAML write nested sections, dots are for overrides (run.yaml:7)",
         ),
-        ("logger:\n", "logger is empty; remove the line or give it keys (tensorboard, wandb_project, mlflow_experiment, "),
+        (
+            "logger:\n",
+            "logger is empty; remove the line or give it keys (tensorboard, wandb_project, mlflow_experiment, ",
+        ),
         ("logger: [1]\n", "logger is a list; it is a section with keys (tensorboard, "),
         ("seed: fast\n", "seed is 'fast'; it must be an integer (run.yaml:7)"),
         ("seed: 1.0\n", "seed is 1.0; it must be an integer: write 1 (run.yaml:7)"),
         ("seed: true\n", "seed is true; it must be an integer (run.yaml:7)"),
         ("resume: maybe\n", "resume is 'maybe'; it must be true or false (run.yaml:7)"),
         ("output_dir: [a]\n", "output_dir is ['a']; it must be a text (run.yaml:7)"),
-        ("sft: {max_num_steps: x}\n", "sft.max_num_steps is 'x'; it must be an integer or null (run.yaml:7)"),
+        (
+            "sft: {max_num_steps: x}\n",
+            "sft.max_num_steps is 'x'; it must be an integer or null (run.yaml:7)",
+        ),
         (
             "cluster:\n  placement_timeout_s: .inf\n",
             "cluster.placement_timeout_s is inf; it must be a finite number (run.yaml:8)",
         ),
-        ("cluster:\n  backend: slurm\n", "cluster.backend is 'slurm'; it must be one of ray, local (run.yaml:8)"),
+        (
+            "cluster:\n  backend: slurm\n",
+            "cluster.backend is 'slurm'; it must be one of ray, local (run.yaml:8)",
+        ),
         (
             "reward: {functions: {a: m.f}}\n",
             "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight) (run.yaml:7)",
         ),
-        ("reward: {functions: {a: {weight: 1}}}\n", "reward.functions.a.path is not set and has no default; "),
-        ("reward: {functions: {a b: {path: m.f}}}\n", "reward.functions has the name 'a b'; names start with a letter"),
+        (
+            "reward: {functions: {a: {weight: 1}}}\n",
+            "reward.functions.a.path is not set and has no default; ",
+        ),
+        (
+            "reward: {functions: {a b: {path: m.f}}}\n",
+            "reward.functions has the name 'a b'; names start with a letter",
+        ),
         (
             "seed: ${nope}\n",
             "seed cannot be resolved: Interpolation key 'nope' not found; for a literal ${ write \\${ (run.yaml:7)",
@@ -217,12 +259,18 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ("output_dir: ${run_name\n", "run.yaml: no viable alternative at input '${run_name'"),
         ("seed: 1\nseed: 2\n", "run.yaml:8 has the key seed again; it is in line 7 already"),
         ("? [a]\n: 1\n", "run.yaml:7 has a list as a key"),
-        ("logger:\n\ttensorboard: true\n", "run.yaml:8 is not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "logger:\n\ttensorboard: true\n",
+            "run.yaml:8 is not valid YAML: found character '\\t' that cannot start any token",
+        ),
         ("seed: [1\n", "run.yaml:8 is not valid YAML"),
         ("defaults: {name: _base}\n", "run.yaml:7 defaults is neither a file nor a list of files"),
         ("defaults: _bse\n", "run.yaml:7 defaults: _bse.yaml does not exist"),
         ("defaults: [_bse]\n", "run.yaml:7 defaults entry _bse: _bse.yaml does not exist"),
-        ("defaults: [{a: b, c: d}]\n", "run.yaml:7 defaults entry is neither `name` nor `group: name`"),
+        (
+            "defaults: [{a: b, c: d}]\n",
+            "run.yaml:7 defaults entry is neither `name` nor `group: name`",
+        ),
     ],
 )
 def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, expected: str) -> None:
@@ -232,27 +280,59 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("policy.optimzer.lr=1", "unknown key policy.optimzer.lr; did you mean policy.optimizer.lr? (the command line)"),
+        (
+            "policy.optimzer.lr=1",
+            "unknown key policy.optimzer.lr; did you mean policy.optimizer.lr? (the command line)",
+        ),
         ("policy.seqence_packing.enabled=true", "did you mean policy.sequence_packing.enabled?"),
-        ("train_mb_tokens=1", "policy.sequence_packing.train_mb_tokens or policy.dynamic_batching.train_mb_tokens?"),
-        ("policy.optimizer={lr: 1, nope: 3}", "unknown key policy.optimizer.nope; policy.optimizer has lr, weight_decay"),
+        (
+            "train_mb_tokens=1",
+            "policy.sequence_packing.train_mb_tokens or policy.dynamic_batching.train_mb_tokens?",
+        ),
+        (
+            "policy.optimizer={lr: 1, nope: 3}",
+            "unknown key policy.optimizer.nope; policy.optimizer has lr, weight_decay",
+        ),
         ("~nope", "unknown key nope"),
         ("hydra.run.dir=x", "unknown key hydra.run.dir"),
-        ("policy.optimizer.lr=fast", "policy.optimizer.lr is 'fast'; it must be a number (the command line)"),
+        (
+            "policy.optimizer.lr=fast",
+            "policy.optimizer.lr is 'fast'; it must be a number (the command line)",
+        ),
         ("policy.optimizer=3", "policy.optimizer is 3; it is a section with keys (lr, "),
-        ("policy.sequence_packing.algorithm=ffd", "balanced (did you mean first_fit_decreasing?) (the command line)"),
+        (
+            "policy.sequence_packing.algorithm=ffd",
+            "balanced (did you mean first_fit_decreasing?) (the command line)",
+        ),
         ("policy.sequence_packing.algorithm=best_fit", "(did you mean best_fit_decreasing?)"),
-        ("policy.generation.stop_strings=end", "stop_strings is 'end'; it must be a list, e.g. ['end']"),
-        ("~run_name", "run_name is not set and has no default; set it in the YAML or with run_name=VALUE"),
+        (
+            "policy.generation.stop_strings=end",
+            "stop_strings is 'end'; it must be a list, e.g. ['end']",
+        ),
+        (
+            "~run_name",
+            "run_name is not set and has no default; set it in the YAML or with run_name=VALUE",
+        ),
         ("seed=null", "seed is null; it must be an integer"),
         ("seed", "override 'seed' does not parse: write seed=VALUE"),
-        ("run_name=a=b", "override 'run_name=a=b' does not parse: quote the value twice, once for the shell"),
-        ("run_name=a,b", "override 'run_name=a,b' gives several values; write key=[a,b] for a list"),
-        ("run_name='${'", "Error merging override ++run_name='${': no viable alternative at input '${'"),
+        (
+            "run_name=a=b",
+            "override 'run_name=a=b' does not parse: quote the value twice, once for the shell",
+        ),
+        (
+            "run_name=a,b",
+            "override 'run_name=a,b' gives several values; write key=[a,b] for a list",
+        ),
+        (
+            "run_name='${'",
+            "Error merging override ++run_name='${': no viable alternative at input '${'",
+        ),
         ("data.train_path=[a", "override 'data.train_path=[a' does not parse: write key=value"),
     ],
 )
-def test_each_mistake_on_the_command_line_has_its_message(write: Write, override: str, expected: str) -> None:
+def test_each_mistake_on_the_command_line_has_its_message(
+    write: Write, override: str, expected: str
+) -> None:
     assert expected in message(write(MINIMAL), override)
 
 
@@ -273,14 +353,27 @@ def test_several_problems_are_told_at_once(write: Write) -> None:
 def test_a_mistake_in_a_base_is_located_in_the_base(write: Write) -> None:
     write("# shared\npolicy:\n  train_global_batch_size: many\n", "bases/shared.yaml")
     path = write("defaults: [bases/shared@_global_, _self_]\n" + MINIMAL)
-    assert message(path) == "policy.train_global_batch_size is 'many'; it must be an integer (bases/shared.yaml:3)"
-    assert load_config("sft", path, ["policy.train_global_batch_size=4"]).policy.train_global_batch_size == 4
+    assert (
+        message(path)
+        == "policy.train_global_batch_size is 'many'; it must be an integer (bases/shared.yaml:3)"
+    )
+    assert (
+        load_config(
+            "sft", path, ["policy.train_global_batch_size=4"]
+        ).policy.train_global_batch_size
+        == 4
+    )
 
 
 def test_files_that_are_not_there(write: Write) -> None:
     path = write(MINIMAL, "demo_sft.yaml")
-    assert message(Path("demo_stf.yaml")) == "config file demo_stf.yaml does not exist; did you mean demo_sft.yaml?"
-    assert message(Path("no/x.yaml")) == "config file no/x.yaml does not exist, nor does the folder no"
+    assert (
+        message(Path("demo_stf.yaml"))
+        == "config file demo_stf.yaml does not exist; did you mean demo_sft.yaml?"
+    )
+    assert (
+        message(Path("no/x.yaml")) == "config file no/x.yaml does not exist, nor does the folder no"
+    )
     assert message(path.parent) == "config file . is a directory; name a YAML file in it"
     assert message(write(MINIMAL, "x.yml")) == "config file x.yml must be named .yaml"
     assert "defaults entry demo: demo.yaml does not exist; did you mean demo_sft.yaml?" in message(
@@ -291,7 +384,9 @@ def test_files_that_are_not_there(write: Write) -> None:
 def test_files_that_are_no_config(write: Write, tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert message(Path("binary.yaml")).startswith("binary.yaml is not UTF-8 text at byte 1")
-    assert message(write("- a\n- b\n")).startswith("run.yaml holds a list; a config is a mapping of sections")
+    assert message(write("- a\n- b\n")).startswith(
+        "run.yaml holds a list; a config is a mapping of sections"
+    )
     assert "is not set" in message(write("# nothing\n"))
     assert message(write("a: &a {b: *a}\n")) == "run.yaml:1 contains itself through an alias"
     assert "a single document" in message(write("seed: 1\n---\nseed: 2\n"))
@@ -301,11 +396,16 @@ def test_defaults_in_a_circle(write: Write) -> None:
     write("defaults: [b]\n", "a.yaml")
     write("defaults: [c]\n", "b.yaml")
     write("defaults: [a]\n", "c.yaml")
-    assert message(Path("a.yaml")) == "defaults lists name each other in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+    assert (
+        message(Path("a.yaml"))
+        == "defaults lists name each other in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+    )
 
 
 def test_interpolations_in_a_circle(write: Write) -> None:
-    assert "Recursive interpolation" in message(write(MINIMAL), "run_name=${output_dir}", "output_dir=${run_name}")
+    assert "Recursive interpolation" in message(
+        write(MINIMAL), "run_name=${output_dir}", "output_dir=${run_name}"
+    )
 
 
 def test_both_batching_modes_are_one_clear_error(write: Write) -> None:
@@ -328,5 +428,7 @@ def test_config_imports_nothing_heavy_and_is_quick() -> None:
         "import sys, nemo_like.config.load, nemo_like.config.check\n"
         "print(*sorted({'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.split() == []

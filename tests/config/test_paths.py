@@ -16,12 +16,16 @@ from nemo_like.config.schema import DataConfig, PolicyConfig, SftRunConfig
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SftRunConfig:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    policy = PolicyConfig(model_name="models/tiny", tokenizer_name="models/tiny", chat_template="chat.jinja")
+    policy = PolicyConfig(
+        model_name="models/tiny", tokenizer_name="models/tiny", chat_template="chat.jinja"
+    )
     data = DataConfig(train_path="data/train.jsonl", validation_path="~/validation.jsonl")
     return SftRunConfig(run_name="run", output_dir="runs", policy=policy, data=data)
 
 
-def test_relative_paths_are_those_of_the_driver(config: SftRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_those_of_the_driver(
+    config: SftRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolved = resolve_paths(config)
     assert resolved.output_dir == f"{tmp_path}/runs"
     assert resolved.policy.model_name == resolved.policy.tokenizer_name == f"{tmp_path}/models/tiny"
@@ -29,17 +33,24 @@ def test_relative_paths_are_those_of_the_driver(config: SftRunConfig, tmp_path: 
     assert resolved.data.train_path == f"{tmp_path}/data/train.jsonl"
     assert resolved.data.validation_path == str(Path.home() / "validation.jsonl")
     monkeypatch.chdir("/")
-    assert resolve_paths(resolved) == resolved, "a resumed run compares equal wherever it is started"
+    assert resolve_paths(resolved) == resolved, (
+        "a resumed run compares equal wherever it is started"
+    )
 
 
 def test_hub_names_stay_and_directories_win_over_them(config: SftRunConfig, tmp_path: Path) -> None:
     def resolved(name: str) -> str:
-        return resolve_paths(replace(config, policy=replace(config.policy, model_name=name))).policy.model_name
+        return resolve_paths(
+            replace(config, policy=replace(config.policy, model_name=name))
+        ).policy.model_name
 
     assert resolved("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert not is_local("HuggingFaceTB/SmolLM2-135M-Instruct")
     (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").mkdir(parents=True)
-    assert resolved("HuggingFaceTB/SmolLM2-135M-Instruct") == f"{tmp_path}/HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (
+        resolved("HuggingFaceTB/SmolLM2-135M-Instruct")
+        == f"{tmp_path}/HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
     assert is_local("HuggingFaceTB/SmolLM2-135M-Instruct")
     assert resolved("./missing/model") == f"{tmp_path}/missing/model"
     assert is_local(resolved("./missing/model"))
@@ -54,5 +65,8 @@ def test_a_link_is_kept(config: SftRunConfig, tmp_path: Path) -> None:
 def test_a_worker_names_its_node_where_the_model_is_missing(tmp_path: Path) -> None:
     require_model_directory("policy.model_name", str(tmp_path))
     require_model_directory("policy.model_name", "HuggingFaceTB/SmolLM2-135M-Instruct")
-    with pytest.raises(ConfigError, match=rf"policy\.model_name: {tmp_path}/nowhere is not a directory on node \S+,"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"policy\.model_name: {tmp_path}/nowhere is not a directory on node \S+,",
+    ):
         require_model_directory("policy.model_name", f"{tmp_path}/nowhere")

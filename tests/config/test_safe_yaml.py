@@ -36,7 +36,10 @@ NAMED = "\n".join(f"    f{n}: {{path: '{REFERENCE.format(n + 1) * 2}'}}" for n i
         ("x: " + "y" * 100_000, "bytes"),
         ("<<: x", "merges"),
         (DOUBLING, "unknown key"),
-        ("reward:\n  functions:\n" + NAMED + "\n    f40: {path: a.b}\ngrpo: {max_num_steps: 1}", "expands to more than"),
+        (
+            "reward:\n  functions:\n" + NAMED + "\n    f40: {path: a.b}\ngrpo: {max_num_steps: 1}",
+            "expands to more than",
+        ),
     ],
 )
 def test_hostile_yaml_is_refused_in_little_time(text: str, words: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ QWEN = (
     "{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}{% else %}{{ content }}{% endif %}"
     "{% for call in message.tool_calls or [] %}{% if (loop.first and content) or not loop.first %}{{ '\\n' }}{% endif %}"
     "{% if call.function %}{% set call = call.function %}{% endif %}"
-    "{{ '<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' }}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}'
     "{{ call.arguments if call.arguments is string else call.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% elif message.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
@@ -36,7 +36,7 @@ LLAMA_TOOLS = (
     "{{ '<|eot|>' }}{% endif %}{% for message in messages %}"
     "{{ '<|start|>' + ('ipython' if message.role == 'tool' else message.role) + '<|/start|>\\n\\n' }}"
     "{% if 'tool_calls' in message %}{% if message.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
-    "{{ '{\"name\": \"' + message.tool_calls[0].function.name + '\", \"parameters\": ' }}"
+    '{{ \'{"name": "\' + message.tool_calls[0].function.name + \'", "parameters": \' }}'
     "{{ message.tool_calls[0].function.arguments | tojson + '}' }}"
     "{% elif message.role == 'tool' %}{{ message.content | tojson }}{% else %}{{ message.content | trim }}{% endif %}"
     "{{ '<|eot|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>\\n\\n' }}{% endif %}"

@@ -23,7 +23,9 @@ class LazyRows(Generic[In, Out]):
         self._encode = encode
         digests = getattr(rows, "digests", None)
         if digests is None:
-            digests = np.array([row_digest(json.dumps(row, default=str).encode()) for row in rows], np.uint64)
+            digests = np.array(
+                [row_digest(json.dumps(row, default=str).encode()) for row in rows], np.uint64
+            )
         self.digests: np.ndarray = digests
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:

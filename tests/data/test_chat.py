@@ -30,8 +30,16 @@ from tests.data.tiny_tokenizer import (
 )
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-USER, ASSISTANT = {"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "The answer is four."}
-TWO_TURNS = [USER, ASSISTANT, {"role": "user", "content": "And 1 + 2?"}, {"role": "assistant", "content": "1 + 2 = 3"}]
+USER, ASSISTANT = (
+    {"role": "user", "content": "What is two plus two?"},
+    {"role": "assistant", "content": "The answer is four."},
+)
+TWO_TURNS = [
+    USER,
+    ASSISTANT,
+    {"role": "user", "content": "And 1 + 2?"},
+    {"role": "assistant", "content": "1 + 2 = 3"},
+]
 
 
 def trained_parts(encoder: ChatEncoder, messages: list[Message]) -> list[str]:
@@ -42,15 +50,25 @@ def trained_parts(encoder: ChatEncoder, messages: list[Message]) -> list[str]:
 @pytest.mark.parametrize("name", [*TEMPLATES, "plain"])
 def test_every_template_trains_what_the_assistant_writes(name: str) -> None:
     encoder = ChatEncoder(tiny_tokenizer(TEMPLATES.get(name)))
-    end = {"llama": "<|eot|>", "opens_thinking": "<|eos|>", "no_end_of_turn": "\n", "plain": "<|eos|>"}.get(name, "<|im_end|>")
+    end = {
+        "llama": "<|eot|>",
+        "opens_thinking": "<|eos|>",
+        "no_end_of_turn": "\n",
+        "plain": "<|eos|>",
+    }.get(name, "<|im_end|>")
     last = {"no_end_of_turn": "\n<|eos|>"}.get(name, end)
     thought = "<think>\n\n</think>\n\n" if name == "thinking" else ""
-    assert trained_parts(encoder, TWO_TURNS) == [f"The answer is four.{end}", f"{thought}1 + 2 = 3{last}"]
+    assert trained_parts(encoder, TWO_TURNS) == [
+        f"The answer is four.{end}",
+        f"{thought}1 + 2 = 3{last}",
+    ]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_a_row_is_what_the_template_renders(name: str, train_on: Literal["assistant", "all"]) -> None:
+def test_a_row_is_what_the_template_renders(
+    name: str, train_on: Literal["assistant", "all"]
+) -> None:
     """Up to the end of the last turn: nothing is added or lost but line breaks behind it."""
     tokenizer = tiny_tokenizer(TEMPLATES[name])
     row = ChatEncoder(tokenizer, train_on=train_on).encode_sft([SYSTEM, *TWO_TURNS])
@@ -70,7 +88,9 @@ def test_turns_between_special_tokens_are_tokenised_as_the_template_does(name: s
     assert row.input_ids.tolist() == rendered[: len(row.input_ids)]
 
 
-@pytest.mark.parametrize("name", [*(name for name in TEMPLATES if name != "opens_thinking"), "plain"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in TEMPLATES if name != "opens_thinking"), "plain"]
+)
 def test_a_row_begins_with_its_prompt(name: str) -> None:
     """What SFT puts before the loss is what a rollout starts from, token by token."""
     encoder = ChatEncoder(tiny_tokenizer(TEMPLATES.get(name)))
@@ -89,7 +109,12 @@ def test_no_space_is_put_where_an_answer_begins(opening: str) -> None:
     )
     tokenizer = space_marking_tokenizer(template.replace("OPENING", opening.replace("\n", "\\n")))
     encoder = ChatEncoder(tokenizer)
-    messages = [USER, {"role": "assistant", "content": " four"}, USER, {"role": "assistant", "content": "four"}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": " four"},
+        USER,
+        {"role": "assistant", "content": "four"},
+    ]
     row = encoder.encode_sft(messages)
     rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
     for encoded in (row, ChatEncoder(tokenizer, train_on="all").encode_sft(messages)):
@@ -102,7 +127,9 @@ def test_no_space_is_put_where_an_answer_begins(opening: str) -> None:
 
 def test_a_prompt_may_open_more_than_a_finished_turn_shows() -> None:
     encoder = ChatEncoder(tiny_tokenizer(OPENS_THINKING))
-    assert str(encoder.tokenizer.decode(encoder.encode_prompt([USER]))).endswith("<|Assistant|><think>\n")
+    assert str(encoder.tokenizer.decode(encoder.encode_prompt([USER]))).endswith(
+        "<|Assistant|><think>\n"
+    )
     assert trained_parts(encoder, [USER, ASSISTANT]) == ["The answer is four.<|eos|>"]
 
 
@@ -113,7 +140,10 @@ def test_the_mask_covers_the_answer_where_the_prompt_opens_more(text: str) -> No
     answer = {"role": "assistant", "content": text}
     for messages in ([USER, answer], [USER, answer, USER, answer], [answer, USER, answer]):
         parts = trained_parts(encoder, messages)
-        assert parts == [f"{text}<|eos|>"] * len(parts) and len(parts) == len(messages) // 2 + len(messages) % 2
+        assert (
+            parts == [f"{text}<|eos|>"] * len(parts)
+            and len(parts) == len(messages) // 2 + len(messages) % 2
+        )
     row = encoder.encode_sft([USER, answer])
     start = np.flatnonzero(row.token_mask)[0]
     assert row.input_ids[start:].tolist() == [*encoder.tokenizer.encode(text), encoder.eos_token_id]
@@ -158,23 +188,33 @@ def test_the_token_that_ends_the_conversation_is_not_trained_behind_the_end_of_t
         (None, {"<|eos|>"}),
     ],
 )
-def test_end_tokens_are_those_of_tokenizer_and_template(template: str | None, ends: set[str]) -> None:
+def test_end_tokens_are_those_of_tokenizer_and_template(
+    template: str | None, ends: set[str]
+) -> None:
     encoder = ChatEncoder(tiny_tokenizer(template))
     assert set(encoder.tokenizer.convert_ids_to_tokens(sorted(encoder.end_token_ids))) == ends
 
 
 def test_a_turn_that_changes_once_it_is_not_the_last() -> None:
     """The reasoning of earlier turns is dropped by the template, and the loss covers what is left of them."""
-    thinking = [USER, {"role": "assistant", "content": "<think>\n1 + 1\n</think>\n\nfour"}, *TWO_TURNS[2:]]
+    thinking = [
+        USER,
+        {"role": "assistant", "content": "<think>\n1 + 1\n</think>\n\nfour"},
+        *TWO_TURNS[2:],
+    ]
     encoder = ChatEncoder(tiny_tokenizer(THINKING))
-    assert trained_parts(encoder, thinking) == ["four<|im_end|>", "<think>\n\n</think>\n\n1 + 2 = 3<|im_end|>"]
+    assert trained_parts(encoder, thinking) == [
+        "four<|im_end|>",
+        "<think>\n\n</think>\n\n1 + 2 = 3<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "0", " spaced ", "\n", "0 and 0"])
 def test_odd_texts(text: str) -> None:
     for template in (CHATML, THINKING):
         parts = trained_parts(
-            ChatEncoder(tiny_tokenizer(template)), [USER, {"role": "assistant", "content": text}, *TWO_TURNS[2:]]
+            ChatEncoder(tiny_tokenizer(template)),
+            [USER, {"role": "assistant", "content": text}, *TWO_TURNS[2:]],
         )
         assert parts[0] == (text.lstrip("\n") if template == THINKING else text) + "<|im_end|>"
         assert len(parts) == 2
@@ -191,12 +231,15 @@ def test_turns_after_the_last_answer_carry_nothing_and_are_left_out() -> None:
 
 def test_a_conversation_may_begin_with_the_assistant() -> None:
     assert (
-        trained_parts(ChatEncoder(tiny_tokenizer(CHATML)), [ASSISTANT, USER, ASSISTANT]) == ["The answer is four.<|im_end|>"] * 2
+        trained_parts(ChatEncoder(tiny_tokenizer(CHATML)), [ASSISTANT, USER, ASSISTANT])
+        == ["The answer is four.<|im_end|>"] * 2
     )
 
 
 def test_system_prompt_and_prompt_template() -> None:
-    encoder = ChatEncoder(tiny_tokenizer(CHATML), system_prompt="Think.", prompt_template="Solve: {prompt} {{}}")
+    encoder = ChatEncoder(
+        tiny_tokenizer(CHATML), system_prompt="Think.", prompt_template="Solve: {prompt} {{}}"
+    )
     text = str(encoder.tokenizer.decode(encoder.encode_prompt([USER])))
     assert text == (
         "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nSolve: What is two plus two? {}<|im_end|>\n"
@@ -210,7 +253,10 @@ def test_system_prompt_and_prompt_template() -> None:
 def test_plain_rule_puts_the_beginning_token_the_tokenizer_puts() -> None:
     tokenizer = tiny_tokenizer()
     encoder = ChatEncoder(tokenizer)
-    assert encoder.marked_text(encoder.encode_sft([USER, ASSISTANT])) == "What is two plus two?\n⟦The answer is four.<|eos|>⟧"
+    assert (
+        encoder.marked_text(encoder.encode_sft([USER, ASSISTANT]))
+        == "What is two plus two?\n⟦The answer is four.<|eos|>⟧"
+    )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
     )
@@ -228,7 +274,9 @@ def test_padding_falls_back_on_the_end_token() -> None:
 def test_what_cannot_be_encoded_is_named() -> None:
     with pytest.raises(ConfigError, match="has no eos token, so no row could end"):
         ChatEncoder(tiny_tokenizer(CHATML, eos_token=None))
-    with pytest.raises(ConfigError, match=r"refuses turns of \['system', 'user'\]: System role not supported"):
+    with pytest.raises(
+        ConfigError, match=r"refuses turns of \['system', 'user'\]: System role not supported"
+    ):
         ChatEncoder(tiny_tokenizer(REFUSES_SYSTEM), system_prompt="Think.").encode_prompt([USER])
     for template in (CHATML, None):
         with pytest.raises(ConfigError, match="there is no assistant turn to learn from"):
@@ -236,7 +284,9 @@ def test_what_cannot_be_encoded_is_named() -> None:
     with pytest.raises(ConfigError, match=r"mark no token of this conversation"):
         ChatEncoder(tiny_tokenizer(GENERATION_BLOCKS)).encode_sft([USER])
     silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ConfigError, match="drops the content of a message of role 'assistant', 'The answer is four"):
+    with pytest.raises(
+        ConfigError, match="drops the content of a message of role 'assistant', 'The answer is four"
+    ):
         ChatEncoder(tiny_tokenizer(silent)).encode_sft([USER, ASSISTANT])
 
 
@@ -267,4 +317,6 @@ def test_real_gsm8k_from_file_to_batch() -> None:
         assert columns["length"].tolist() == [len(row.input_ids) for row in batch]  # type: ignore[union-attr]
     answer = question(rows[0]).answer
     assert answer is not None
-    assert encoder.marked_text(encoder.encode_sft(conversation(rows[0]))).endswith(f"#### {answer}\n<|eos|>⟧")
+    assert encoder.marked_text(encoder.encode_sft(conversation(rows[0]))).endswith(
+        f"#### {answer}\n<|eos|>⟧"
+    )

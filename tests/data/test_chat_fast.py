@@ -40,8 +40,31 @@ TEMPLATES = {
 }
 ENCODERS = {name: ChatEncoder(tiny_tokenizer(template)) for name, template in TEMPLATES.items()}
 PIECES = [
-    *("four", "0", "1", " ", "\n", "\n\n", "<", "é", "assistant\n", "<think>\n", "</think>", "</think>\n\n", "<answer>"),
-    *("<|im_end|>", "<|im_start|>assistant\n", "<|eot|>", "<|Assistant|>", "<|eos|>", "[/INST]", " [/INST]", "<tool_call>"),
+    *(
+        "four",
+        "0",
+        "1",
+        " ",
+        "\n",
+        "\n\n",
+        "<",
+        "é",
+        "assistant\n",
+        "<think>\n",
+        "</think>",
+        "</think>\n\n",
+        "<answer>",
+    ),
+    *(
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "<|eot|>",
+        "<|Assistant|>",
+        "<|eos|>",
+        "[/INST]",
+        " [/INST]",
+        "<tool_call>",
+    ),
 ]
 TEXTS = st.lists(st.sampled_from(PIECES[:13]), max_size=4).map("".join)
 ODD_TEXTS = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
@@ -50,7 +73,9 @@ ODD_TEXTS = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
 @st.composite
 def conversations(draw: st.DrawFn, with_tools: bool) -> list[Message]:
     texts = draw(st.sampled_from([TEXTS, ODD_TEXTS]))
-    messages: list[Message] = [{"role": "system", "content": draw(texts)}] if with_tools and draw(st.booleans()) else []
+    messages: list[Message] = (
+        [{"role": "system", "content": draw(texts)}] if with_tools and draw(st.booleans()) else []
+    )
     if draw(st.integers(0, 9)) == 0:
         messages.append({"role": "assistant", "content": draw(texts)})
     for _ in range(draw(st.integers(1, 4))):
@@ -60,7 +85,11 @@ def conversations(draw: st.DrawFn, with_tools: bool) -> list[Message]:
             call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
             message: Message = {"role": "assistant", "tool_calls": [call]}
             messages += [message, {"role": "tool", "content": draw(texts)}]
-        reasoning = {"reasoning_content": draw(texts)} if with_tools and draw(st.integers(0, 5)) == 0 else {}
+        reasoning = (
+            {"reasoning_content": draw(texts)}
+            if with_tools and draw(st.integers(0, 5)) == 0
+            else {}
+        )
         messages.append({"role": "assistant", "content": draw(texts), **reasoning})
     if draw(st.integers(0, 5)) == 0:
         messages.append({"role": "user", "content": draw(texts)})
@@ -103,7 +132,10 @@ def dialogue(num_turns: int) -> list[Message]:
     return [
         message
         for turn in range(num_turns)
-        for message in ({"role": "user", "content": f"Question {turn}?"}, {"role": "assistant", "content": f"Answer {turn}."})
+        for message in (
+            {"role": "user", "content": f"Question {turn}?"},
+            {"role": "assistant", "content": f"Answer {turn}."},
+        )
     ]
 
 
@@ -119,9 +151,18 @@ def test_a_long_dialogue_is_rendered_once(name: str, renderings: list[int]) -> N
 
 def test_marked_turns_are_those_of_transformers() -> None:
     tokenizer = tiny_tokenizer(GENERATION_BLOCKS)
-    for messages in (dialogue(3), [*dialogue(1), {"role": "user", "content": " é\n"}, {"role": "assistant", "content": "\né "}]):
+    for messages in (
+        dialogue(3),
+        [
+            *dialogue(1),
+            {"role": "user", "content": " é\n"},
+            {"role": "assistant", "content": "\né "},
+        ],
+    ):
         row = ChatEncoder(tokenizer).encode_sft(messages)
-        expected = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        expected = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
         num_tokens = len(row.input_ids)
         assert row.input_ids.tolist() == expected["input_ids"][:num_tokens]  # type: ignore[index]
         assert row.token_mask.tolist() == expected["assistant_masks"][:num_tokens]  # type: ignore[index]

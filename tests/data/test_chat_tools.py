@@ -16,12 +16,26 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.tools import row_tools
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.test_chat import trained_parts
-from tests.data.tiny_tokenizer import CHATML, GENERATION_BLOCKS, OPENS_THINKING, THINKING, tiny_tokenizer
+from tests.data.tiny_tokenizer import (
+    CHATML,
+    GENERATION_BLOCKS,
+    OPENS_THINKING,
+    THINKING,
+    tiny_tokenizer,
+)
 
 USER = {"role": "user", "content": "What is two plus two?"}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
-ARGUMENTS = {"left": 2, "right": [2, "é \"quoted\"\n"]}
-CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    }
+]
+ARGUMENTS = {"left": 2, "right": [2, 'é "quoted"\n']}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}],
+}
 RESULT = {"role": "tool", "content": '{"sum": 4,   "text": "<four>"}'}
 ANSWER = {"role": "assistant", "content": "four"}
 ROW = {"messages": [USER, CALL, RESULT, ANSWER], "tools": TOOLS}
@@ -33,7 +47,9 @@ def encode(template: str, row: dict[str, Any]) -> tuple[list[str], str]:
     messages, tools = conversation(row), row_tools(row)
     encoded = encoder.encode_sft(messages, tools)
     parts = encoder.marked_text(encoded).split("⟦")[1:]
-    return [part.split("⟧")[0] for part in parts], str(encoder.tokenizer.decode(encoded.input_ids.tolist()))
+    return [part.split("⟧")[0] for part in parts], str(
+        encoder.tokenizer.decode(encoded.input_ids.tolist())
+    )
 
 
 def test_calls_are_trained_and_results_are_not() -> None:
@@ -62,7 +78,10 @@ def test_every_form_of_a_call_is_the_same_row(template: str) -> None:
         [{"id": None, "type": "function", "function": {**flat, "arguments": ARGUMENTS}}],
     ):
         call = {"role": "assistant", "content": None, "tool_calls": calls}
-        row = {"messages": [{**USER, "tool_calls": None}, call, RESULT, ANSWER], "tools": json.dumps(TOOLS)}
+        row = {
+            "messages": [{**USER, "tool_calls": None}, call, RESULT, ANSWER],
+            "tools": json.dumps(TOOLS),
+        }
         assert encode(template, row) == expected
 
 
@@ -75,7 +94,13 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
     texts = []
     for row in rows:
         asked = question(row)
-        texts.append(str(encoder.tokenizer.decode(encoder.encode_prompt(asked.messages, asked.tools).tolist())))
+        texts.append(
+            str(
+                encoder.tokenizer.decode(
+                    encoder.encode_prompt(asked.messages, asked.tools).tolist()
+                )
+            )
+        )
     assert json.dumps(TOOLS[0]) in texts[0] and "# Tools" not in texts[1]
     with pytest.raises(ConfigError, match="drops the tool 'add' of the row's tools"):
         ChatEncoder(tiny_tokenizer(CHATML)).encode_prompt([USER], TOOLS)
@@ -84,18 +109,58 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (CHATML, {"messages": [USER, ANSWER], "tools": TOOLS}, "drops the tool 'add' of the row's tools"),
-        (GENERATION_BLOCKS, {"messages": [USER, ANSWER], "tools": TOOLS}, "drops the tool 'add' of the row's tools"),
-        (None, {"messages": [USER, ANSWER], "tools": TOOLS}, "has no chat template, so tools and tool calls"),
+        (
+            CHATML,
+            {"messages": [USER, ANSWER], "tools": TOOLS},
+            "drops the tool 'add' of the row's tools",
+        ),
+        (
+            GENERATION_BLOCKS,
+            {"messages": [USER, ANSWER], "tools": TOOLS},
+            "drops the tool 'add' of the row's tools",
+        ),
+        (
+            None,
+            {"messages": [USER, ANSWER], "tools": TOOLS},
+            "has no chat template, so tools and tool calls",
+        ),
         (None, {"messages": [USER, CALL]}, "has no chat template, so tools and tool calls"),
-        (CHATML, {"messages": [USER, {**CALL, "content": "I add."}]}, "drops a part of the call of the tool 'add', 'left'"),
-        (LLAMA_TOOLS, {"messages": [USER, {**CALL, "content": "I add."}]}, "drops the content of .* 'I add.'"),
-        (OPENS_THINKING, {"messages": [USER, RESULT, {**ANSWER, "content": "<think>so</think>4"}]}, "drops the reasoning"),
-        (CHATML, {"messages": [USER, {**ANSWER, "reasoning_content": "so"}]}, "drops the reasoning_content"),
-        (MISTRAL, {"messages": [USER, RESULT, ANSWER]}, "drops the content of a message of role 'tool'"),
+        (
+            CHATML,
+            {"messages": [USER, {**CALL, "content": "I add."}]},
+            "drops a part of the call of the tool 'add', 'left'",
+        ),
+        (
+            LLAMA_TOOLS,
+            {"messages": [USER, {**CALL, "content": "I add."}]},
+            "drops the content of .* 'I add.'",
+        ),
+        (
+            OPENS_THINKING,
+            {"messages": [USER, RESULT, {**ANSWER, "content": "<think>so</think>4"}]},
+            "drops the reasoning",
+        ),
+        (
+            CHATML,
+            {"messages": [USER, {**ANSWER, "reasoning_content": "so"}]},
+            "drops the reasoning_content",
+        ),
+        (
+            MISTRAL,
+            {"messages": [USER, RESULT, ANSWER]},
+            "drops the content of a message of role 'tool'",
+        ),
         # The dropped text also stands elsewhere: counted, and looked for in a conversation of distinct words.
-        (MISTRAL, {"messages": [USER, {"role": "tool", "content": "four"}, ANSWER]}, "drops the content .* 'four'"),
-        (MISTRAL, {"messages": [USER, {"role": "tool", "content": "INST"}, ANSWER]}, "drops the content of .* role 'tool'"),
+        (
+            MISTRAL,
+            {"messages": [USER, {"role": "tool", "content": "four"}, ANSWER]},
+            "drops the content .* 'four'",
+        ),
+        (
+            MISTRAL,
+            {"messages": [USER, {"role": "tool", "content": "INST"}, ANSWER]},
+            "drops the content of .* role 'tool'",
+        ),
     ],
 )
 def test_what_the_template_drops_is_refused_with_its_place(
@@ -123,18 +188,46 @@ def test_what_templates_rewrite_is_accepted(template: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [USER, ANSWER], "tools": "[{"}, "column 'tools' is not a list of JSON schemas"),
+        (
+            {"messages": [USER, ANSWER], "tools": "[{"},
+            "column 'tools' is not a list of JSON schemas",
+        ),
         ({"messages": [USER, ANSWER], "tools": {"name": "add"}}, "but dict"),
-        ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, r"tools\[0\] has no function name"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": "no"}]}, r"messages\[1\]\.tool_calls is text that is not JSON"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": {"a": 1}}]}, "is of type dict, not a list"),
+        (
+            {"messages": [USER, ANSWER], "tools": [{"type": "function"}]},
+            r"tools\[0\] has no function name",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": "no"}]},
+            r"messages\[1\]\.tool_calls is text that is not JSON",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": {"a": 1}}]},
+            "is of type dict, not a list",
+        ),
         ({"messages": [{**CALL, "role": "user"}, ANSWER]}, "only an assistant calls tools"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, r"tool_calls\[0\] has no function name"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": 1}]}]}, "neither an object nor"),
-        ({"messages": [USER, {**CALL, "content": ["x"]}]}, r"messages\[1\]\.content is .*, not a text"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            r"tool_calls\[0\] has no function name",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "tool_calls": [{"name": "f", "arguments": 1}]},
+                ]
+            },
+            "neither an object nor",
+        ),
+        (
+            {"messages": [USER, {**CALL, "content": ["x"]}]},
+            r"messages\[1\]\.content is .*, not a text",
+        ),
     ],
 )
-def test_malformed_tools_and_calls_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_malformed_tools_and_calls_are_named(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=message) as error:
@@ -145,8 +238,14 @@ def test_malformed_tools_and_calls_are_named(tmp_path: Path, row: dict[str, Any]
 def test_columnar_files_fill_in_no_keys(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    other = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "sub", "arguments": {"from": 1}}}]}
-    plain_call = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"left": 2}}}]}
+    other = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "sub", "arguments": {"from": 1}}}],
+    }
+    plain_call = {
+        **CALL,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"left": 2}}}],
+    }
     rows = [{"messages": [USER, plain_call]}, {"messages": [USER, other]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     loaded = load_rows(tmp_path / "rows.parquet")

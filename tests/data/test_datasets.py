@@ -21,7 +21,9 @@ GSM8K = {"question": "How many?", "answer": "1,000 + 80 = <<1000+80=1080>>1,080\
 
 
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -31,17 +33,27 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
         ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT], [SYSTEM, USER], None),
         ({"messages": [USER, ASSISTANT], "answer": "4"}, [USER, ASSISTANT], [USER], "4"),
         ({"prompt": "2+2=?", "completion": "4"}, [USER, ASSISTANT], [USER], None),
-        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT], [SYSTEM, USER], None),
+        (
+            {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+            [SYSTEM, USER, ASSISTANT],
+            [SYSTEM, USER],
+            None,
+        ),
         ({"prompt": "2+2=?", "answer": 4, "level": "easy"}, [USER, ASSISTANT], [USER], "4"),
         (
             GSM8K,
-            [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": GSM8K["answer"]}],
+            [
+                {"role": "user", "content": "How many?"},
+                {"role": "assistant", "content": GSM8K["answer"]},
+            ],
             [{"role": "user", "content": "How many?"}],
             "1080",
         ),
     ],
 )
-def test_formats(tmp_path: Path, row: dict, turns: list[dict], asked: list[dict], answer: str | None) -> None:
+def test_formats(
+    tmp_path: Path, row: dict, turns: list[dict], asked: list[dict], answer: str | None
+) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [row, row])
     rows = load_rows(path, purpose="sft")
     assert len(rows) == 2
@@ -54,13 +66,18 @@ def test_formats(tmp_path: Path, row: dict, turns: list[dict], asked: list[dict]
 def test_a_prompt_alone_is_enough_for_rollouts(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "Say something."}])
     assert question(load_rows(path, purpose="rl")[0]).answer is None
-    with pytest.raises(ConfigError, match=r"train.jsonl:1: there is no assistant turn to learn from in prompt; SFT needs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.jsonl:1: there is no assistant turn to learn from in prompt; SFT needs",
+    ):
         load_rows(path, purpose="sft")
 
 
 def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "\xc3\xa4", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}')
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "\xc3\xa4", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}'
+    )
     rows = load_rows(path)
     assert [row["prompt"] for row in rows] == ["ä", "b"]
     assert rows.places[1].endswith("train.jsonl:3")
@@ -73,13 +90,18 @@ def test_max_rows_stops_reading(tmp_path: Path) -> None:
 
 
 def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> None:
-    rows = [{"messages": [SYSTEM, USER, ASSISTANT]}, {"messages": [USER, {**ASSISTANT, "name": "bot"}]}]
+    rows = [
+        {"messages": [SYSTEM, USER, ASSISTANT]},
+        {"messages": [USER, {**ASSISTANT, "name": "bot"}]},
+    ]
     (tmp_path / "train.json").write_text(json.dumps(rows, indent=1))
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=1)
     (tmp_path / "many").mkdir()
     for part in range(2):
-        pyarrow.parquet.write_table(table.slice(part, 1), tmp_path / "many" / f"part-{part}.parquet")
+        pyarrow.parquet.write_table(
+            table.slice(part, 1), tmp_path / "many" / f"part-{part}.parquet"
+        )
     expected = [conversation(row) for row in rows]
     for name in ("train.json", "train.parquet", "many"):
         loaded = load_rows(tmp_path / name)
@@ -89,13 +111,17 @@ def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> Non
 
 def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
     """Written by the datasets library itself where it is installed."""
-    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed; reading does not need it")
+    datasets = pytest.importorskip(
+        "datasets", reason="the datasets library is not installed; reading does not need it"
+    )
     rows = [{"prompt": str(number), "completion": "x"} for number in range(5)]
     whole = datasets.Dataset.from_list(rows)
     whole.save_to_disk(tmp_path / "whole", num_shards=2)
     assert list(load_rows(tmp_path / "whole")) == rows
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
-    with pytest.raises(ConfigError, match=r"splits holds several splits; name one: .*splits/train, .*splits/test"):
+    with pytest.raises(
+        ConfigError, match=r"splits holds several splits; name one: .*splits/train, .*splits/test"
+    ):
         load_rows(tmp_path / "splits")
     assert len(load_rows(tmp_path / "splits" / "train")) == 5
 
@@ -106,7 +132,10 @@ GOOD = {"prompt": "a", "answer": "1"}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"prompt": "a", "answer" "1"}'], r"jsonl:2: not valid JSON at column 26: Expecting ':' delimiter, near "),
+        (
+            [GOOD, '{"prompt": "a", "answer" "1"}'],
+            r"jsonl:2: not valid JSON at column 26: Expecting ':' delimiter, near ",
+        ),
         ([GOOD, "", "[1, 2]"], r"jsonl:3: \[1, 2\] \(list\) is not an object with columns"),
         (
             [{"text": "x", "label": 1}],
@@ -116,13 +145,34 @@ GOOD = {"prompt": "a", "answer": "1"}
             [GOOD, {"prompt": "a"}],
             r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer, this one has \['prompt'\]",
         ),
-        ([GOOD, {"prompt": 7, "answer": "1"}], r"jsonl:2: column 'prompt' is 7 \(int\), not a text or a list of messages"),
-        ([{"prompt": "a", "answer": ["1"]}], r"jsonl:1: column 'answer' is \[\"1\"\] \(list\), not a text"),
-        ([{"messages": "hello"}], r"jsonl:1: column 'messages' is .hello. \(str\), not a list of messages"),
-        ([{"messages": [USER, {"from": "gpt"}]}], r"messages\[1\] is .*, not an object with role and content"),
-        ([{"messages": [{"role": "user", "content": 3}]}], r"messages\[0\].content is 3 \(int\), not a text"),
-        ([{"question": "a", "answer": "b"}], "the answer has no '#### result'; for plain answers name the columns"),
-        ([GOOD, {**GOOD, "messages": [USER]}], r"jsonl:2: columns .* are another format than prompt \+ answer"),
+        (
+            [GOOD, {"prompt": 7, "answer": "1"}],
+            r"jsonl:2: column 'prompt' is 7 \(int\), not a text or a list of messages",
+        ),
+        (
+            [{"prompt": "a", "answer": ["1"]}],
+            r"jsonl:1: column 'answer' is \[\"1\"\] \(list\), not a text",
+        ),
+        (
+            [{"messages": "hello"}],
+            r"jsonl:1: column 'messages' is .hello. \(str\), not a list of messages",
+        ),
+        (
+            [{"messages": [USER, {"from": "gpt"}]}],
+            r"messages\[1\] is .*, not an object with role and content",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": 3}]}],
+            r"messages\[0\].content is 3 \(int\), not a text",
+        ),
+        (
+            [{"question": "a", "answer": "b"}],
+            "the answer has no '#### result'; for plain answers name the columns",
+        ),
+        (
+            [GOOD, {**GOOD, "messages": [USER]}],
+            r"jsonl:2: columns .* are another format than prompt \+ answer",
+        ),
         ([{"messages": [USER]}], "jsonl:1: there is no assistant turn to learn from"),
     ],
 )
@@ -155,7 +205,9 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         ("missing.jsonl", None, "data.validation_path: there is no .*missing.jsonl"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_files_that_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

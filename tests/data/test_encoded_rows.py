@@ -51,7 +51,9 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("num_processes", [0, 2, None])
-def test_rows_are_those_of_one_process_and_encoded_once(tmp_path: Path, num_processes: int | None) -> None:
+def test_rows_are_those_of_one_process_and_encoded_once(
+    tmp_path: Path, num_processes: int | None
+) -> None:
     texts = [f"row {index} ä€" * (1 + index % 5) if index % 7 else "drop" for index in range(300)]
     encoded = opened(rows_of(tmp_path, texts), num_processes)
     before = children()
@@ -74,7 +76,9 @@ def test_rows_are_those_of_one_process_and_encoded_once(tmp_path: Path, num_proc
         assert (row.input_ids.dtype, row.token_mask.dtype) == (np.int32, np.uint8)
 
 
-def test_rows_above_the_memory_limit_are_read_back_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_above_the_memory_limit_are_read_back_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encoded_rows, "MAX_MEMORY_BYTES", 200)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     texts = [f"row {index}" * (index % 4 + 1) for index in range(50)]
@@ -89,7 +93,10 @@ def test_rows_above_the_memory_limit_are_read_back_from_a_file(tmp_path: Path, m
 @pytest.mark.parametrize("num_processes", [0, 1])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("bad", r"rows\.jsonl:41: this row is bad"), ("type", r"rows\.jsonl:41: the row cannot be encoded \(TypeError: TextEnc")],
+    [
+        ("bad", r"rows\.jsonl:41: this row is bad"),
+        ("type", r"rows\.jsonl:41: the row cannot be encoded \(TypeError: TextEnc"),
+    ],
 )
 def test_a_bad_row_is_reported_with_its_line_before_it_is_reached(
     tmp_path: Path, num_processes: int, text: str, message: str
@@ -111,7 +118,9 @@ def test_a_row_that_is_not_asked_for_is_not_encoded(tmp_path: Path) -> None:
     assert encoded.num_encoded == 2
 
 
-def test_a_time_limit_leaves_the_rest_for_later_and_a_wanted_row_comes_first(tmp_path: Path) -> None:
+def test_a_time_limit_leaves_the_rest_for_later_and_a_wanted_row_comes_first(
+    tmp_path: Path,
+) -> None:
     encoded = opened(rows_of(tmp_path, ["fine"] * 16 + ["slow"] + ["fine"] * 47), 2)
     encoded.start(np.arange(64))
     assert encoded.finish(timeout_s=0) is False
@@ -139,7 +148,9 @@ encoded.fetch([1999])
 print(*children(), flush=True)
 time.sleep(60)
 """
-    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY
+    )
     assert driver.stdout is not None
     pids = [int(pid) for pid in driver.stdout.readline().split()]
     assert len(pids) == 2

@@ -24,7 +24,9 @@ def make(lengths: list[int]) -> tuple[Jagged, list[list[int]]]:
     picks=st.lists(st.integers(0, 1_000), max_size=12),
     max_length=st.integers(0, 300),
 )
-def test_take_slice_truncate_concat_pad(lengths: list[int], picks: list[int], max_length: int) -> None:
+def test_take_slice_truncate_concat_pad(
+    lengths: list[int], picks: list[int], max_length: int
+) -> None:
     jagged, rows = make(lengths)
     picks = [pick % len(rows) for pick in picks]
     assert rows_of(jagged) == rows
@@ -68,7 +70,9 @@ def test_what_does_not_fit_is_refused() -> None:
         Jagged.from_lengths(np.zeros(4), np.array([1, 2]))
     with pytest.raises(ValueError, match="a row has 3 tokens, more than the asked length 2"):
         jagged.to_padded(length=2)
-    with pytest.raises(ValueError, match=r"2 lengths up to 4 do not fit an array of shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"2 lengths up to 4 do not fit an array of shape \(2, 3\)"
+    ):
         Jagged.from_padded(jagged.to_padded(), np.array([1, 4]))
     with pytest.raises(IndexError, match="row 2 of 2"):
         _ = jagged[2]

@@ -38,7 +38,9 @@ def test_every_epoch_visits_every_row_once_and_no_batch_has_rows_of_two(
     for epoch in range(3):
         batches = [next(loader) for _ in range(per_epoch)]
         assert [len(batch) for batch in batches[:-1]] == [batch_size] * (per_epoch - 1)
-        assert sorted(row for batch in batches for row in batch) == sorted(map(str, range(num_rows)))
+        assert sorted(row for batch in batches for row in batch) == sorted(
+            map(str, range(num_rows))
+        )
         assert loader.epoch == epoch + 1
 
 
@@ -50,10 +52,14 @@ def test_ten_rows_with_batch_size_32_are_one_batch_of_ten_rows() -> None:
 
 @settings(deadline=None)
 @given(num_rows=st.integers(1, 12), batch_size=st.integers(1, 12), seed=st.integers(0, 9))
-def test_drop_leaves_the_short_batch_of_each_epoch_out(num_rows: int, batch_size: int, seed: int) -> None:
+def test_drop_leaves_the_short_batch_of_each_epoch_out(
+    num_rows: int, batch_size: int, seed: int
+) -> None:
     loader = loader_of(range(num_rows), batch_size, seed=seed, last_batch="drop")
     if num_rows < batch_size:
-        with pytest.raises(ConfigError, match=f"{num_rows} usable rows, fewer than the {batch_size} of one batch"):
+        with pytest.raises(
+            ConfigError, match=f"{num_rows} usable rows, fewer than the {batch_size} of one batch"
+        ):
             next(loader)
         return
     for epoch in range(3):
@@ -65,7 +71,9 @@ def test_drop_leaves_the_short_batch_of_each_epoch_out(num_rows: int, batch_size
 
 
 def test_order_example_without_shuffling() -> None:
-    keep, drop = (loader_of(range(5), 2, shuffle=False, last_batch=last) for last in ("keep", "drop"))
+    keep, drop = (
+        loader_of(range(5), 2, shuffle=False, last_batch=last) for last in ("keep", "drop")
+    )
     assert [next(keep) for _ in range(4)] == [["0", "1"], ["2", "3"], ["4"], ["0", "1"]]
     assert [next(drop) for _ in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
 
@@ -82,7 +90,12 @@ def test_batches_left_counts_what_comes(
     num_rows: int, batch_size: int, is_kept: list[bool], last_batch: LastBatch, num_epochs: int
 ) -> None:
     kept = np.array(is_kept[:num_rows])
-    loader = loader_of(range(num_rows), batch_size, lambda row: str(row) if kept[row] else None, last_batch=last_batch)
+    loader = loader_of(
+        range(num_rows),
+        batch_size,
+        lambda row: str(row) if kept[row] else None,
+        last_batch=last_batch,
+    )
     left = loader.batches_left(num_epochs, kept)
     assert left == num_epochs * num_batches(int(kept.sum()), batch_size, last_batch)
     visited: list[str] = []
@@ -126,7 +139,9 @@ def test_the_order_is_a_uniform_shuffle() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(num_batches_before=st.integers(0, 20), batch_size=st.integers(1, 9), shuffle=st.booleans())
-def test_resume_goes_on_with_the_next_row(num_batches_before: int, batch_size: int, shuffle: bool) -> None:
+def test_resume_goes_on_with_the_next_row(
+    num_batches_before: int, batch_size: int, shuffle: bool
+) -> None:
     straight = loader_of(range(7), batch_size, seed=3, shuffle=shuffle)
     for _ in range(num_batches_before):
         next(straight)
@@ -155,28 +170,38 @@ def test_rows_that_were_not_visited_may_change_and_others_may_not(
     before = loader_of(content, 1, seed=2)
     for _ in range(num_visited):
         next(before)
-    edited = [f"new {row}" if i in changed else row for i, row in enumerate(content) if i not in removed]
+    edited = [
+        f"new {row}" if i in changed else row for i, row in enumerate(content) if i not in removed
+    ]
     after = loader_of(edited, 1, seed=2)
     still_there = [row for row in edited if not row.startswith("new")]
     lost = any(visited.count(row) > still_there.count(row) for row in visited)
     if lost and num_visited < 40:
-        with pytest.raises(ConfigError, match="trained on before the checkpoint changed or disappeared"):
+        with pytest.raises(
+            ConfigError, match="trained on before the checkpoint changed or disappeared"
+        ):
             after.load_state_dict(before.state_dict())
         return
     if num_visited == 40 and (removed or changed):
-        with pytest.raises(ConfigError, match="trained on before the checkpoint changed or disappeared"):
+        with pytest.raises(
+            ConfigError, match="trained on before the checkpoint changed or disappeared"
+        ):
             after.load_state_dict(before.state_dict())
         return
     after.load_state_dict(before.state_dict())
     come = [next(after)[0] for _ in range(len(edited) - (num_visited % 40))]
     if repeats == 40:  # all rows differ: the old ones come in the old order
-        assert [row for row in come if not row.startswith("new")] == [row for row in rest if row in still_there]
+        assert [row for row in come if not row.startswith("new")] == [
+            row for row in rest if row in still_there
+        ]
     if num_visited < 40:
         assert sorted(visited + come) == sorted(edited)
         assert after.epoch == 1
 
 
-def test_a_row_that_changed_after_its_place_had_passed_comes_last_and_survives_another_resume() -> None:
+def test_a_row_that_changed_after_its_place_had_passed_comes_last_and_survives_another_resume() -> (
+    None
+):
     content = [str(i) for i in range(30)]
     before = loader_of(content, 10, seed=4)
     visited = [*next(before), *next(before)]
@@ -253,9 +278,20 @@ def test_the_state_is_small_and_does_not_grow_with_the_rows() -> None:
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
-@given(shared=st.integers(0, 2000), num_left=st.integers(0, 50), num_right=st.integers(0, 50), seed=st.integers(0, 99))
-def test_a_sketch_gives_small_differences(shared: int, num_left: int, num_right: int, seed: int) -> None:
-    ids = np.unique(np.random.default_rng(seed).integers(0, 2**64, shared + num_left + num_right, dtype=np.uint64))
+@given(
+    shared=st.integers(0, 2000),
+    num_left=st.integers(0, 50),
+    num_right=st.integers(0, 50),
+    seed=st.integers(0, 99),
+)
+def test_a_sketch_gives_small_differences(
+    shared: int, num_left: int, num_right: int, seed: int
+) -> None:
+    ids = np.unique(
+        np.random.default_rng(seed).integers(
+            0, 2**64, shared + num_left + num_right, dtype=np.uint64
+        )
+    )
     left, right = ids[: shared + num_left], np.concatenate([ids[:shared], ids[shared + num_left :]])
     sketch = RowSketch.from_dict(json.loads(json.dumps(RowSketch.of(right).to_dict())))
     difference = RowSketch.of(left).difference(sketch)
@@ -266,7 +302,12 @@ def test_a_sketch_gives_small_differences(shared: int, num_left: int, num_right:
 
 def test_a_sketch_refuses_large_differences() -> None:
     ids = np.random.default_rng(0).integers(0, 2**64, 20 * MAX_DIFFERENCE, dtype=np.uint64)
-    assert RowSketch.of(ids[: 10 * MAX_DIFFERENCE]).difference(RowSketch.of(ids[10 * MAX_DIFFERENCE :])) is None
+    assert (
+        RowSketch.of(ids[: 10 * MAX_DIFFERENCE]).difference(
+            RowSketch.of(ids[10 * MAX_DIFFERENCE :])
+        )
+        is None
+    )
 
 
 def test_rows_are_encoded_when_asked_for() -> None:
@@ -321,7 +362,12 @@ def test_collate_example() -> None:
     data=st.data(),
 )
 def test_a_bad_row_leaves_the_position_as_it_was(
-    num_rows: int, batch_size: int, num_before: int, seed: int, last_batch: LastBatch, data: st.DataObject
+    num_rows: int,
+    batch_size: int,
+    num_before: int,
+    seed: int,
+    last_batch: LastBatch,
+    data: st.DataObject,
 ) -> None:
     bad = set(data.draw(st.sets(st.integers(0, num_rows - 1))))
     is_bad = False
@@ -333,7 +379,8 @@ def test_a_bad_row_leaves_the_position_as_it_was(
 
     batch_size = min(batch_size, num_rows)
     loader, other = (
-        loader_of(range(num_rows), batch_size, encode, seed=seed, last_batch=last_batch) for _ in range(2)
+        loader_of(range(num_rows), batch_size, encode, seed=seed, last_batch=last_batch)
+        for _ in range(2)
     )
     for _ in range(num_before):
         assert next(loader) == next(other)

@@ -51,16 +51,24 @@ def test_templates_of_models_pass(name: str) -> None:
 
 
 SLOW_FOR_ONE_ROW = (
-    "{% for m in messages %}{% if 'slow' in m.content %}" + LOOP * 3 + "{% endfor %}" * 3 + "{% endif %}"
+    "{% for m in messages %}{% if 'slow' in m.content %}"
+    + LOOP * 3
+    + "{% endfor %}" * 3
+    + "{% endif %}"
     "{{ m.content }}{{ eos_token }}{% endfor %}"
 )
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
-def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(tmp_path: Path, num_processes: int) -> None:
+def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(
+    tmp_path: Path, num_processes: int
+) -> None:
     tokenizer = tiny_tokenizer(SLOW_FOR_ONE_ROW)
     tokenizer.save_pretrained(tmp_path / "model")
-    lines = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in ("fine", "slow")]
+    lines = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+        for text in ("fine", "slow")
+    ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     config = RunConfig(
@@ -71,7 +79,10 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(tmp_pat
     rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="sft"))
     before = time.process_time()
     rows.start(np.arange(2))
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the chat template of .* does not render this conversation within 2 s"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rows\.jsonl:2: the chat template of .* does not render this conversation within 2 s",
+    ):
         rows.finish()
     assert time.process_time() - before < 4
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
@@ -80,10 +91,14 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(tmp_pat
 
 def test_a_template_that_fills_the_memory_for_one_row_is_a_bad_row(tmp_path: Path) -> None:
     """In an encoding process, whose memory is bounded."""
-    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content * (10**10 if 'big' in m.content else 1) }}{% endfor %}")
+    tokenizer = tiny_tokenizer(
+        "{% for m in messages %}{{ m.content * (10**10 if 'big' in m.content else 1) }}{% endfor %}"
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"prompt": text, "answer": "4"}) + "\n" for text in ("fine", "big")))
+    data.write_text(
+        "".join(json.dumps({"prompt": text, "answer": "4"}) + "\n" for text in ("fine", "big"))
+    )
     config = GrpoRunConfig(
         run_name="x",
         policy=PolicyConfig(model_name=str(tmp_path / "model")),
@@ -91,7 +106,9 @@ def test_a_template_that_fills_the_memory_for_one_row_is_a_bad_row(tmp_path: Pat
     )
     rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="rl"))
     rows.start(np.arange(2))
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: the row cannot be encoded \(MemoryError"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:2: the row cannot be encoded \(MemoryError"
+    ):
         rows.finish()
 
 
@@ -101,7 +118,19 @@ def test_an_error_of_a_template_is_left_to_its_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "template", ["{prompt:>9999999999}", "{prompt!r}", "{prompt.x}", "{prompt[0]}", "{}", "{0}", "{x}", "{", "}", "no field"]
+    "template",
+    [
+        "{prompt:>9999999999}",
+        "{prompt!r}",
+        "{prompt.x}",
+        "{prompt[0]}",
+        "{}",
+        "{0}",
+        "{x}",
+        "{",
+        "}",
+        "no field",
+    ],
 )
 def test_format_strings_have_one_plain_field(template: str) -> None:
     with pytest.raises(ConfigError, match="prompt_template"):

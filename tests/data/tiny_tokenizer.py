@@ -76,16 +76,23 @@ _SPECIAL = [
     *("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"),
     *("<|start|>", "<|/start|>", "<|eot|>", "<|User|>", "<|Assistant|>"),
 ]
-_TEXTS = ["user assistant system What is two plus two? The answer is four. 1 + 2 = 3\n\n", "think about it: 12 34 56"]
+_TEXTS = [
+    "user assistant system What is two plus two? The answer is four. 1 + 2 = 3\n\n",
+    "think about it: 12 34 56",
+]
 
 
-def tiny_tokenizer(chat_template: str | None = None, **tokens: str | None) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    chat_template: str | None = None, **tokens: str | None
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE with a few merges and the special tokens of the templates above."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(_TEXTS, trainer)
     names: dict[str, str | None] = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", **tokens}
     return PreTrainedTokenizerFast(
@@ -101,8 +108,14 @@ def space_marking_tokenizer(chat_template: str | None = None) -> PreTrainedToken
     core = Tokenizer(models.BPE(unk_token="<|unk|>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
     core.decoder = decoders.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<|unk|>", *_SPECIAL], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<|unk|>", *_SPECIAL], show_progress=False
+    )
     core.train_from_iterator([*_TEXTS, "".join(map(chr, range(32, 127)))], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, chat_template=chat_template, bos_token="<|bos|>", eos_token="<|eos|>", unk_token="<|unk|>"
+        tokenizer_object=core,
+        chat_template=chat_template,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        unk_token="<|unk|>",
     )

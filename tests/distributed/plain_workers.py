@@ -72,7 +72,9 @@ class PlainWorker:
         return self.context.rank * method
 
     def look(self, shard: Counted, **common: Any) -> Arrived:
-        return Arrived(self.context.rank, float(shard.array.sum()), shard.array.flags.writeable, common)
+        return Arrived(
+            self.context.rank, float(shard.array.sum()), shard.array.flags.writeable, common
+        )
 
     def add(self, array: np.ndarray, offset: int) -> np.ndarray:
         return array + offset

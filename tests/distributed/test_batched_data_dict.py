@@ -56,7 +56,9 @@ def row_ids(batch: BatchedDataDict) -> list[int]:
     return rows
 
 
-def packing_args(max_tokens: int = 32, algorithm: str = "best_fit_decreasing", multiple: int = 1) -> SequencePackingArgs:
+def packing_args(
+    max_tokens: int = 32, algorithm: str = "best_fit_decreasing", multiple: int = 1
+) -> SequencePackingArgs:
     return {
         "max_tokens_per_microbatch": max_tokens,
         "input_key": "input_ids",
@@ -90,19 +92,33 @@ def test_size_is_that_of_every_column() -> None:
 def test_from_batches_pads_what_is_wide_and_joins_the_rest() -> None:
     first, second = make_batch([3, 1]), make_batch([2, 2])
     joined = BatchedDataDict.from_batches([first, {}, second], pad_value_dict={"input_ids": -1})
-    assert joined["input_ids"].tolist() == [[100, 101, 102], [200, 0, 0], [100, 101, -1], [200, 201, -1]]
-    assert [row.tolist() for row in joined["tokens"]] == [[100, 101, 102], [200], [100, 101], [200, 201]]
+    assert joined["input_ids"].tolist() == [
+        [100, 101, 102],
+        [200, 0, 0],
+        [100, 101, -1],
+        [200, 201, -1],
+    ]
+    assert [row.tolist() for row in joined["tokens"]] == [
+        [100, 101, 102],
+        [200],
+        [100, 101],
+        [200, 201],
+    ]
     assert joined["reward"].tolist() == [0, 1, 0, 1]
     assert joined["image"].shape == (4, 2, 3)
     assert joined["message_log"] == [[{"row": 0}], [{"row": 1}]] * 2
     assert list(joined) == list(first)
     assert BatchedDataDict.from_batches([]).size == 0
-    arrays = BatchedDataDict.from_batches([{"x": np.ones((1, 1))}, {"x": np.ones((1, 2))}], {"x": 7})
+    arrays = BatchedDataDict.from_batches(
+        [{"x": np.ones((1, 1))}, {"x": np.ones((1, 2))}], {"x": 7}
+    )
     assert arrays["x"].tolist() == [[1, 7], [1, 1]]
 
 
 def test_from_batches_names_what_does_not_fit() -> None:
-    with pytest.raises(KeyError, match=r"batch 1 has rows but no column 'b'; its columns are \['a'\]"):
+    with pytest.raises(
+        KeyError, match=r"batch 1 has rows but no column 'b'; its columns are \['a'\]"
+    ):
         BatchedDataDict.from_batches([{"a": [1], "b": [2]}, {"a": [1]}])
     with pytest.raises(KeyError, match="batch 0 has rows but no column 'b'"):
         BatchedDataDict.from_batches([{"a": [1]}, {"a": [], "b": []}])
@@ -112,7 +128,9 @@ def test_from_batches_names_what_does_not_fit() -> None:
 
 def test_a_batch_without_rows_may_lack_a_column() -> None:
     full = make_batch([3, 1])
-    empty = BatchedDataDict({name: column for name, column in full.slice(0, 0).items() if name != "image"})
+    empty = BatchedDataDict(
+        {name: column for name, column in full.slice(0, 0).items() if name != "image"}
+    )
     for batches in ([empty, full], [full, empty], [empty, full, empty]):
         joined = BatchedDataDict.from_batches(batches)
         assert row_ids(joined) == [0, 1]
@@ -134,21 +152,33 @@ def test_chunk_is_a_contiguous_part() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 16), min_size=8, max_size=24).map(lambda rows: rows[: len(rows) // 4 * 4]),
+    lengths=st.lists(st.integers(1, 16), min_size=8, max_size=24).map(
+        lambda rows: rows[: len(rows) // 4 * 4]
+    ),
     is_packed=st.booleans(),
     shards=st.integers(1, 4),
 )
 def test_the_plan_by_the_names_of_nemo_rl(lengths: list[int], is_packed: bool, shards: int) -> None:
     """Ranges of rows within each global batch of 4 rows, and what a microbatch iterator yields for them."""
     batch = make_batch(lengths)
-    assert batch.micro_batch_indices is batch.micro_batch_lengths is batch.elem_counts_per_gb is None
+    assert (
+        batch.micro_batch_indices is batch.micro_batch_lengths is batch.elem_counts_per_gb is None
+    )
     if is_packed:
-        parts, _ = batch.shard_by_batch_size(shards, 4, sequence_packing_args=packing_args(multiple=4))
+        parts, _ = batch.shard_by_batch_size(
+            shards, 4, sequence_packing_args=packing_args(multiple=4)
+        )
     else:
-        parts, _ = batch.shard_by_batch_size(shards, 4, dynamic_batching_args=dynamic_args(multiple=4))
+        parts, _ = batch.shard_by_batch_size(
+            shards, 4, dynamic_batching_args=dynamic_args(multiple=4)
+        )
     num_steps = len(lengths) // 4
     for part in parts:
-        indices, widths, counts = part.micro_batch_indices, part.micro_batch_lengths, part.elem_counts_per_gb
+        indices, widths, counts = (
+            part.micro_batch_indices,
+            part.micro_batch_lengths,
+            part.elem_counts_per_gb,
+        )
         assert indices is not None and widths is not None and counts is not None
         assert len(indices) == len(widths) == len(counts) == num_steps
         assert sum(counts) == part.size
@@ -162,7 +192,9 @@ def test_the_plan_by_the_names_of_nemo_rl(lengths: list[int], is_packed: bool, s
                 microbatches = list(global_batch.make_microbatch_iterator_for_packable_sequences())
             else:
                 microbatches = list(global_batch.make_microbatch_iterator_with_dynamic_shapes())
-            for microbatch, (start, end), width in zip(microbatches, indices[step], widths[step], strict=True):
+            for microbatch, (start, end), width in zip(
+                microbatches, indices[step], widths[step], strict=True
+            ):
                 assert row_ids(microbatch) == row_ids(global_batch.slice(start, end))
                 rounded = [-(-length // 4) * 4 for length in microbatch["input_lengths"].tolist()]
                 if rounded:
@@ -243,7 +275,12 @@ def test_plain_shards_are_contiguous_parts_of_each_batch() -> None:
     batch = make_batch([1] * 8)
     shards = batch.shard_by_batch_size(2, batch_size=4)
     assert [row_ids(shard) for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert [row_ids(shard) for shard in batch.shard_by_batch_size(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [row_ids(shard) for shard in batch.shard_by_batch_size(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     assert row_ids(shards[1].get_batch(1, batch_size=2)) == [6, 7]
 
 
@@ -256,25 +293,48 @@ def test_uneven_plain_shards_are_short_or_empty() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shards": 3}, "batch_size=8 is not a multiple of shards=3; allow_uneven_shards=True splits anyway"),
-        ({"shards": 2, "batch_size": 3}, "8 rows are not a whole number of batches of batch_size=3"),
+        (
+            {"shards": 3},
+            "batch_size=8 is not a multiple of shards=3; allow_uneven_shards=True splits anyway",
+        ),
+        (
+            {"shards": 2, "batch_size": 3},
+            "8 rows are not a whole number of batches of batch_size=3",
+        ),
         ({"shards": 2, "batch_size": 4, "allow_uneven_shards": True}, "leave batch_size out"),
-        ({"shards": 2, "dynamic_batching_args": {}, "sequence_packing_args": {}}, "exclude each other"),
-        ({"shards": 2, "dynamic_batching_args": {"token": 3}}, r"missing keys \['input_key', .*unknown keys \['token'\]"),
+        (
+            {"shards": 2, "dynamic_batching_args": {}, "sequence_packing_args": {}},
+            "exclude each other",
+        ),
+        (
+            {"shards": 2, "dynamic_batching_args": {"token": 3}},
+            r"missing keys \['input_key', .*unknown keys \['token'\]",
+        ),
         ({"shards": 2, "sequence_packing_args": packing_args(4)}, "row"),
     ],
 )
-def test_shard_by_batch_size_says_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
+def test_shard_by_batch_size_says_what_does_not_fit(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_batch([8] * 8).shard_by_batch_size(**arguments)
 
 
 def test_lengths_are_checked_against_the_tokens() -> None:
     with pytest.raises(KeyError, match="input_lengths_key 'input_lengths' is not a column"):
-        BatchedDataDict(input_ids=[[1], [2]]).shard_by_batch_size(1, sequence_packing_args=packing_args())
-    for tokens in (torch.zeros(2, 3), np.zeros((2, 3)), [[1, 2, 3]] * 2, Jagged.from_rows([[1, 2, 3]] * 2, np.int32)):
+        BatchedDataDict(input_ids=[[1], [2]]).shard_by_batch_size(
+            1, sequence_packing_args=packing_args()
+        )
+    for tokens in (
+        torch.zeros(2, 3),
+        np.zeros((2, 3)),
+        [[1, 2, 3]] * 2,
+        Jagged.from_rows([[1, 2, 3]] * 2, np.int32),
+    ):
         batch = BatchedDataDict(input_ids=tokens, input_lengths=[3, 4])
-        with pytest.raises(ValueError, match="input_lengths says 4 tokens for row 1, more than input_ids has"):
+        with pytest.raises(
+            ValueError, match="input_lengths says 4 tokens for row 1, more than input_ids has"
+        ):
             batch.shard_by_batch_size(1, sequence_packing_args=packing_args())
 
 
@@ -289,15 +349,21 @@ def test_lengths_are_checked_against_the_tokens() -> None:
     multiple=st.sampled_from([1, 4]),
 )
 @settings(max_examples=80, deadline=None)
-def test_reorder_data_undoes_every_mode(lengths: list[int], num_shards: int, num_batches: int, mode: str, multiple: int) -> None:
+def test_reorder_data_undoes_every_mode(
+    lengths: list[int], num_shards: int, num_batches: int, mode: str, multiple: int
+) -> None:
     lengths = lengths * num_batches
     batch = make_batch(lengths)
     batch_size = len(lengths) // num_batches
     if mode == "dynamic":
-        shards, indices = batch.shard_by_batch_size(num_shards, batch_size, dynamic_batching_args=dynamic_args(multiple=multiple))
+        shards, indices = batch.shard_by_batch_size(
+            num_shards, batch_size, dynamic_batching_args=dynamic_args(multiple=multiple)
+        )
     else:
         shards, indices = batch.shard_by_batch_size(
-            num_shards, batch_size, sequence_packing_args=packing_args(algorithm=mode, multiple=multiple)
+            num_shards,
+            batch_size,
+            sequence_packing_args=packing_args(algorithm=mode, multiple=multiple),
         )
     joined = BatchedDataDict.from_batches(shards)
     assert row_ids(joined) == indices
@@ -320,12 +386,17 @@ def check_microbatches(steps: list[SlicedDataDict], mode: str, width: int) -> No
             assert all(microbatch["input_ids"].numel() <= 32 for microbatch in microbatches)
             for microbatch in microbatches:
                 longest = max(microbatch["input_lengths"].tolist(), default=0)
-                assert longest <= microbatch["input_ids"].shape[1] <= min(width, -(-longest // 4) * 4) or not longest
+                assert (
+                    longest <= microbatch["input_ids"].shape[1] <= min(width, -(-longest // 4) * 4)
+                    or not longest
+                )
         else:
             microbatches = list(part.make_microbatch_iterator_for_packable_sequences())
             count, largest = part.get_microbatch_iterator_for_packable_sequences_len()
             assert (count, largest <= 32) == (len(microbatches), True)
-            assert all(int(microbatch["input_lengths"].sum()) <= largest for microbatch in microbatches)
+            assert all(
+                int(microbatch["input_lengths"].sum()) <= largest for microbatch in microbatches
+            )
             assert all(microbatch["input_ids"].shape[1] == width for microbatch in microbatches)
         assert [row for microbatch in microbatches for row in row_ids(microbatch)] == row_ids(part)
         counts.add(len(microbatches))
@@ -333,15 +404,24 @@ def check_microbatches(steps: list[SlicedDataDict], mode: str, width: int) -> No
 
 
 def test_fewer_rows_than_shards_run_dummies_of_zero_rows() -> None:
-    shards, indices = make_batch([4, 6]).shard_by_batch_size(4, allow_uneven_shards=True, sequence_packing_args=packing_args())
-    sizes = [[microbatch.size for microbatch in shard.make_microbatch_iterator_for_packable_sequences()] for shard in shards]
+    shards, indices = make_batch([4, 6]).shard_by_batch_size(
+        4, allow_uneven_shards=True, sequence_packing_args=packing_args()
+    )
+    sizes = [
+        [microbatch.size for microbatch in shard.make_microbatch_iterator_for_packable_sequences()]
+        for shard in shards
+    ]
     assert sorted(sizes) == [[0], [0], [1], [1]]
     assert sorted(indices) == [0, 1]
 
 
 def test_iterators_need_one_global_batch_and_a_plan() -> None:
-    shards, _ = make_batch([4] * 8).shard_by_batch_size(2, batch_size=4, sequence_packing_args=packing_args())
-    with pytest.raises(ValueError, match=r"these rows belong to 2 global batches; call get_batch\(i\) first"):
+    shards, _ = make_batch([4] * 8).shard_by_batch_size(
+        2, batch_size=4, sequence_packing_args=packing_args()
+    )
+    with pytest.raises(
+        ValueError, match=r"these rows belong to 2 global batches; call get_batch\(i\) first"
+    ):
         list(shards[0].make_microbatch_iterator_for_packable_sequences())
     with pytest.raises(ValueError, match="these rows carry no plan"):
         make_batch([4]).get_microbatch_iterator_dynamic_shapes_len()
@@ -364,7 +444,10 @@ def test_dynamic_example_of_six_rows() -> None:
     """Rows of 2, 4, 7, 6, 3, 4 tokens under 16: the two long ones together, the four short ones cut to 4."""
     batch = make_batch([2, 4, 7, 6, 3, 4])
     shards, _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic_args(16))
-    shapes = [tuple(part["input_ids"].shape) for part in shards[0].make_microbatch_iterator_with_dynamic_shapes()]
+    shapes = [
+        tuple(part["input_ids"].shape)
+        for part in shards[0].make_microbatch_iterator_with_dynamic_shapes()
+    ]
     assert sorted(shapes) == [(2, 7), (4, 4)]
 
 
@@ -379,7 +462,9 @@ def test_unshard_undoes_shard_for_every_kind_of_column(lengths: list[int], num_r
     plan = plan_batch(lengths, spec)
     score_plan = plan.with_budget(48)
     shards = batch.shard(plan, score_plan)
-    back = BatchedDataDict({name: unshard([shard[name] for shard in shards], plan) for name in batch})
+    back = BatchedDataDict(
+        {name: unshard([shard[name] for shard in shards], plan) for name in batch}
+    )
     assert row_ids(back) == list(range(len(lengths)))
     for dp_rank, shard in enumerate(shards):
         assert shard.plan == plan.rank_plan(dp_rank)
@@ -399,7 +484,9 @@ def check_score_plan(shard: SlicedDataDict, num_steps: int) -> None:
         for microbatch in shard.score_plan.step(step):
             assert microbatch.lengths == tuple(lengths[row] for row in microbatch.rows)
         for microbatch in (*part.plan.microbatches, *part.score_plan.microbatches):
-            assert microbatch.lengths == tuple(part["input_lengths"][list(microbatch.rows)].tolist())
+            assert microbatch.lengths == tuple(
+                part["input_lengths"][list(microbatch.rows)].tolist()
+            )
 
 
 def test_shard_refuses_plans_of_other_rows() -> None:
@@ -409,9 +496,13 @@ def test_shard_refuses_plans_of_other_rows() -> None:
     with pytest.raises(ValueError, match="the plan is for 4 rows, the batch has 3"):
         make_batch([4] * 3).shard(plan)
     pairs = plan_batch([4] * 4, PlanSpec(max_tokens=8, **in_turn))
-    with pytest.raises(ValueError, match=r"other rows on dp rank 0 than the plan; make it with plan\.with_budget"):
+    with pytest.raises(
+        ValueError, match=r"other rows on dp rank 0 than the plan; make it with plan\.with_budget"
+    ):
         batch.shard(plan, pairs)
-    with pytest.raises(ValueError, match=r"the ranks returned \[1, 1\] rows, the plan gave them \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"the ranks returned \[1, 1\] rows, the plan gave them \[2, 2\]"
+    ):
         unshard([np.zeros(1), np.zeros(1)], plan)
 
 

@@ -42,7 +42,9 @@ def test_it_has_the_calls_of_a_group_with_one_dp_rank() -> None:
     assert (group.world_size, group.topology) == (1, Topology())
     assert group.run_all_workers("add", np.array([1, 2]), offset=3)[0].tolist() == [4, 5]
     assert group.run_all_workers_sharded_data("add", [np.array([1])], offset=1)[0].tolist() == [2]
-    with pytest.raises(ValueError, match="argument 0 of add has 2 items; the policy group has dp 1"):
+    with pytest.raises(
+        ValueError, match="argument 0 of add has 2 items; the policy group has dp 1"
+    ):
         group.run_all_workers_sharded_data("add", [1, 2], offset=1)
 
 
@@ -56,9 +58,13 @@ def test_handles_hold_the_values_themselves() -> None:
 
 
 def test_exceptions_come_as_those_of_a_worker() -> None:
-    with pytest.raises(WorkerFailure, match="worker 0 of the policy group failed in `__init__`: KeyError"):
+    with pytest.raises(
+        WorkerFailure, match="worker 0 of the policy group failed in `__init__`: KeyError"
+    ):
         open_group(fails=True)
-    with pytest.raises(WorkerError, match=r"`fail`: MemoryError: too big\n.*policy.train_micro_batch_size") as caught:
+    with pytest.raises(
+        WorkerError, match=r"`fail`: MemoryError: too big\n.*policy.train_micro_batch_size"
+    ) as caught:
         open_group().run_all_workers("fail")
     assert isinstance(caught.value.cause, MemoryError)
     assert "in fail" in caught.value.traceback_text

@@ -17,7 +17,10 @@ def test_coordinates_and_rank_are_inverse(topology: Topology) -> None:
     assert len(set(places)) == topology.world_size
     for rank, place in enumerate(places):
         assert topology.rank(**place._asdict()) == rank
-        assert all(0 <= coordinate < degree for coordinate, degree in zip(place, topology.shape, strict=True))
+        assert all(
+            0 <= coordinate < degree
+            for coordinate, degree in zip(place, topology.shape, strict=True)
+        )
 
 
 @given(TOPOLOGIES)
@@ -30,7 +33,9 @@ def test_tp_varies_fastest_then_cp_then_dp_then_pp(topology: Topology) -> None:
 
 @given(TOPOLOGIES, st.lists(st.sampled_from(AXES), unique=True))
 @settings(max_examples=80)
-def test_groups_partition_the_world_and_vary_only_along_their_axes(topology: Topology, axes: list[Axis]) -> None:
+def test_groups_partition_the_world_and_vary_only_along_their_axes(
+    topology: Topology, axes: list[Axis]
+) -> None:
     groups = topology.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     for group in groups:
@@ -46,9 +51,13 @@ def test_each_dp_rank_has_its_replicas_and_one_output_rank(topology: Topology) -
     for dp_rank in range(topology.dp):
         replicas = topology.replicas(dp_rank)
         assert len(replicas) == topology.pp * topology.cp * topology.tp
-        assert [rank for rank in replicas if topology.is_output_rank(rank)] == [topology.output_rank(dp_rank)]
+        assert [rank for rank in replicas if topology.is_output_rank(rank)] == [
+            topology.output_rank(dp_rank)
+        ]
         assert topology.coordinates(topology.output_rank(dp_rank)).pp == topology.pp - 1
-    assert sorted(rank for dp in range(topology.dp) for rank in topology.replicas(dp)) == list(range(topology.world_size))
+    assert sorted(rank for dp in range(topology.dp) for rank in topology.replicas(dp)) == list(
+        range(topology.world_size)
+    )
 
 
 def test_the_documented_example() -> None:
@@ -67,9 +76,16 @@ def test_dp_takes_what_the_other_axes_leave() -> None:
     assert Topology.from_world_size(5) == Topology(dp=5)
 
 
-@pytest.mark.parametrize(("world_size", "nearest"), [(8, "use 6 or 12 workers"), (3, "use 6 workers"), (0, "use 6 workers")])
-def test_a_world_that_does_not_divide_shows_the_product_and_the_nearest_sizes(world_size: int, nearest: str) -> None:
-    with pytest.raises(ValueError, match=rf"{world_size} workers .* pp 1 x cp 3 x tp 2 = 6 workers; {nearest}"):
+@pytest.mark.parametrize(
+    ("world_size", "nearest"),
+    [(8, "use 6 or 12 workers"), (3, "use 6 workers"), (0, "use 6 workers")],
+)
+def test_a_world_that_does_not_divide_shows_the_product_and_the_nearest_sizes(
+    world_size: int, nearest: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{world_size} workers .* pp 1 x cp 3 x tp 2 = 6 workers; {nearest}"
+    ):
         Topology.from_world_size(world_size, cp=3, tp=2)
 
 

@@ -161,10 +161,19 @@ def test_quantities(text: str, quantity: Quantity | None) -> None:
 def test_numbers_of_any_length_are_compared_exactly() -> None:
     """Python refuses to convert texts of more than 4,300 digits to integers."""
     digits = "7" * 20_000
-    assert answer_reward(RewardSample(prompt="?", completion=f"#### {digits}.0", answer=digits)) == 1.0
-    assert answer_reward(RewardSample(prompt="?", completion=f"#### {digits}1", answer=digits)) == 0.0
-    assert answer_reward(RewardSample(prompt="?", completion="#### 1e999999999", answer=digits)) == 0.0
-    assert answer_reward(RewardSample(prompt="?", completion="#### 1e" + "9" * 5000, answer="5")) == 0.0
+    assert (
+        answer_reward(RewardSample(prompt="?", completion=f"#### {digits}.0", answer=digits)) == 1.0
+    )
+    assert (
+        answer_reward(RewardSample(prompt="?", completion=f"#### {digits}1", answer=digits)) == 0.0
+    )
+    assert (
+        answer_reward(RewardSample(prompt="?", completion="#### 1e999999999", answer=digits)) == 0.0
+    )
+    assert (
+        answer_reward(RewardSample(prompt="?", completion="#### 1e" + "9" * 5000, answer="5"))
+        == 0.0
+    )
 
 
 PIECES = [
@@ -188,7 +197,9 @@ def test_extraction_is_linear_in_the_length(piece: str) -> None:
     assert time.process_time() - start < 10
 
 
-texts = st.text() | st.lists(st.sampled_from([*PIECES, "4", "x", "is", "="]), max_size=40).map("".join)
+texts = st.text() | st.lists(st.sampled_from([*PIECES, "4", "x", "is", "="]), max_size=40).map(
+    "".join
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -205,7 +216,9 @@ def test_no_text_raises(text: str, gold: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(before=st.text(alphabet="ab {}\n#=5-"), inside=st.text(alphabet="ab{}5", max_size=10))
 def test_a_box_is_found_as_by_counting_braces(before: str, inside: str) -> None:
-    depths = [inside[: end + 1].count("{") - inside[: end + 1].count("}") for end in range(len(inside))]
+    depths = [
+        inside[: end + 1].count("{") - inside[: end + 1].count("}") for end in range(len(inside))
+    ]
     is_balanced = all(depth >= 0 for depth in depths) and depths[-1:] in ([], [0])
     if is_balanced and inside.strip():
         assert marked_answer(f"{before}\\boxed{{{inside}}}") == inside.strip()

@@ -60,7 +60,9 @@ def test_a_child_that_was_killed_is_replaced() -> None:
         comparer.close()
 
 
-def test_a_child_that_cannot_start_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_start_is_an_error_and_not_a_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(comparison, "_SERVE", "raise SystemExit(1)")
     with pytest.raises(RuntimeError, match="import math_verify"):
         AnswerComparer().is_equal("1/2", "0.5")
@@ -71,7 +73,9 @@ def test_the_child_ends_with_its_parent() -> None:
         "import os, signal; from nemo_like.environments.comparison import AnswerComparer as A; a = A();"
         "a.is_equal('1/2', '0.5'); print(a._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     child = int(done.stdout)
     deadline = time.monotonic() + 60
@@ -93,7 +97,9 @@ def test_symbolic_libraries_are_not_imported_with_the_rewards() -> None:
         "import sys, nemo_like.environments.math as m; m.answers_equal('2', '2.0'); m.answers_equal('a b', 'A b');"
         "print([n for n in ('sympy', 'math_verify') if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -84,8 +84,16 @@ def test_answers_equal(gold: str, predicted: str, is_equal: bool) -> None:
 def test_an_integer_equals_itself_in_every_spelling(value: int) -> None:
     for spelling in (str(value), f"{value:,}", f"{value}.0", f" {value}. "):
         assert as_number(spelling) == value
-        assert answer_reward(RewardSample(prompt="", completion=f"... #### {spelling}", answer=str(value))) == 1.0
-    assert answer_reward(RewardSample(prompt="", completion=f"#### {value + 1}", answer=str(value))) == 0.0
+        assert (
+            answer_reward(
+                RewardSample(prompt="", completion=f"... #### {spelling}", answer=str(value))
+            )
+            == 1.0
+        )
+    assert (
+        answer_reward(RewardSample(prompt="", completion=f"#### {value + 1}", answer=str(value)))
+        == 0.0
+    )
 
 
 def test_answers_are_compared_in_other_threads_too() -> None:
@@ -118,7 +126,14 @@ def test_answer_reward_needs_an_answer() -> None:
 
 @pytest.mark.parametrize(
     ("completion", "reward"),
-    [("1+1=2\n#### 2", 1.0), (r"thus \boxed{2}", 1.0), ("2", 0.0), ("#### 2\n#### 3", 0.0), ("#### ", 0.0), ("", 0.0)],
+    [
+        ("1+1=2\n#### 2", 1.0),
+        (r"thus \boxed{2}", 1.0),
+        ("2", 0.0),
+        ("#### 2\n#### 3", 0.0),
+        ("#### ", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_format_reward_asks_for_one_marked_answer(completion: str, reward: float) -> None:
     assert format_reward(RewardSample(prompt="?", completion=completion, answer="2")) == reward

@@ -74,7 +74,11 @@ def _sample(completion: str, answer: str | None = None, **row: object) -> Reward
 def test_every_function_scores_every_sample() -> None:
     worker = RewardWorker(
         _CONTEXT,
-        functions=_functions(length="user_rewards.length", answered="user_rewards.answered", row="user_rewards.from_row"),
+        functions=_functions(
+            length="user_rewards.length",
+            answered="user_rewards.answered",
+            row="user_rewards.from_row",
+        ),
     )
     scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)])
     assert scores["length"].dtype == np.float32
@@ -86,7 +90,9 @@ def test_every_function_scores_every_sample() -> None:
 
 
 def test_no_samples_give_no_scores() -> None:
-    assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score([])["length"].shape == (0,)
+    assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score([])[
+        "length"
+    ].shape == (0,)
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
@@ -94,7 +100,9 @@ def test_the_reward_is_the_weighted_sum() -> None:
         "length": RewardFunctionConfig(path="user_rewards.length", weight=0.5),
         "answered": RewardFunctionConfig(path="user_rewards.answered", weight=-1.0),
     }
-    environment = RewardEnvironment(LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT), functions)
+    environment = RewardEnvironment(
+        LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT), functions
+    )
     reward, components = environment.score([_sample("abcd", "4"), _sample("ab")])
     assert reward.dtype == np.float32 and reward.tolist() == [1.0, 1.0]
     assert components["length"].tolist() == [4, 2] and components["answered"].tolist() == [1, 0]
@@ -165,7 +173,9 @@ class _InProcessGroup:
 
     def run_all_workers_sharded_data(self, method: str, *sharded: Sequence[Any]) -> list[Any]:
         items = zip(*sharded, strict=True)
-        return [getattr(worker, method)(*item) for worker, item in zip(self.workers, items, strict=True)]
+        return [
+            getattr(worker, method)(*item) for worker, item in zip(self.workers, items, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 2, 7])

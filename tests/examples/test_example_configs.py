@@ -64,7 +64,9 @@ def test_packing_and_dynamic_batching_as_people_know_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["sft_gsm8k_smollm2", "grpo_gsm8k_smollm2"])
-def test_real_data_is_found_through_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_data_is_found_through_the_environment(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = CONFIGS / f"{name}.yaml"
     monkeypatch.delenv("NEMO_LIKE_DATA", raising=False)
     assert load_config(detect_kind(path), path).data.train_path == "data/gsm8k/train.jsonl"

@@ -33,7 +33,9 @@ def main() -> int:
                 if problem is not None:
                     num_problems += 1
                     print(f"{kind} seed {seed}: {problem!r}", flush=True)
-        print(f"{kind}: {dict(counts)} in {time.process_time() - start:.0f} s of CPU time", flush=True)
+        print(
+            f"{kind}: {dict(counts)} in {time.process_time() - start:.0f} s of CPU time", flush=True
+        )
     return 1 if num_problems else 0
 
 

@@ -41,7 +41,9 @@ checkpointing: &c {save_period: 2}
 """,
 )
 
-BOMB = "\n".join(["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40)])
+BOMB = "\n".join(
+    ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+)
 BLOCKS = (
     BOMB,
     "seed: &s [*s]",
@@ -200,7 +202,10 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"question": "1+1", "answer": "so\n#### 2"},
     {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
     {
-        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]},
+        ],
         "tools": [],
     },
 )
@@ -302,7 +307,10 @@ def data_case(seed: int, folder: Path) -> Callable[[], None]:
     """Write a mutated data file or directory for `seed`; the action reads every row."""
     rng = random.Random(seed)
     suffix = rng.choice((".jsonl", ".jsonl", ".jsonl", ".json", ".parquet", "arrow"))
-    lines = [json.dumps(rng.choice(ROWS) if rng.random() < 0.2 else row) for row in [rng.choice(ROWS)] * rng.randint(1, 4)]
+    lines = [
+        json.dumps(rng.choice(ROWS) if rng.random() < 0.2 else row)
+        for row in [rng.choice(ROWS)] * rng.randint(1, 4)
+    ]
     if suffix in (".parquet", "arrow"):
         path = _write_columns(rng, folder, [json.loads(line) for line in lines], suffix)
     else:
@@ -352,35 +360,61 @@ def _mutate_rows(rng: random.Random, lines: list[str]) -> list[str]:
     if choice == 0:
         lines[at] = value
     elif choice == 1:
-        keys = ["messages", "prompt", "completion", "answer", "question", "tools", "x", "\\ud800", "y" * 3000]
+        keys = [
+            "messages",
+            "prompt",
+            "completion",
+            "answer",
+            "question",
+            "tools",
+            "x",
+            "\\ud800",
+            "y" * 3000,
+        ]
         lines[at] = lines[at].replace("{", f'{{"{rng.choice(keys)}": {value}, ', 1)
     elif choice == 2:
         cut, end = lines[at].find(":"), lines[at].find(",")
         lines[at] = lines[at][: cut + 1] + value + (lines[at][end:] if end > cut else "}")
     else:
-        lines[at] = "{" + ",".join(f'"{name}{n}": 1' for n in range(rng.choice((1, 900))) for name in ("a", "b")) + "}"
+        lines[at] = (
+            "{"
+            + ",".join(
+                f'"{name}{n}": 1' for n in range(rng.choice((1, 900))) for name in ("a", "b")
+            )
+            + "}"
+        )
     return lines
 
 
 def _mutate_bytes(rng: random.Random, data: bytes) -> bytes:
     choice = rng.randrange(16)
     if choice == 0:
-        return data.decode("utf-8", "replace").encode(rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7")))
+        return data.decode("utf-8", "replace").encode(
+            rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7"))
+        )
     if choice == 1:
         return data[: rng.randrange(len(data) + 1)]
     if choice in (2, 3):
         changed = bytearray(data)
         for _ in range(rng.choice((1, 3, 30))):
             if changed:
-                changed[rng.randrange(len(changed))] = rng.choice((0, 10, 34, 58, 123, 125, 255, rng.randrange(256)))
+                changed[rng.randrange(len(changed))] = rng.choice(
+                    (0, 10, 34, 58, 123, 125, 255, rng.randrange(256))
+                )
         return bytes(changed)
     if choice == 4:
         at = rng.randrange(len(data) + 1)
-        return data[:at] + rng.choice((b"\0", b"\xff\xfe", b"\xed\xa0\xbd", b"\x85", "\u2028".encode(), b"\r")) + data[at:]
+        return (
+            data[:at]
+            + rng.choice((b"\0", b"\xff\xfe", b"\xed\xa0\xbd", b"\x85", "\u2028".encode(), b"\r"))
+            + data[at:]
+        )
     return data
 
 
-def _write_columns(rng: random.Random, folder: Path, rows: list[dict[str, Any]], suffix: str) -> Path:
+def _write_columns(
+    rng: random.Random, folder: Path, rows: list[dict[str, Any]], suffix: str
+) -> Path:
     import pyarrow
     import pyarrow.parquet
 
@@ -398,10 +432,26 @@ def _write_columns(rng: random.Random, folder: Path, rows: list[dict[str, Any]],
         path = folder / "arrow"
         path.mkdir(exist_ok=True)
         target = path / "data-00000.arrow"
-        with pyarrow.OSFile(str(target), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(target), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
-        states = ('{"_data_files": [{"filename": "data-00000.arrow"}]}', "{}", "[", '{"_data_files": 5}', "[]")
-        state = rng.choice((states[0], states[0], *states, '{"_data_files": [{"filename": "../data.json"}, 5, null]}'))
+        states = (
+            '{"_data_files": [{"filename": "data-00000.arrow"}]}',
+            "{}",
+            "[",
+            '{"_data_files": 5}',
+            "[]",
+        )
+        state = rng.choice(
+            (
+                states[0],
+                states[0],
+                *states,
+                '{"_data_files": [{"filename": "../data.json"}, 5, null]}',
+            )
+        )
         (path / "state.json").write_bytes(_mutate_bytes(rng, state.encode()))
     target.write_bytes(_mutate_bytes(rng, target.read_bytes()))
     return path

@@ -15,8 +15,26 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DataConfig, PolicyConfig, SftRunConfig
 from nemo_like.demo_task import build_model, build_tokenizer
 
-VALUES: tuple[Any, ...] = (None, True, -1, 0, 10**30, 1.5, float("nan"), "", "x" * 50, "\ud800", [], {}, [1], {"a": 1})
-_ROWS = '{"messages": [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]}\n' * 40
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1.5,
+    float("nan"),
+    "",
+    "x" * 50,
+    "\ud800",
+    [],
+    {},
+    [1],
+    {"a": 1},
+)
+_ROWS = (
+    '{"messages": [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]}\n'
+    * 40
+)
 
 
 def model_case(seed: int, folder: Path) -> Callable[[], None]:

@@ -19,7 +19,9 @@ NUM_CASES = int(os.environ.get("NEMO_LIKE_FUZZ_CASES", "400"))
     [(config_case, NUM_CASES), (data_case, NUM_CASES), (model_case, NUM_CASES // 8)],
     ids=["configs", "data", "models"],
 )
-def test_mutated_input_is_accepted_or_refused_with_one_short_message(case, num_cases: int, tmp_path: Path) -> None:
+def test_mutated_input_is_accepted_or_refused_with_one_short_message(
+    case, num_cases: int, tmp_path: Path
+) -> None:
     counts: Counter[str] = Counter()
     problems = {seed: run_case(case(seed, tmp_path), counts) for seed in range(num_cases)}
     assert {seed: problem for seed, problem in problems.items() if problem is not None} == {}

@@ -33,9 +33,14 @@ class _InProcessGroup:
     def run_all_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [getattr(worker, method)(*args, **kwargs) for worker in self.workers]
 
-    def run_all_workers_sharded_data(self, method: str, *sharded: Sequence[Any], **common: Any) -> list[Any]:
+    def run_all_workers_sharded_data(
+        self, method: str, *sharded: Sequence[Any], **common: Any
+    ) -> list[Any]:
         items = zip(*sharded, strict=True)
-        return [getattr(worker, method)(*item, **common) for worker, item in zip(self.workers, items, strict=True)]
+        return [
+            getattr(worker, method)(*item, **common)
+            for worker, item in zip(self.workers, items, strict=True)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +64,15 @@ def test_every_row_is_dealt_once_and_evenly(lengths: list[int], num_workers: int
 
 def test_results_are_in_the_order_asked_for_any_number_of_workers(model_directory: Path) -> None:
     rng = np.random.default_rng(0)
-    prompts = Jagged.from_rows([rng.integers(4, 20, rng.integers(1, 9)) for _ in range(11)], np.int32)
+    prompts = Jagged.from_rows(
+        [rng.integers(4, 20, rng.integers(1, 9)) for _ in range(11)], np.int32
+    )
     seeds = np.arange(11, dtype=np.uint64)
     sampling = SamplingParams(max_new_tokens=12)
     kwargs = {"model_name": str(model_directory), "batch_size": 4}
-    alone = Generator(LocalGroup(HFGenerationWorker, kwargs, local_context(num_threads=1), name="generation"))
+    alone = Generator(
+        LocalGroup(HFGenerationWorker, kwargs, local_context(num_threads=1), name="generation")
+    )
     workers = [HFGenerationWorker(local_context(num_threads=1), **kwargs) for _ in range(3)]  # type: ignore[arg-type]
     spread = Generator(_InProcessGroup(workers))  # type: ignore[arg-type]
     results = []
@@ -75,7 +84,9 @@ def test_results_are_in_the_order_asked_for_any_number_of_workers(model_director
     assert np.array_equal(left.token_ids.values, right.token_ids.values)
     assert np.array_equal(left.token_ids.lengths, right.token_ids.lengths)
     np.testing.assert_allclose(left.logprobs.values, right.logprobs.values, atol=1e-5)
-    few = spread.generate(prompts.slice(0, 2), seeds[:2], sampling, max_total_length=16)  # fewer rows than workers
+    few = spread.generate(
+        prompts.slice(0, 2), seeds[:2], sampling, max_total_length=16
+    )  # fewer rows than workers
     assert np.array_equal(few.token_ids.values, left.token_ids.slice(0, 2).values)
 
 
@@ -84,23 +95,38 @@ def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:
     generator = Generator(_InProcessGroup([worker]))  # type: ignore[arg-type]
     sampling = SamplingParams(max_new_tokens=4)
     prompts = Jagged.from_rows([[5], [5] * 8], np.int32)
-    with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens and policy\.max_total_sequence_length is 8.*at least 9"):
+    with pytest.raises(
+        ValueError,
+        match=r"prompt 1 has 8 tokens and policy\.max_total_sequence_length is 8.*at least 9",
+    ):
         generator.generate(prompts, np.zeros(2, np.uint64), sampling, max_total_length=8)
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
-        generator.generate(Jagged.from_rows([[5], []], np.int32), np.zeros(2, np.uint64), sampling, max_total_length=8)
+        generator.generate(
+            Jagged.from_rows([[5], []], np.int32),
+            np.zeros(2, np.uint64),
+            sampling,
+            max_total_length=8,
+        )
     with pytest.raises(ValueError, match="2 prompts need as many seeds, got 1"):
         generator.generate(prompts, np.zeros(1, np.uint64), sampling, max_total_length=9)
 
 
 def test_completions_of_two_versions_are_not_mixed() -> None:
     row = Jagged.from_rows([[1]], np.int32)
-    parts = [Completions(row, Jagged.from_rows([[0.0]], np.float32), ["stop"], version) for version in (3, 4)]
+    parts = [
+        Completions(row, Jagged.from_rows([[0.0]], np.float32), ["stop"], version)
+        for version in (3, 4)
+    ]
     with pytest.raises(ValueError, match=r"weight versions \[3, 4\]"):
         Completions.concat(parts)
 
 
 def test_sampling_follows_the_config() -> None:
-    config = GenerationConfig(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",))
+    config = GenerationConfig(
+        max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",)
+    )
     sampling = SamplingParams.from_config(config)
-    assert sampling == SamplingParams(max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",))
+    assert sampling == SamplingParams(
+        max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",)
+    )
     assert SamplingParams.from_config(config, temperature=0.0).temperature == 0.0

@@ -54,14 +54,18 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=320,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
-def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_directory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     if request.param == "llama":
@@ -89,7 +93,9 @@ def _worker(directory: Path, batch_size: int = 64) -> HFGenerationWorker:
 
 def _prompts(num_rows: int, seed: int = 0) -> Jagged:
     rng = np.random.default_rng(seed)
-    return Jagged.from_rows([rng.integers(2, 320, rng.integers(1, 12)) for _ in range(num_rows)], np.int32)
+    return Jagged.from_rows(
+        [rng.integers(2, 320, rng.integers(1, 12)) for _ in range(num_rows)], np.int32
+    )
 
 
 def _seeds(num_rows: int) -> np.ndarray:
@@ -113,9 +119,13 @@ def _same(left: Completions, right: Completions) -> None:
 )
 def test_logprobs_equal_a_full_forward(model_directory: Path, sampling: SamplingParams) -> None:
     prompts = _prompts(9)
-    completions = _worker(model_directory, batch_size=4).generate(prompts, _seeds(9), sampling, max_total_length=64)
+    completions = _worker(model_directory, batch_size=4).generate(
+        prompts, _seeds(9), sampling, max_total_length=64
+    )
     model = AutoModelForCausalLM.from_pretrained(model_directory)
-    for prompt, token_ids, logprobs in zip(prompts, completions.token_ids, completions.logprobs, strict=True):
+    for prompt, token_ids, logprobs in zip(
+        prompts, completions.token_ids, completions.logprobs, strict=True
+    ):
         row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
         with torch.no_grad():
             logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
@@ -141,12 +151,18 @@ def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
 def test_greedy_equals_transformers_generate(model_directory: Path) -> None:
     prompts = _prompts(8, seed=1)
     sampling = SamplingParams(max_new_tokens=16, temperature=0.0)
-    completions = _worker(model_directory, batch_size=3).generate(prompts, _seeds(8), sampling, max_total_length=64)
+    completions = _worker(model_directory, batch_size=3).generate(
+        prompts, _seeds(8), sampling, max_total_length=64
+    )
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
     for prompt, token_ids in zip(prompts, completions.token_ids, strict=True):
         input_ids = torch.from_numpy(prompt.astype(np.int64))[None]
         expected = model.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=16, pad_token_id=0
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=16,
+            pad_token_id=0,
         )
         assert token_ids.tolist() == expected[0, len(prompt) :].tolist()
 
@@ -158,17 +174,27 @@ def test_a_row_depends_on_its_prompt_and_seed_alone(model_directory: Path) -> No
     worker = _worker(model_directory)
     worker._end_ids = frozenset(range(1, 16))  # so that rows end early and late
     together = worker.generate(prompts, seeds, sampling, max_total_length=64)
-    assert len(set(together.token_ids.lengths.tolist())) > 3, "rows must end at different times for this test to mean anything"
+    assert len(set(together.token_ids.lengths.tolist())) > 3, (
+        "rows must end at different times for this test to mean anything"
+    )
     worker._batch_size = 5
     _same(worker.generate(prompts, seeds, sampling, max_total_length=64), together)
     order = np.random.default_rng(0).permutation(24)
-    _same(worker.generate(prompts.take(order), seeds[order], sampling, max_total_length=64), together.take(order))
-    _same(worker.generate(prompts.slice(3, 4), seeds[3:4], sampling, max_total_length=64), together.take(np.array([3])))
+    _same(
+        worker.generate(prompts.take(order), seeds[order], sampling, max_total_length=64),
+        together.take(order),
+    )
+    _same(
+        worker.generate(prompts.slice(3, 4), seeds[3:4], sampling, max_total_length=64),
+        together.take(np.array([3])),
+    )
 
 
 def test_equal_prompts_with_other_seeds_differ(model_directory: Path) -> None:
     prompts = Jagged.from_rows([[5, 6, 7]] * 4, np.int32)
-    completions = _worker(model_directory).generate(prompts, _seeds(4), SamplingParams(max_new_tokens=20), max_total_length=64)
+    completions = _worker(model_directory).generate(
+        prompts, _seeds(4), SamplingParams(max_new_tokens=20), max_total_length=64
+    )
     assert len({tuple(row.tolist()) for row in completions.token_ids}) == 4
 
 
@@ -187,13 +213,17 @@ def test_a_finished_row_does_not_outgrow_the_models_positions(model_directory: P
     prompts = Jagged.from_rows([[5] * 126, [6], [7], [8]], np.int32)
     worker = _worker(model_directory)
     worker._end_ids = frozenset()
-    completions = worker.generate(prompts, _seeds(4), SamplingParams(max_new_tokens=200), max_total_length=128)
+    completions = worker.generate(
+        prompts, _seeds(4), SamplingParams(max_new_tokens=200), max_total_length=128
+    )
     assert completions.token_ids.lengths.tolist() == [2, 127, 127, 127]
 
 
 def test_the_end_token_is_the_last_and_the_reason_is_stop(model_directory: Path) -> None:
     sampling = SamplingParams(max_new_tokens=100, temperature=1.5)
-    completions = _worker(model_directory).generate(_prompts(16), _seeds(16), sampling, max_total_length=128)
+    completions = _worker(model_directory).generate(
+        _prompts(16), _seeds(16), sampling, max_total_length=128
+    )
     for token_ids, reason in zip(completions.token_ids, completions.finish_reasons, strict=True):
         assert (token_ids[-1] == 1) == (reason == "stop")
         assert 1 not in token_ids[:-1]
@@ -205,7 +235,9 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
     free = worker.generate(prompts, seeds, SamplingParams(max_new_tokens=60), max_total_length=128)
     texts = [worker._tokenizer.decode(row) for row in free.token_ids]
     stops = (texts[0][7:10], texts[1][11:16])
-    stopped = worker.generate(prompts, seeds, SamplingParams(max_new_tokens=60, stop_strings=stops), max_total_length=128)
+    stopped = worker.generate(
+        prompts, seeds, SamplingParams(max_new_tokens=60, stop_strings=stops), max_total_length=128
+    )
     for row in range(12):
         token_ids = stopped.token_ids[row]
         assert token_ids.tolist() == free.token_ids[row][: len(token_ids)].tolist()
@@ -219,19 +251,29 @@ def test_stop_strings_end_with_the_token_that_completes_one(model_directory: Pat
 
 def test_no_rows_give_no_rows(model_directory: Path) -> None:
     empty = Jagged.from_rows([], np.int32)
-    completions = _worker(model_directory).generate(empty, _seeds(0), SamplingParams(max_new_tokens=3), max_total_length=8)
+    completions = _worker(model_directory).generate(
+        empty, _seeds(0), SamplingParams(max_new_tokens=3), max_total_length=8
+    )
     assert len(completions) == 0 and len(completions.token_ids) == 0
 
 
 def test_bfloat16_follows_its_own_forward(model_directory: Path) -> None:
     worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), precision="bfloat16")
-    completions = worker.generate(_prompts(6), _seeds(6), SamplingParams(max_new_tokens=8), max_total_length=64)
+    completions = worker.generate(
+        _prompts(6), _seeds(6), SamplingParams(max_new_tokens=8), max_total_length=64
+    )
     assert completions.logprobs.dtype == np.float32
-    assert np.isfinite(completions.logprobs.values).all() and (completions.logprobs.values <= 0).all()
+    assert (
+        np.isfinite(completions.logprobs.values).all() and (completions.logprobs.values <= 0).all()
+    )
 
 
 def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path) -> None:
-    prompts, seeds, sampling = _prompts(6), _seeds(6), SamplingParams(max_new_tokens=10, temperature=0.0)
+    prompts, seeds, sampling = (
+        _prompts(6),
+        _seeds(6),
+        SamplingParams(max_new_tokens=10, temperature=0.0),
+    )
     worker = _worker(model_directory)
     before = worker.generate(prompts, seeds, sampling, max_total_length=64)
     assert before.weight_version == 0
@@ -252,7 +294,10 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
     for prompt, token_ids in zip(prompts, after.token_ids, strict=True):
         row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
         with torch.no_grad():
-            assert model(row[None]).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist() == token_ids.tolist()
+            assert (
+                model(row[None]).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+                == token_ids.tolist()
+            )
 
 
 def test_a_weight_update_that_does_not_fit_says_which_weight(model_directory: Path) -> None:
@@ -277,7 +322,11 @@ def test_tied_embeddings_are_delivered_by_either_name(tmp_path: Path) -> None:
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         worker = _worker(tmp_path)
         worker.begin_update()
-        worker.load_bucket(Bucket.encode([(name, embedding), *((other, value.data) for other, value in names.items())]))
+        worker.load_bucket(
+            Bucket.encode(
+                [(name, embedding), *((other, value.data) for other, value in names.items())]
+            )
+        )
         worker.finish_update(version=1)
         weights = worker._model.state_dict()
         assert torch.equal(weights["model.embed_tokens.weight"], embedding)
@@ -288,4 +337,6 @@ def test_diverged_weights_are_reported_and_not_sampled_from(model_directory: Pat
     worker = _worker(model_directory)
     next(worker._model.parameters()).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="not finite at token 0"):
-        worker.generate(_prompts(2), _seeds(2), SamplingParams(max_new_tokens=3), max_total_length=64)
+        worker.generate(
+            _prompts(2), _seeds(2), SamplingParams(max_new_tokens=3), max_total_length=64
+        )

@@ -72,7 +72,9 @@ def test_temperature_zero_is_greedy_with_the_models_own_logprob() -> None:
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_a_token_without_mass_is_never_drawn(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]])
-    token_ids, logprobs = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(max_new_tokens=1))
+    token_ids, logprobs = sample_tokens(
+        logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(max_new_tokens=1)
+    )
     assert token_ids.item() in (1, 3)
     assert torch.isfinite(logprobs).all()
 

@@ -1,6 +1,6 @@
 """What only a CUDA device can show: the kernels equal the CPU path, a step does, and taking turns keeps the weights.
 
-    make test-gpu
+make test-gpu
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def test_the_packed_kernel_equals_the_cpu_path_in_bfloat16(window: int | None):
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
         parts = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
         cu_seqlens = boundaries(lengths).to(device)
-        out = varlen_attention(*parts, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=0.125, window=window)
+        out = varlen_attention(
+            *parts, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), scale=0.125, window=window
+        )
         grads = torch.autograd.grad(out, parts, upstream.to(device, dtype))
         return [tensor.float().cpu() for tensor in (out, *grads)]
 
     for found, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -57,9 +61,19 @@ def test_the_packed_kernel_equals_the_cpu_path_in_bfloat16(window: int | None):
 def test_query_chunks_of_a_shared_row_see_what_is_before_them(cp_rank: int, window: int | None):
     """The kernel aligns fewer queries with the end of more keys, forward and backward, as context parallelism needs."""
     lengths, size = [128, 32, 512, 4, 64], 2
-    exchange = _make_exchange(boundaries(lengths), max(lengths), size, cp_rank, sum(lengths) // size)
-    spans = (exchange.cu_seqlens_q, exchange.cu_seqlens_k, exchange.max_seqlen_q, exchange.max_seqlen_k)
-    q, k, v = (tensor.detach() for tensor in random_qkv(len(exchange.kv_index), heads=8, kv_heads=2, dim=64))
+    exchange = _make_exchange(
+        boundaries(lengths), max(lengths), size, cp_rank, sum(lengths) // size
+    )
+    spans = (
+        exchange.cu_seqlens_q,
+        exchange.cu_seqlens_k,
+        exchange.max_seqlen_q,
+        exchange.max_seqlen_k,
+    )
+    q, k, v = (
+        tensor.detach()
+        for tensor in random_qkv(len(exchange.kv_index), heads=8, kv_heads=2, dim=64)
+    )
     q = q[: sum(lengths) // size]
     upstream = torch.randn_like(q)
 
@@ -68,15 +82,24 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(cp_rank: int, wind
         attend = _flash_varlen if device == "cuda" else _segmented
         placed = _Spans(spans[0].to(device), spans[1].to(device), *spans[2:])
         out = attend(parts[0], parts[1], parts[2], placed, 0.125, window, True)
-        return [tensor.float().cpu() for tensor in (out, *torch.autograd.grad(out, parts, upstream.to(device, dtype)))]
+        return [
+            tensor.float().cpu()
+            for tensor in (out, *torch.autograd.grad(out, parts, upstream.to(device, dtype)))
+        ]
 
     for found, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())
+        )
 
 
-def open_policy(model: str, device: str, precision: str, worker: type[PolicyWorker] = DTensorPolicyWorker) -> Policy:
+def open_policy(
+    model: str, device: str, precision: str, worker: type[PolicyWorker] = DTensorPolicyWorker
+) -> Policy:
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=256, logprob_mb_tokens=256)
-    config = PolicyConfig(model_name=model, train_global_batch_size=24, max_total_sequence_length=64)
+    config = PolicyConfig(
+        model_name=model, train_global_batch_size=24, max_total_sequence_length=64
+    )
     config = replace(config, precision=precision, sequence_packing=packing)  # type: ignore[arg-type]
     kwargs = {"config": config}
     return Policy(LocalGroup(worker, kwargs, local_context(device=device), name="policy"), config)
@@ -92,14 +115,18 @@ def some_rows() -> BatchedDataDict:
 
 @pytest.mark.parametrize("worker", [DTensorPolicyWorker, MegatronPolicyWorker])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_step_equals_the_cpu_step(model_dir: Callable[[str], str], precision: str, worker: type[PolicyWorker]):  # noqa: F811
+def test_a_step_equals_the_cpu_step(
+    model_dir: Callable[[str], str], precision: str, worker: type[PolicyWorker]
+):  # noqa: F811
     values = {}
     for device in ("cpu", "cuda:0"):
         policy = open_policy(model_dir("qwen3"), device, precision, worker)
         policy.probe_isolation()
         placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
         metrics = [policy.train(placed, None, NllLoss())[0] for _ in range(2)]
-        values[device] = [step[name].value for step in metrics for name in ("policy/loss", "policy/grad_norm")]
+        values[device] = [
+            step[name].value for step in metrics for name in ("policy/loss", "policy/grad_norm")
+        ]
         policy.shutdown()
     tolerance = 1e-4 if precision == "float32" else 2e-2
     assert values["cuda:0"] == pytest.approx(values["cpu"], rel=tolerance)

@@ -73,10 +73,14 @@ def loss_and_grad(
     normalization=st.sampled_from(["token", "sequence"]),
     order=st.randoms(use_true_random=False),
 )
-def test_the_split_into_microbatches_and_the_order_of_rows_change_nothing(lengths, seed, normalization, order):
+def test_the_split_into_microbatches_and_the_order_of_rows_change_nothing(
+    lengths, seed, normalization, order
+):
     rows = make_rows(lengths, seed)
     loss = ClippedPolicyGradientLoss(
-        config=PolicyGradientLossConfig(normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)
+        config=PolicyGradientLossConfig(
+            normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0
+        )
     )
     whole = loss_and_grad(rows, [list(range(len(rows)))], loss)
     shuffled = list(range(len(rows)))
@@ -127,7 +131,9 @@ def test_clip_stops_the_gradient_only_on_the_side_that_gains():
     log = math.log
     value, grad, metrics = single(log(1.5), 0.0, advantage=2.0, config=config)
     assert (value, grad) == (pytest.approx(-2.0 * 1.28), 0.0)
-    assert metrics["policy/clip_fraction_high"] == 1.0 and metrics["policy/clip_fraction_low"] == 0.0
+    assert (
+        metrics["policy/clip_fraction_high"] == 1.0 and metrics["policy/clip_fraction_low"] == 0.0
+    )
     value, grad, _ = single(log(1.5), 0.0, advantage=-2.0, config=config)
     assert (value, grad) == (pytest.approx(3.0), pytest.approx(3.0))
     value, grad, metrics = single(log(0.5), 0.0, advantage=-1.0, config=config)
@@ -151,7 +157,9 @@ def test_kl_gradient_is_unbiased_and_k1_k3_values_too(kind: str):
     exact = (policy.exp() * (policy - reference)).sum()
     exact_grad = torch.autograd.grad(exact, logits, retain_graph=True)[0]
     estimate = reference_kl(policy, reference, torch.ones(6, dtype=torch.bool), kind)
-    expected = (policy.exp().detach() * estimate).sum()  # expectation over samples from the policy, samples held fixed
+    expected = (
+        policy.exp().detach() * estimate
+    ).sum()  # expectation over samples from the policy, samples held fixed
     torch.testing.assert_close(torch.autograd.grad(expected, logits)[0], exact_grad)
     if kind != "k2":
         torch.testing.assert_close(expected, exact)
@@ -175,8 +183,12 @@ def test_kl_gradient_has_the_correct_sign_and_is_bounded(kind: str, dtype: torch
     gradient = grad_of(policy)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected_values, expected_gradients = torch.tensor(table, dtype=torch.float64).unbind(1)
-    torch.testing.assert_close(value.detach().double(), expected_values, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradient.double(), expected_gradients, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        value.detach().double(), expected_values, rtol=tolerance, atol=tolerance
+    )
+    torch.testing.assert_close(
+        gradient.double(), expected_gradients, rtol=tolerance, atol=tolerance
+    )
     assert torch.equal(gradient.sign(), (policy - reference).detach().sign())
     assert float(gradient.abs().max()) <= 10.0
     assert bool((gradient.diff() <= 0).all()), "the gradient is monotone in the difference"
@@ -203,10 +215,17 @@ def test_masked_positions_with_infinities_leave_values_and_gradients_finite():
         token_mask=torch.tensor([True, False]),
         row_ids=torch.tensor([0, 0]),
         row_num_tokens=torch.tensor([1.0]),
-        columns={"advantages": torch.ones(2), "prev_logprobs": bad, "generation_logprobs": bad, "reference_logprobs": bad},
+        columns={
+            "advantages": torch.ones(2),
+            "prev_logprobs": bad,
+            "generation_logprobs": bad,
+            "reference_logprobs": bad,
+        },
         entropy=torch.tensor([0.5, float("nan")]),
     )
-    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1, entropy_coefficient=0.01))
+    loss = ClippedPolicyGradientLoss(
+        config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1, entropy_coefficient=0.01)
+    )
     terms = loss(inputs)
     terms.loss_sum.backward()
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad[1] == 0

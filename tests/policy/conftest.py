@@ -17,7 +17,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     def make(architecture: str) -> str:
         if architecture not in made:
-            made[architecture] = str(save_tiny_model(tmp_path_factory.mktemp(architecture), architecture))
+            made[architecture] = str(
+                save_tiny_model(tmp_path_factory.mktemp(architecture), architecture)
+            )
         return made[architecture]
 
     return make

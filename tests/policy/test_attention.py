@@ -15,7 +15,9 @@ from nemo_like.policy.model_inputs import cp_gather_positions, cp_shard_position
 from tests.policy.thread_ranks import run_thread_ranks
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True) -> Tensor:
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, causal: bool = True
+) -> Tensor:
     """[L, H, D] of one row by the textbook formula."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -31,7 +33,9 @@ def boundaries(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
-def random_qkv(length: int, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(
+    length: int, heads: int = 4, kv_heads: int = 2, dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(length, heads, dim), (length, kv_heads, dim), (length, kv_heads, dim)]
     q, k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
@@ -53,7 +57,9 @@ def test_packed_equals_each_row_alone(lengths, window, causal):
     ]
     expected = torch.cat(rows)
     expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
-    out = varlen_attention(q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, causal=causal)
+    out = varlen_attention(
+        q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, causal=causal
+    )
     grads = torch.autograd.grad(out, (q, k, v), upstream)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
@@ -61,7 +67,11 @@ def test_packed_equals_each_row_alone(lengths, window, causal):
 
 
 @settings(max_examples=20, deadline=None)
-@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=10), data=st.data(), window=st.sampled_from([None, 7]))
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=2, max_size=10),
+    data=st.data(),
+    window=st.sampled_from([None, 7]),
+)
 def test_changing_one_row_leaves_the_others_bit_equal(lengths, data, window):
     changed = data.draw(st.integers(0, len(lengths) - 1))
     q, k, v = (tensor.detach() for tensor in random_qkv(sum(lengths)))
@@ -87,27 +97,40 @@ def test_segments_longer_than_a_group_are_attended_alone():
 @pytest.mark.parametrize("window", [None, 4])
 def test_padded_rows_equal_each_row_alone_and_ignore_their_padding(window):
     lengths, size = [7, 3, 10], 10
-    q, k, v = (tensor.detach().view(3, size, -1, 8).transpose(1, 2) for tensor in random_qkv(3 * size))
+    q, k, v = (
+        tensor.detach().view(3, size, -1, 8).transpose(1, 2) for tensor in random_qkv(3 * size)
+    )
     out = padded_attention(q, k, v, scale=0.3, window=window)
     for row, length in enumerate(lengths):
         alone = (tensor[row, :, :length].transpose(0, 1) for tensor in (q, k, v))
         expected = naive_attention(*alone, scale=0.3, window=window)
-        torch.testing.assert_close(out[row, :, :length].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out[row, :, :length].transpose(0, 1), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def attend_in_shares(
-    tensors: tuple[Tensor, Tensor, Tensor], upstream: Tensor, lengths: list[int], cp_size: int, window: int | None
+    tensors: tuple[Tensor, Tensor, Tensor],
+    upstream: Tensor,
+    lengths: list[int],
+    cp_size: int,
+    window: int | None,
 ) -> list[Tensor]:
     """Output and gradients of q, k, v, each put together from what `cp_size` ranks compute with their shares."""
 
     def attend(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         held = torch.from_numpy(cp_shard_positions(lengths, cp_size, group.rank()))
         q, k, v = (tensor.detach()[held].requires_grad_() for tensor in tensors)
-        out = varlen_attention(q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, cp_group=group)
+        out = varlen_attention(
+            q, k, v, boundaries(lengths), max(lengths), scale=0.3, window=window, cp_group=group
+        )
         return out.detach(), *torch.autograd.grad(out, (q, k, v), upstream[held])
 
     in_order = torch.from_numpy(cp_gather_positions(lengths, cp_size))
-    return [torch.cat(shares)[in_order] for shares in zip(*run_thread_ranks(cp_size, attend), strict=True)]
+    return [
+        torch.cat(shares)[in_order]
+        for shares in zip(*run_thread_ranks(cp_size, attend), strict=True)
+    ]
 
 
 @settings(max_examples=12, deadline=None)
@@ -123,7 +146,9 @@ def test_shares_of_context_parallel_ranks_equal_the_whole(units, long, cp_size, 
     upstream = torch.randn_like(tensors[0])
     whole = varlen_attention(*tensors, boundaries(lengths), max(lengths), scale=0.3, window=window)
     expected = (whole.detach(), *torch.autograd.grad(whole, tensors, upstream))
-    for found, wanted in zip(attend_in_shares(tensors, upstream, lengths, cp_size, window), expected, strict=True):
+    for found, wanted in zip(
+        attend_in_shares(tensors, upstream, lengths, cp_size, window), expected, strict=True
+    ):
         assert float((found - wanted).norm()) <= 1e-5 * max(1.0, float(wanted.norm()))
 
 
@@ -152,7 +177,10 @@ def test_the_exchange_of_a_forward_is_planned_once_and_without_waiting_for_the_d
         assert plan_exchange(cu_seqlens, 8, group, 4) is exchange
         if group.rank() == 0:
             assert exchange.kv_index.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
-            assert (exchange.cu_seqlens_q.tolist(), exchange.cu_seqlens_k.tolist()) == ([0, 2, 4], [0, 2, 10])
+            assert (exchange.cu_seqlens_q.tolist(), exchange.cu_seqlens_k.tolist()) == (
+                [0, 2, 4],
+                [0, 2, 10],
+            )
             assert (exchange.max_seqlen_q, exchange.max_seqlen_k) == (2, 8)
         # A tensor on the meta device has no values: asking for one would fail.
         assert plan_exchange(cu_seqlens.to("meta"), 8, group, 4).kv_index.shape == (10,)
@@ -163,7 +191,12 @@ def test_the_exchange_of_a_forward_is_planned_once_and_without_waiting_for_the_d
 def test_shares_that_do_not_fit_the_boundaries_are_refused():
     def attend(lengths: list[int], num_positions: int) -> None:
         q, k, v = random_qkv(num_positions)
-        run_thread_ranks(2, lambda group: varlen_attention(q, k, v, boundaries(lengths), 8, scale=0.3, cp_group=group))
+        run_thread_ranks(
+            2,
+            lambda group: varlen_attention(
+                q, k, v, boundaries(lengths), 8, scale=0.3, cp_group=group
+            ),
+        )
 
     with pytest.raises(ValueError, match="cu_seqlens ends at 8 but there are 2 x 5 positions"):
         attend([8], 5)

@@ -49,7 +49,9 @@ def test_cpu_time_does_not_pass_while_a_rank_sleeps() -> None:
     assert clock.pop_seconds() < 0.2
 
 
-def train_beside_a_slow_rank(worker_context: WorkerContext, config: PolicyConfig, delay_s: float) -> float:
+def train_beside_a_slow_rank(
+    worker_context: WorkerContext, config: PolicyConfig, delay_s: float
+) -> float:
     """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1 waits for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtensor_engine, "ComputeClock", WallClock)
@@ -60,7 +62,9 @@ def train_beside_a_slow_rank(worker_context: WorkerContext, config: PolicyConfig
             worker = rank.worker(config)
             engine: Any = worker._policy
             if worker_context.rank == 0:
-                engine._scorer.causal_lm.base_model.register_forward_hook(lambda *_: time.sleep(delay_s))
+                engine._scorer.causal_lm.base_model.register_forward_hook(
+                    lambda *_: time.sleep(delay_s)
+                )
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())
             assert worker._policy.gather_over_world(worker_context.rank) == [0, 1]
         finally:
@@ -71,7 +75,10 @@ def train_beside_a_slow_rank(worker_context: WorkerContext, config: PolicyConfig
 def test_a_rank_that_waits_in_collectives_is_not_busy(model_dir, rank_pool, meeting) -> None:
     """By the wall clock both ranks take equally long; rank 0 alone works."""
     config = PolicyConfig(
-        model_name=model_dir("llama"), train_global_batch_size=4, logprob_chunk_size=16, train_micro_batch_size=1
+        model_name=model_dir("llama"),
+        train_global_batch_size=4,
+        logprob_chunk_size=16,
+        train_micro_batch_size=1,
     )
     for imbalance in run_ranks(rank_pool, train_beside_a_slow_rank, 2, meeting, config, 1.0):
         assert imbalance > 1.2

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nemo_like.config.schema import GenerationConfig, ParallelConfig, PolicyConfig, PolicyGradientLossConfig
+from nemo_like.config.schema import (
+    GenerationConfig,
+    ParallelConfig,
+    PolicyConfig,
+    PolicyGradientLossConfig,
+)
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -29,7 +34,9 @@ GENERATION = GenerationConfig(temperature=0.8, top_k=40, top_p=0.9, min_p=0.002)
 KL_WEIGHT, ENTROPY_WEIGHT = 0.1, 0.05
 FILTERED_LOSS = ClippedPolicyGradientLoss(
     config=PolicyGradientLossConfig(
-        reference_policy_kl_penalty=KL_WEIGHT, entropy_coefficient=ENTROPY_WEIGHT, ratio_clip_max=3.0
+        reference_policy_kl_penalty=KL_WEIGHT,
+        entropy_coefficient=ENTROPY_WEIGHT,
+        ratio_clip_max=3.0,
     )
 )
 PARALLEL = {
@@ -45,10 +52,14 @@ def filtered(layout: str, model: str) -> PolicyConfig:
     return dataclasses.replace(LAYOUTS[layout], model_name=model, generation=GENERATION)
 
 
-def gradients_by_definition(model_name: str, batch: BatchedDataDict) -> tuple[dict[str, Tensor], float, float]:
+def gradients_by_definition(
+    model_name: str, batch: BatchedDataDict
+) -> tuple[dict[str, Tensor], float, float]:
     """Gradients, loss and the share of trained tokens that the filter removes; each row by itself, float64 autograd."""
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager").double()
-    token_filter = SamplingFilter(top_k=GENERATION.top_k, top_p=GENERATION.top_p, min_p=GENERATION.min_p)
+    token_filter = SamplingFilter(
+        top_k=GENERATION.top_k, top_p=GENERATION.top_p, min_p=GENERATION.min_p
+    )
     total, count, outside = torch.zeros((), dtype=torch.float64), 0, 0
     for row in np.flatnonzero(batch["row_mask"]):
         ids = torch.from_numpy(batch["input_ids"][row].astype(np.int64))
@@ -60,7 +71,10 @@ def gradients_by_definition(model_name: str, batch: BatchedDataDict) -> tuple[di
             index = torch.tensor(sorted(kept | {label}))
             whole = logits[position].log_softmax(0)
             logprob = logits[position, label] - logits[position, index].logsumexp(0)
-            prev, reference = (float(batch[f"{name}_logprobs"][row][position + 1]) for name in ("prev", "reference"))
+            prev, reference = (
+                float(batch[f"{name}_logprobs"][row][position + 1])
+                for name in ("prev", "reference")
+            )
             advantage = float(batch["advantages"][row])
             ratio = torch.exp(logprob - prev)
             surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 4.0))
@@ -72,16 +86,26 @@ def gradients_by_definition(model_name: str, batch: BatchedDataDict) -> tuple[di
             total, count = total + surrogate + KL_WEIGHT * kl - ENTROPY_WEIGHT * entropy, count + 1
     loss = total / count
     loss.backward()
-    gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return gradients, float(loss.detach()), outside / count
 
 
 def train_dtensor(
-    worker_context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig, batch: BatchedDataDict, out: Path
+    worker_context: WorkerContext,
+    parallel: ParallelConfig,
+    config: PolicyConfig,
+    batch: BatchedDataDict,
+    out: Path,
 ) -> dict[str, float]:
     """One optimizer step; the gradient is in the checkpoint `out` as `exp_avg`."""
     worker = DTensorPolicyWorker(worker_context, config=config, parallel=parallel)
-    topology = Topology.from_world_size(worker_context.world_size, cp=parallel.context, tp=parallel.tensor)
+    topology = Topology.from_world_size(
+        worker_context.world_size, cp=parallel.context, tp=parallel.tensor
+    )
     spec = plan_spec(
         config,
         purpose="train",
@@ -108,6 +132,14 @@ def test_dtensor_trains_the_filtered_distribution(model_dir, rank_pool, tmp_path
                 metrics = [train_dtensor(context(), degrees, config, batch, out)]
             else:
                 meeting = tmp_path / f"meeting of {out.name}"
-                metrics = run_ranks(rank_pool, train_dtensor, world_size, meeting, degrees, config, batch, out)
-            assert metrics[-1]["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (parallel, layout)
-            assert relative_error(saved_tensors(out, "exp_avg"), expected) < TOLERANCE, (parallel, layout)
+                metrics = run_ranks(
+                    rank_pool, train_dtensor, world_size, meeting, degrees, config, batch, out
+                )
+            assert metrics[-1]["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (
+                parallel,
+                layout,
+            )
+            assert relative_error(saved_tensors(out, "exp_avg"), expected) < TOLERANCE, (
+                parallel,
+                layout,
+            )

@@ -29,7 +29,15 @@ from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from tests.policy.tiny import ARCHITECTURES, context, random_batch, relative_error, row_loss, run_ranks, saved_tensors
+from tests.policy.tiny import (
+    ARCHITECTURES,
+    context,
+    random_batch,
+    relative_error,
+    row_loss,
+    run_ranks,
+    saved_tensors,
+)
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 TOLERANCE = 1e-5
@@ -38,16 +46,24 @@ BASE = PolicyConfig(
     train_global_batch_size=len(LENGTHS),
     logprob_chunk_size=16,
     max_grad_norm=0.0,
-    optimizer=OptimizerConfig(lr=1e-3, beta1=0.0),  # with beta1 = 0 Adam's first moment is the gradient
+    optimizer=OptimizerConfig(
+        lr=1e-3, beta1=0.0
+    ),  # with beta1 = 0 Adam's first moment is the gradient
 )
 
 
 def packed(max_tokens: int, **keys: Any) -> PolicyConfig:
-    return dataclasses.replace(BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=max_tokens, **keys))
+    return dataclasses.replace(
+        BASE,
+        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=max_tokens, **keys),
+    )
 
 
 def dynamic(max_tokens: int, **keys: Any) -> PolicyConfig:
-    return dataclasses.replace(BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=max_tokens, **keys))
+    return dataclasses.replace(
+        BASE,
+        dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=max_tokens, **keys),
+    )
 
 
 def fixed(rows: int) -> PolicyConfig:
@@ -65,21 +81,35 @@ LAYOUTS = {
     "padded, 8 rows": fixed(8),
     "padded, 2 rows": fixed(2),
     "padded, 1 row": fixed(1),
-    "packed with activation checkpointing": dataclasses.replace(packed(48), activation_checkpointing=True),
+    "packed with activation checkpointing": dataclasses.replace(
+        packed(48), activation_checkpointing=True
+    ),
 }
 POLICY_GRADIENT = ClippedPolicyGradientLoss(
     config=PolicyGradientLossConfig(
-        normalization="sequence", reference_policy_kl_penalty=0.1, entropy_coefficient=0.05, ratio_clip_c=3.0
+        normalization="sequence",
+        reference_policy_kl_penalty=0.1,
+        entropy_coefficient=0.05,
+        ratio_clip_c=3.0,
     )
 )
 
 
 def train_once(
-    worker_context: WorkerContext, config: PolicyConfig, batch: BatchedDataDict, loss: Loss, out: Path
+    worker_context: WorkerContext,
+    config: PolicyConfig,
+    batch: BatchedDataDict,
+    loss: Loss,
+    out: Path,
 ) -> dict[str, float]:
     """One optimizer step on this rank's share; the gradient is in the checkpoint `out` as `exp_avg`."""
     worker = DTensorPolicyWorker(worker_context, config=config)
-    spec = plan_spec(config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
+    spec = plan_spec(
+        config,
+        purpose="train",
+        topology=Topology(dp=worker_context.world_size),
+        cost=worker.info().cost,
+    )
     plan = plan_batch(batch["length"], spec)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
     worker.save(out)
@@ -95,34 +125,54 @@ def gradient_of(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(architecture, model_dir, tmp_path):
+def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
+    architecture, model_dir, tmp_path
+):
     batch = random_batch(LENGTHS)
-    model = AutoModelForCausalLM.from_pretrained(model_dir(architecture), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir(architecture), attn_implementation="eager"
+    )
     loss = row_loss(model, batch)
     loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
     for name, config in LAYOUTS.items():
-        found, metrics = gradient_of(config, model_dir(architecture), batch, NllLoss(), tmp_path / name)
+        found, metrics = gradient_of(
+            config, model_dir(architecture), batch, NllLoss(), tmp_path / name
+        )
         assert relative_error(found, expected) < TOLERANCE, name
         assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=TOLERANCE), name
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), name
 
 
 @pytest.mark.parametrize("loss", [NllLoss(), POLICY_GRADIENT], ids=["nll", "policy_gradient"])
-def test_row_order_and_microbatches_leave_gradient_and_metrics_as_they_are(loss, model_dir, tmp_path):
+def test_row_order_and_microbatches_leave_gradient_and_metrics_as_they_are(
+    loss, model_dir, tmp_path
+):
     batch = random_batch(LENGTHS)
-    expected, expected_metrics = gradient_of(fixed(1), model_dir("qwen3"), batch, loss, tmp_path / "one")
+    expected, expected_metrics = gradient_of(
+        fixed(1), model_dir("qwen3"), batch, loss, tmp_path / "one"
+    )
     for seed in range(3):
         shuffled = batch.select_indices(np.random.default_rng(seed).permutation(len(LENGTHS)))
         for name, config in LAYOUTS.items():
-            found, metrics = gradient_of(config, model_dir("qwen3"), shuffled, loss, tmp_path / f"{name} {seed}")
+            found, metrics = gradient_of(
+                config, model_dir("qwen3"), shuffled, loss, tmp_path / f"{name} {seed}"
+            )
             assert relative_error(found, expected) < TOLERANCE, name
             assert_same_metrics(metrics, expected_metrics)
 
 
 def train_once_in_shards(
-    worker_context: WorkerContext, config: PolicyConfig, batch: BatchedDataDict, loss: Loss, out: Path
+    worker_context: WorkerContext,
+    config: PolicyConfig,
+    batch: BatchedDataDict,
+    loss: Loss,
+    out: Path,
 ) -> dict[str, float]:
     """`train_once` as a model too large to stay whole does it: gathered and reduced layer by layer, each microbatch."""
     with pytest.MonkeyPatch.context() as patch:
@@ -133,8 +183,15 @@ def train_once_in_shards(
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen3"])
 def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, tmp_path):
     batch = random_batch(LENGTHS)
-    expected, expected_metrics = gradient_of(fixed(8), model_dir(architecture), batch, POLICY_GRADIENT, tmp_path / "one")
-    names = ("packed, 2 microbatches", "packed with activation checkpointing", "dynamic, 2 microbatches", "padded, 2 rows")
+    expected, expected_metrics = gradient_of(
+        fixed(8), model_dir(architecture), batch, POLICY_GRADIENT, tmp_path / "one"
+    )
+    names = (
+        "packed, 2 microbatches",
+        "packed with activation checkpointing",
+        "dynamic, 2 microbatches",
+        "padded, 2 rows",
+    )
     for name in names:
         config = dataclasses.replace(LAYOUTS[name], model_name=model_dir(architecture))
         for train in (train_once, train_once_in_shards):
@@ -147,11 +204,17 @@ def test_two_ranks_give_the_gradient_of_one(architecture, model_dir, rank_pool, 
 
 
 @pytest.mark.parametrize("layout", ["packed, 2 microbatches", "padded, 2 rows"])
-def test_a_rank_without_rows_runs_dummies_and_changes_nothing(layout, model_dir, rank_pool, meeting, tmp_path):
+def test_a_rank_without_rows_runs_dummies_and_changes_nothing(
+    layout, model_dir, rank_pool, meeting, tmp_path
+):
     batch = random_batch(LENGTHS[:1])
     config = dataclasses.replace(LAYOUTS[layout], model_name=model_dir("qwen2"))
-    expected, expected_metrics = gradient_of(fixed(1), config.model_name, batch, POLICY_GRADIENT, tmp_path / "one")
-    metrics = run_ranks(rank_pool, train_once, 2, meeting, config, batch, POLICY_GRADIENT, tmp_path / "two")
+    expected, expected_metrics = gradient_of(
+        fixed(1), config.model_name, batch, POLICY_GRADIENT, tmp_path / "one"
+    )
+    metrics = run_ranks(
+        rank_pool, train_once, 2, meeting, config, batch, POLICY_GRADIENT, tmp_path / "two"
+    )
     assert relative_error(saved_tensors(tmp_path / "two", "exp_avg"), expected) < TOLERANCE
     for rank_metrics in metrics:
         assert_same_metrics(rank_metrics, expected_metrics)
@@ -182,10 +245,15 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
 
 
 def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(model_dir, tmp_path):
-    config = dataclasses.replace(packed(48), model_name=model_dir("llama"), train_global_batch_size=4)
+    config = dataclasses.replace(
+        packed(48), model_name=model_dir("llama"), train_global_batch_size=4
+    )
     batch = random_batch(LENGTHS)
     worker = DTensorPolicyWorker(context(), config=config)
-    plan = plan_batch(batch["length"], plan_spec(config, purpose="train", topology=Topology(dp=1), cost=worker.info().cost))
+    plan = plan_batch(
+        batch["length"],
+        plan_spec(config, purpose="train", topology=Topology(dp=1), cost=worker.info().cost),
+    )
     whole = worker.train(batch.shard(plan)[0], None, NllLoss())
     worker.save(tmp_path / "whole")
     halves = DTensorPolicyWorker(context(), config=config)

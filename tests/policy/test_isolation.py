@@ -20,27 +20,35 @@ from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 
 def engine(model: str) -> DTensorEngine:
     config = PolicyConfig(model_name=model)
-    return DTensorEngine(config, torch.device("cpu"), Topology(), 0, sequence_parallel=False, trainable=False)
+    return DTensorEngine(
+        config, torch.device("cpu"), Topology(), 0, sequence_parallel=False, trainable=False
+    )
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_supported_architectures_pass(architecture, layout, model_dir):
-    report = probe_isolation(engine(model_dir(architecture)), layout=layout, vocab_size=VOCABULARY, precision="float32")
+    report = probe_isolation(
+        engine(model_dir(architecture)), layout=layout, vocab_size=VOCABULARY, precision="float32"
+    )
     assert report.layout == layout
     assert report.mean_difference < 1e-5
 
 
-def ignores_boundaries(module, query, key, value, attention_mask, *, cu_seqlens=None, max_seqlen=0, **kwargs):
+def ignores_boundaries(
+    module, query, key, value, attention_mask, *, cu_seqlens=None, max_seqlen=0, **kwargs
+):
     """Plain causal attention over the whole pack: what a model does that never looks at cu_seqlens."""
     return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def sees_padding(module, query, key, value, attention_mask, *, cu_seqlens=None, scaling=None, **kwargs):
+def sees_padding(
+    module, query, key, value, attention_mask, *, cu_seqlens=None, scaling=None, **kwargs
+):
     """Attention without a causal mask: padding behind a row reaches its tokens."""
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(
-        1, 2
-    ), None
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=scaling, enable_gqa=True
+    ).transpose(1, 2), None
 
 
 def adds_the_batch(module, query, key, value, attention_mask, **kwargs):
@@ -52,9 +60,17 @@ def adds_the_batch(module, query, key, value, attention_mask, **kwargs):
 @pytest.mark.parametrize(
     ("broken", "layout", "message"),
     [
-        (ignores_boundaries, "packed", "a token of row 0 changed the log-probs of row 1.*dynamic_batching"),
+        (
+            ignores_boundaries,
+            "packed",
+            "a token of row 0 changed the log-probs of row 1.*dynamic_batching",
+        ),
         (sees_padding, "padded", "padding changed log-probs"),
-        (adds_the_batch, "padded", "a token of row 0 changed the log-probs.*train_micro_batch_size=1"),
+        (
+            adds_the_batch,
+            "padded",
+            "a token of row 0 changed the log-probs.*train_micro_batch_size=1",
+        ),
     ],
 )
 def test_a_model_that_mixes_rows_is_stopped(broken, layout, message, model_dir):
@@ -70,7 +86,9 @@ def test_positions_that_do_not_restart_are_noticed(model_dir):
     shifted = engine(model_dir("llama"))
     rotary: Any = shifted._scorer.causal_lm.base_model.rotary_emb
     forward = rotary.forward
-    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(x.shape[:2]) ** 2)
+    rotary.forward = lambda x, position_ids: forward(
+        x, torch.arange(x.shape[1])[None].expand(x.shape[:2]) ** 2
+    )
     with pytest.raises(IsolationError, match="differ from those of each row alone"):
         probe_isolation(shifted, layout="packed", vocab_size=VOCABULARY, precision="float32")
 
@@ -79,5 +97,8 @@ def test_a_worker_probes_the_layout_it_will_train_in(model_dir):
     plain = PolicyConfig(model_name=model_dir("qwen3"))
     packing = dataclasses.replace(plain, sequence_packing=SequencePackingConfig(enabled=True))
     dynamic = dataclasses.replace(plain, dynamic_batching=DynamicBatchingConfig(enabled=True))
-    layouts = [DTensorPolicyWorker(context(), config=config).probe_isolation().layout for config in (plain, packing, dynamic)]
+    layouts = [
+        DTensorPolicyWorker(context(), config=config).probe_isolation().layout
+        for config in (plain, packing, dynamic)
+    ]
     assert layouts == ["padded", "packed", "padded"]

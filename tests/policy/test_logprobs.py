@@ -18,13 +18,19 @@ from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks
 
 
-def naive_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, bias: Tensor | None = None):
-    log_probs = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+def naive_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, bias: Tensor | None = None
+):
+    log_probs = (
+        torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    ).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(1, labels[:, None]).squeeze(1), entropy
 
 
-def random_inputs(num_tokens: int, dim: int, vocabulary: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+def random_inputs(
+    num_tokens: int, dim: int, vocabulary: int, dtype: torch.dtype = torch.float32, seed: int = 0
+):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_tokens, dim, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, dim, generator=generator).to(dtype).requires_grad_()
@@ -41,13 +47,17 @@ def random_inputs(num_tokens: int, dim: int, vocabulary: int, dtype: torch.dtype
     with_bias=st.booleans(),
     entropy_weight=st.sampled_from([0.0, 0.3]),
 )
-def test_values_and_gradients_equal_the_naive_ones(num_tokens, chunk_size, temperature, with_bias, entropy_weight):
+def test_values_and_gradients_equal_the_naive_ones(
+    num_tokens, chunk_size, temperature, with_bias, entropy_weight
+):
     hidden, weight, bias, labels = random_inputs(num_tokens, 8, 33)
     parameters = [hidden, weight, *([bias] if with_bias else [])]
     token_weights = torch.linspace(-1, 1, num_tokens)
 
     def gradients(logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
-        loss = (token_weights * logprobs).sum() + entropy_weight * (token_weights.square() * entropy).sum()
+        loss = (token_weights * logprobs).sum() + entropy_weight * (
+            token_weights.square() * entropy
+        ).sum()
         return torch.autograd.grad(loss, parameters)
 
     expected = naive_logprobs(hidden, weight, labels, temperature, bias if with_bias else None)
@@ -73,7 +83,9 @@ def test_without_entropy_none_is_computed_and_the_gradient_is_the_same():
     assert entropy is None
     expected, _ = naive_logprobs(hidden, weight, labels, 1.0)
     found = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), (hidden, weight)), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(expected.sum(), (hidden, weight)), rtol=1e-6, atol=2e-6
+    )
 
 
 def test_impossible_tokens_leave_values_and_gradients_finite():
@@ -127,7 +139,10 @@ class Recorder(TorchDispatchMode):
         if storage not in self._known:
             self._known[storage] = True
             self.alive += storage.nbytes()
-            self.peak, self.largest = max(self.peak, self.alive), max(self.largest, storage.nbytes())
+            self.peak, self.largest = (
+                max(self.peak, self.alive),
+                max(self.largest, storage.nbytes()),
+            )
             weakref.finalize(storage, self._forget, storage.nbytes())
 
     def _forget(self, num_bytes: int) -> None:
@@ -142,7 +157,9 @@ def test_peak_memory_is_a_fraction_of_the_naive_one():
         torch.stack(naive_logprobs(hidden, weight, labels, 1.0)).sum().backward()
     assert naive.peak > 3 * all_logits
     with Recorder() as chunked:
-        logprobs, entropy, _ = token_logprobs(hidden, weight, labels, chunk_size=128, with_entropy=True)
+        logprobs, entropy, _ = token_logprobs(
+            hidden, weight, labels, chunk_size=128, with_entropy=True
+        )
         assert entropy is not None
         (logprobs + entropy).sum().backward()
     assert chunked.largest == one_chunk
@@ -157,13 +174,18 @@ def test_peak_memory_is_a_fraction_of_the_naive_one():
     temperature=st.sampled_from([0.5, 1.0]),
     entropy_weight=st.sampled_from([None, 0.3]),
 )
-def test_a_vocabulary_spread_over_ranks_gives_the_same(num_tokens, chunk_size, cuts, temperature, entropy_weight):
+def test_a_vocabulary_spread_over_ranks_gives_the_same(
+    num_tokens, chunk_size, cuts, temperature, entropy_weight
+):
     """Ranks hold rows between the cuts: uneven, some of them none."""
     hidden, weight, bias, labels = random_inputs(num_tokens, 8, 33)
     token_weights = torch.linspace(-1, 1, num_tokens)
 
     def score(rows: slice, vocab: VocabShard | None) -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
+        leaves = [
+            tensor.detach().clone().requires_grad_()
+            for tensor in (hidden, weight[rows], bias[rows])
+        ]
         logprobs, entropy, _ = token_logprobs(
             leaves[0],
             leaves[1],
@@ -186,8 +208,14 @@ def test_a_vocabulary_spread_over_ranks_gives_the_same(num_tokens, chunk_size, c
 
     shards = run_thread_ranks(len(cuts) + 1, score_shard)
     for found in shards:
-        assert all(torch.equal(mine, first) for mine, first in zip(found[:3], shards[0][:3], strict=True))
-    joined = [*shards[0][:3], torch.cat([shard[3] for shard in shards]), torch.cat([shard[4] for shard in shards])]
+        assert all(
+            torch.equal(mine, first) for mine, first in zip(found[:3], shards[0][:3], strict=True)
+        )
+    joined = [
+        *shards[0][:3],
+        torch.cat([shard[3] for shard in shards]),
+        torch.cat([shard[4] for shard in shards]),
+    ]
     # Products of other shapes round the logits otherwise, and a probability's relative error is its logit's absolute one.
     tolerances = (1e-6, 1e-6, 5e-6, 5e-6, 5e-6)
     for found, wanted, tolerance in zip(joined, score(slice(0, 33), None), tolerances, strict=True):
@@ -203,7 +231,9 @@ def test_no_rank_holds_logits_of_the_whole_vocabulary_and_collectives_are_two():
         with Recorder() as recorder:
             shard = VocabShard(group, start=group.rank() * len(rows))
             leaf = hidden.detach().requires_grad_()
-            logprobs, entropy, _ = token_logprobs(leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard)
+            logprobs, entropy, _ = token_logprobs(
+                leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard
+            )
             assert entropy is not None
             torch.autograd.grad(logprobs.sum() + entropy.sum(), (leaf, rows))
         return recorder
@@ -238,10 +268,19 @@ def test_a_rank_whose_tokens_are_all_impossible_adds_nothing():
         rows = weight.detach().chunk(2)[group.rank()].clone().requires_grad_()
         shard = VocabShard(group, 16 * group.rank())
         logprobs, entropy, _ = token_logprobs(
-            hidden.detach(), rows, labels, with_entropy=True, bias=bias.chunk(2)[group.rank()], vocab=shard
+            hidden.detach(),
+            rows,
+            labels,
+            with_entropy=True,
+            bias=bias.chunk(2)[group.rank()],
+            vocab=shard,
         )
         assert entropy is not None
-        return logprobs.detach(), entropy.detach(), torch.autograd.grad(logprobs.sum() + entropy.sum(), rows)[0]
+        return (
+            logprobs.detach(),
+            entropy.detach(),
+            torch.autograd.grad(logprobs.sum() + entropy.sum(), rows)[0],
+        )
 
     expected = naive_logprobs(hidden, weight[:16], labels, 1.0)
     for logprobs, entropy, grad in run_thread_ranks(2, score):
@@ -255,7 +294,9 @@ def test_a_label_that_no_rank_has_is_impossible():
 
     def score(group: dist.ProcessGroup) -> Tensor:
         shard = VocabShard(group, 16 * group.rank())
-        return token_logprobs(hidden.detach(), weight.detach().chunk(2)[group.rank()], labels, vocab=shard)[0]
+        return token_logprobs(
+            hidden.detach(), weight.detach().chunk(2)[group.rank()], labels, vocab=shard
+        )[0]
 
     for logprobs in run_thread_ranks(2, score):
         assert torch.isinf(logprobs).tolist() == [False, True, False]
@@ -317,7 +358,10 @@ def test_filtered_values_and_gradients_equal_the_definition_in_float64(
 
     def score(group: dist.ProcessGroup | None) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         start, stop = (0, 33) if group is None else bounds[group.rank() : group.rank() + 2]
-        leaves = [hidden.detach().clone().requires_grad_(), weight.detach()[start:stop].clone().requires_grad_()]
+        leaves = [
+            hidden.detach().clone().requires_grad_(),
+            weight.detach()[start:stop].clone().requires_grad_(),
+        ]
         scores = token_logprobs(
             leaves[0],
             leaves[1],
@@ -328,15 +372,22 @@ def test_filtered_values_and_gradients_equal_the_definition_in_float64(
             vocab=None if group is None else VocabShard(group, start),
             token_filter=token_filter,
         )
-        found = [scores.logprobs.detach(), *([scores.entropy.detach()] if scores.entropy is not None else [])]
+        found = [
+            scores.logprobs.detach(),
+            *([scores.entropy.detach()] if scores.entropy is not None else []),
+        ]
         assert scores.unfiltered_logprobs is not None
         found.append(scores.unfiltered_logprobs.detach())
         return found, torch.autograd.grad(filtered_loss(scores, with_entropy), leaves)
 
     ranks = [score(None)] if cuts is None else run_thread_ranks(len(bounds) - 1, score)
     for values, _ in ranks:
-        exact = [value.detach() for index, value in enumerate(expected) if with_entropy or index != 1]
-        torch.testing.assert_close([value.double() for value in values], exact, rtol=1e-5, atol=1e-5)
+        exact = [
+            value.detach() for index, value in enumerate(expected) if with_entropy or index != 1
+        ]
+        torch.testing.assert_close(
+            [value.double() for value in values], exact, rtol=1e-5, atol=1e-5
+        )
         assert bool(torch.isfinite(values[0]).all()), "the sampled token is always kept"
     grad_hidden, grad_weight = ranks[0][1][0], torch.cat([gradients[1] for _, gradients in ranks])
     assert float((grad_hidden - wanted[0]).norm()) <= 1e-5 * max(1.0, float(wanted[0].norm()))
@@ -348,7 +399,9 @@ def test_a_filter_that_removes_nothing_costs_nothing():
 
     def record(token_filter: SamplingFilter | None) -> tuple[Recorder, Tensor]:
         with Recorder() as recorder:
-            scores = token_logprobs(hidden, weight, labels, chunk_size=16, token_filter=token_filter)
+            scores = token_logprobs(
+                hidden, weight, labels, chunk_size=16, token_filter=token_filter
+            )
             assert scores.unfiltered_logprobs is None
             (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
         return recorder, gradient
@@ -362,7 +415,9 @@ def test_filtered_logprobs_need_a_few_chunks_and_no_collective_of_vocabulary_siz
     hidden, weight, _, labels = random_inputs(256, 8, 4096)
     one_chunk = 32 * 4096 * 4
     with Recorder() as recorder:
-        scores = token_logprobs(hidden, weight, labels, chunk_size=32, token_filter=SamplingFilter(top_k=50, top_p=0.8))
+        scores = token_logprobs(
+            hidden, weight, labels, chunk_size=32, token_filter=SamplingFilter(top_k=50, top_p=0.8)
+        )
         scores.logprobs.sum().backward()
     assert recorder.largest <= 2 * one_chunk
     assert recorder.peak < 6 * one_chunk

@@ -40,7 +40,9 @@ def make_shard(lengths: list[int], seed: int = 0) -> dict[str, object]:
     }
 
 
-def packed(rows: list[int], lengths: list[int], multiple: int = 1, total_multiple: int = 1) -> Microbatch:
+def packed(
+    rows: list[int], lengths: list[int], multiple: int = 1, total_multiple: int = 1
+) -> Microbatch:
     padded = tuple(round_up(length, multiple) for length in lengths)
     return Microbatch(tuple(rows), tuple(lengths), padded, round_up(sum(padded), total_multiple))
 
@@ -72,7 +74,9 @@ def test_packed_rows_example() -> None:
 
 
 def test_trailing_padding_is_its_own_segment() -> None:
-    inputs = build_inputs(make_shard([3, 2]), Microbatch((0, 1), (3, 2), (3, 2), 8), spec_of("packed"), pad_token_id=9)
+    inputs = build_inputs(
+        make_shard([3, 2]), Microbatch((0, 1), (3, 2), (3, 2), 8), spec_of("packed"), pad_token_id=9
+    )
     assert inputs.cu_seqlens is not None and inputs.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert inputs.input_ids[0, 5:].tolist() == [9, 9, 9]
     assert inputs.position_ids[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
@@ -82,11 +86,19 @@ def test_trailing_padding_is_its_own_segment() -> None:
 
 def test_padded_rows_example() -> None:
     shard = make_shard([3, 1, 4])
-    inputs = build_inputs(shard, Microbatch((2, 0), (4, 3), (6, 6), 12), spec_of("padded"), pad_token_id=7)
-    assert inputs.input_ids.tolist() == [[3000, 3001, 3002, 3003, 7, 7], [1000, 1001, 1002, 7, 7, 7]]
+    inputs = build_inputs(
+        shard, Microbatch((2, 0), (4, 3), (6, 6), 12), spec_of("padded"), pad_token_id=7
+    )
+    assert inputs.input_ids.tolist() == [
+        [3000, 3001, 3002, 3003, 7, 7],
+        [1000, 1001, 1002, 7, 7, 7],
+    ]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert inputs.cu_seqlens is None
-    assert inputs.labels.reshape(2, 6).tolist() == [[3001, 3002, 3003, 0, 0, 0], [1001, 1002, 0, 0, 0, 0]]
+    assert inputs.labels.reshape(2, 6).tolist() == [
+        [3001, 3002, 3003, 0, 0, 0],
+        [1001, 1002, 0, 0, 0, 0],
+    ]
     assert inputs.row_columns["advantages"].tolist() == [2.0, 0.0]
     assert "text" not in inputs.row_columns
 
@@ -104,7 +116,9 @@ def test_a_dummy_goes_through_a_model_and_counts_nothing(layout: str) -> None:
     assert set(inputs.columns) == {"prev_logprobs", "token_mask"}
     assert len(unpack_tokens(torch.zeros(4), inputs)) == 0
     assert num_predicted_tokens(shard["token_mask"], dummy).tolist() == [0]  # type: ignore[arg-type]
-    shares = [build_inputs(shard, dummy, spec_of(layout, cp_size=2), cp_rank=rank) for rank in (0, 1)]
+    shares = [
+        build_inputs(shard, dummy, spec_of(layout, cp_size=2), cp_rank=rank) for rank in (0, 1)
+    ]
     assert [share.input_ids.shape for share in shares] == [(1, 2), (1, 2)]
 
 
@@ -139,14 +153,18 @@ def test_read_only_columns_are_accepted() -> None:
 def test_token_columns_may_have_more_dims() -> None:
     input_ids = Jagged.from_rows([[1, 2, 3], [4, 5]], np.int32)
     experts = Jagged(np.arange(10, dtype=np.int64).reshape(5, 2), input_ids.offsets)
-    inputs = build_inputs({"input_ids": input_ids, "experts": experts}, packed([1, 0], [2, 3]), spec_of("packed"))
+    inputs = build_inputs(
+        {"input_ids": input_ids, "experts": experts}, packed([1, 0], [2, 3]), spec_of("packed")
+    )
     assert inputs.columns["experts"].tolist() == [[8, 9], [0, 0], [2, 3], [4, 5], [0, 0]]
 
 
 def test_a_short_token_column_is_named() -> None:
     shard = make_shard([3, 4])
     shard["prev_logprobs"] = Jagged.from_rows([[0.0] * 3, [0.0] * 2], np.float32)
-    with pytest.raises(ValueError, match=r"column 'prev_logprobs' has 2 tokens in row 1, but the plan reads 4"):
+    with pytest.raises(
+        ValueError, match=r"column 'prev_logprobs' has 2 tokens in row 1, but the plan reads 4"
+    ):
         build_inputs(shard, packed([0, 1], [3, 4]), spec_of("packed"))
 
 
@@ -160,18 +178,27 @@ def test_cp_worked_example_of_four_rows() -> None:
     """Rows of 5, 8, 1 and 3 tokens, each padded to a multiple of 4, cut and then packed."""
     lengths, padded_lengths = [5, 8, 1, 3], [8, 8, 4, 4]
     pack = "".join(
-        str(row) * length + "p" * (size - length) for row, (length, size) in enumerate(zip(lengths, padded_lengths, strict=True))
+        str(row) * length + "p" * (size - length)
+        for row, (length, size) in enumerate(zip(lengths, padded_lengths, strict=True))
     )
-    shares = ["".join(np.array(list(pack))[cp_shard_positions(padded_lengths, 2, rank)]) for rank in (0, 1)]
+    shares = [
+        "".join(np.array(list(pack))[cp_shard_positions(padded_lengths, 2, rank)])
+        for rank in (0, 1)
+    ]
     assert shares == ["00pp11112p3p", "000p1111pp33"]
 
 
 def test_cp_share_example_with_labels() -> None:
     shard = {"input_ids": Jagged.from_rows([[1, 2, 3, 4, 5, 6]], np.int32)}
     microbatch = Microbatch((0,), (6,), (8,), 8)
-    first, second = (build_inputs(shard, microbatch, spec_of("packed", 2), cp_rank=rank) for rank in (0, 1))
+    first, second = (
+        build_inputs(shard, microbatch, spec_of("packed", 2), cp_rank=rank) for rank in (0, 1)
+    )
     assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[1, 2, 0, 0]], [[3, 4, 5, 6]])
-    assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([[0, 1, 6, 7]], [[2, 3, 4, 5]])
+    assert (first.position_ids.tolist(), second.position_ids.tolist()) == (
+        [[0, 1, 6, 7]],
+        [[2, 3, 4, 5]],
+    )
     assert (first.labels.tolist(), second.labels.tolist()) == ([2, 3, 0, 0], [4, 5, 6, 0])
     assert first.cu_seqlens is not None and first.cu_seqlens.tolist() == [0, 8]
     assert (first.max_seqlen, first.num_tokens) == (8, 8)
@@ -201,7 +228,9 @@ def rows_of_microbatches() -> st.SearchStrategy[tuple[list[int], list[int]]]:
     return st.lists(st.integers(1, 12), min_size=1, max_size=7).flatmap(
         lambda lengths: st.tuples(
             st.just(lengths),
-            st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=len(lengths), unique=True),
+            st.lists(
+                st.sampled_from(range(len(lengths))), min_size=1, max_size=len(lengths), unique=True
+            ),
         )
     )
 
@@ -209,7 +238,9 @@ def rows_of_microbatches() -> st.SearchStrategy[tuple[list[int], list[int]]]:
 def reference_columns(shard: dict, microbatch: Microbatch, column: str) -> list[float]:
     """The shift written as a plain loop: value of token i+1 at i, 0 elsewhere."""
     flat: list[float] = []
-    for row, length, size in zip(microbatch.rows, microbatch.lengths, microbatch.padded_lengths, strict=True):
+    for row, length, size in zip(
+        microbatch.rows, microbatch.lengths, microbatch.padded_lengths, strict=True
+    ):
         values = shard[column][row][:length].tolist()
         flat += values[1:] + [0] * (size - length + 1)
     return flat + [0] * (microbatch.num_tokens - len(flat))
@@ -230,27 +261,46 @@ def test_every_layout_is_the_plain_loop_and_undoes_itself(
     shard = make_shard(all_lengths)
     multiple = int(np.lcm(round_to, 2 * cp_size if cp_size > 1 else 1))
     lengths = [all_lengths[row] for row in rows]
-    microbatch = packed(rows, lengths, multiple, multiple * total) if layout == "packed" else padded(rows, lengths, multiple)
-    shares = [build_inputs(shard, microbatch, spec_of(layout, cp_size), cp_rank=rank, pad_token_id=-1) for rank in range(cp_size)]
-    gather = torch.from_numpy(cp_gather_positions(segment_lengths(microbatch.padded_lengths, microbatch.num_tokens), cp_size))
+    microbatch = (
+        packed(rows, lengths, multiple, multiple * total)
+        if layout == "packed"
+        else padded(rows, lengths, multiple)
+    )
+    shares = [
+        build_inputs(shard, microbatch, spec_of(layout, cp_size), cp_rank=rank, pad_token_id=-1)
+        for rank in range(cp_size)
+    ]
+    gather = torch.from_numpy(
+        cp_gather_positions(
+            segment_lengths(microbatch.padded_lengths, microbatch.num_tokens), cp_size
+        )
+    )
 
     def whole(read) -> torch.Tensor:
         return torch.cat([read(share).reshape(-1) for share in shares])[gather]
 
     ids = whole(lambda share: share.input_ids)
-    assert ids[ids >= 0].tolist() == [token for row in rows for token in shard["input_ids"][row].tolist()]  # type: ignore[index]
+    assert ids[ids >= 0].tolist() == [
+        token for row in rows for token in shard["input_ids"][row].tolist()
+    ]  # type: ignore[index]
     labels, label_mask = whole(lambda share: share.labels), whole(lambda share: share.label_mask)
     assert labels.tolist() == reference_columns(shard, microbatch, "input_ids")
     assert label_mask.tolist() == [label != 0 for label in labels.tolist()]
     assert whole(lambda share: share.columns["prev_logprobs"]).tolist() == labels.tolist()
-    assert whole(lambda share: share.columns["token_mask"]).tolist() == reference_columns(shard, microbatch, "token_mask")
+    assert whole(lambda share: share.columns["token_mask"]).tolist() == reference_columns(
+        shard, microbatch, "token_mask"
+    )
     row_ids = whole(lambda share: share.row_ids)
-    assert (labels[label_mask] // 1000 - 1).tolist() == [rows[row] for row in row_ids[label_mask].tolist()]
+    assert (labels[label_mask] // 1000 - 1).tolist() == [
+        rows[row] for row in row_ids[label_mask].tolist()
+    ]
     assert torch.equal(whole(lambda share: share.position_ids)[label_mask], ids[label_mask] % 1000)
     check_unpacking(shard, microbatch, shares[0], labels)
 
 
-def check_unpacking(shard: dict, microbatch: Microbatch, inputs: ModelInputs, labels: torch.Tensor) -> None:
+def check_unpacking(
+    shard: dict, microbatch: Microbatch, inputs: ModelInputs, labels: torch.Tensor
+) -> None:
     unpacked = unpack_tokens(labels.float(), inputs)
     assert unpacked.dtype == np.float32
     for position, row in enumerate(microbatch.rows):
@@ -260,7 +310,10 @@ def check_unpacking(shard: dict, microbatch: Microbatch, inputs: ModelInputs, la
     if inputs.layout == "packed":
         assert inputs.cu_seqlens is not None
         bounds = inputs.cu_seqlens.tolist()
-        assert bounds == [0, *np.cumsum(segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)).tolist()]
+        assert bounds == [
+            0,
+            *np.cumsum(segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)).tolist(),
+        ]
 
 
 def test_unpack_refuses_one_share() -> None:

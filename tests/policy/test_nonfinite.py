@@ -13,7 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig, PolicyGradientLossConfig, SchedulerConfig
+from nemo_like.config.schema import (
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    PolicyGradientLossConfig,
+    SchedulerConfig,
+)
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -67,23 +73,33 @@ class Outcome:
     save_message: str
 
 
-def program(context: WorkerContext, engine: str, parallel: ParallelConfig, config: PolicyConfig, out: Path) -> Outcome:
+def program(
+    context: WorkerContext, engine: str, parallel: ParallelConfig, config: PolicyConfig, out: Path
+) -> Outcome:
     """A good step, skipped ones, a good step; then a step that makes the weights infinite."""
     if engine == "megatron":
         with joined(context, parallel) as rank:
             return check(rank.worker(config), context, rank.topology, config, out)
     try:
         worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
-        topology = Topology.from_world_size(context.world_size, cp=parallel.context, tp=parallel.tensor)
+        topology = Topology.from_world_size(
+            context.world_size, cp=parallel.context, tp=parallel.tensor
+        )
         return check(worker, context, topology, config, out)
     finally:
         mesh.destroy()
 
 
 def check(
-    worker: PolicyWorker, context: WorkerContext, topology: Topology, config: PolicyConfig, out: Path
+    worker: PolicyWorker,
+    context: WorkerContext,
+    topology: Topology,
+    config: PolicyConfig,
+    out: Path,
 ) -> Outcome:
-    spec = plan_spec(config, purpose="train", topology=topology, cost=worker.info().cost, sync=worker.info().sync)
+    spec = plan_spec(
+        config, purpose="train", topology=topology, cost=worker.info().cost, sync=worker.info().sync
+    )
     plan = plan_batch(np.array(LENGTHS), spec)
     dp_rank = topology.dp_rank(context.rank)
     metrics, skipped = {}, {}
@@ -129,27 +145,49 @@ def pool():
 def test_a_step_that_is_not_finite_is_skipped_on_every_rank(place, model_dir, pool, tmp_path):
     engine, world_size, parallel = PLACES[place]
     config = of_model(CONFIG, model_dir("qwen3"))
-    ranks = run_ranks(pool, program, world_size, meeting_in(tmp_path), engine, parallel, config, tmp_path)
+    ranks = run_ranks(
+        pool, program, world_size, meeting_in(tmp_path), engine, parallel, config, tmp_path
+    )
     for rank in ranks:
-        found = {name: [step.get("policy/skipped_steps") for step in steps] for name, steps in rank.metrics.items()}
-        assert found == {"first": [0.0], "loss": [1.0], "gradient": [1.0], "second": [0.0], "control": [0.0]}
-        assert rank.metrics["loss"][0]["policy/lr"] == rank.metrics["second"][0]["policy/lr"], "the schedule stands still"
+        found = {
+            name: [step.get("policy/skipped_steps") for step in steps]
+            for name, steps in rank.metrics.items()
+        }
+        assert found == {
+            "first": [0.0],
+            "loss": [1.0],
+            "gradient": [1.0],
+            "second": [0.0],
+            "control": [0.0],
+        }
+        assert rank.metrics["loss"][0]["policy/lr"] == rank.metrics["second"][0]["policy/lr"], (
+            "the schedule stands still"
+        )
         assert math.isnan(rank.metrics["loss"][0]["policy/grad_norm"])
         assert "policy.optimizer.lr (now 1e+38)" in rank.message
         assert "not finite" in rank.save_message
     assert not (tmp_path / "refused").exists(), "a checkpoint of weights that are not finite"
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         before, after, continued, control = (
-            saved_tensors(tmp_path / name, kind) for name in ("before", "after", "continued", "control")
+            saved_tensors(tmp_path / name, kind)
+            for name in ("before", "after", "continued", "control")
         )
         for name in before:
-            assert torch.equal(before[name], after[name]), f"{kind} {name} was changed by a skipped step"
-            assert torch.equal(continued[name], control[name]), f"{kind} {name} depends on the skipped steps"
+            assert torch.equal(before[name], after[name]), (
+                f"{kind} {name} was changed by a skipped step"
+            )
+            assert torch.equal(continued[name], control[name]), (
+                f"{kind} {name} depends on the skipped steps"
+            )
     losses, losses_of_large = {}, {}
     for rank in ranks:
         if rank.is_output_rank:
-            losses |= {rank.rows[row]: loss for row, loss in rank.skipped["loss"][0].row_losses.items()}
-            losses_of_large |= {rank.rows[row]: loss for row, loss in rank.skipped["gradient"][0].row_losses.items()}
+            losses |= {
+                rank.rows[row]: loss for row, loss in rank.skipped["loss"][0].row_losses.items()
+            }
+            losses_of_large |= {
+                rank.rows[row]: loss for row, loss in rank.skipped["gradient"][0].row_losses.items()
+            }
             assert rank.skipped["second"] == []
     assert sorted(losses) == list(range(len(LENGTHS)))
     assert [row for row, loss in losses.items() if not math.isfinite(loss)] == [BAD_ROW]
@@ -169,7 +207,10 @@ def test_applied_gradients_have_squares_that_are_finite_in_float32(norm, max_nor
     assert not 0 < max_norm < norm or norm * factor <= max_norm * (1 + 1e-9)
 
 
-@given(st.lists(st.floats(width=32), min_size=0, max_size=5), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    st.lists(st.floats(width=32), min_size=0, max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_all_within_finds_what_isfinite_finds_and_what_is_too_large(values, dtype):
     tensor = torch.tensor(values, dtype=torch.float32).to(dtype)
     tensors = [torch.ones(3, 2), tensor, torch.empty(0)]
@@ -192,9 +233,13 @@ def test_row_losses_add_up_to_the_loss_of_the_microbatch(data):
     )
     for normalization in ("token", "sequence"):
         loss = NllLoss(normalization=normalization)
-        assert sum(row_loss_sums(loss, inputs)) == pytest.approx(float(loss(inputs).loss_sum), rel=1e-5, abs=1e-6)
+        assert sum(row_loss_sums(loss, inputs)) == pytest.approx(
+            float(loss(inputs).loss_sum), rel=1e-5, abs=1e-6
+        )
     if mask.any():
         bad = int(mask.nonzero()[0])
         inputs.policy_logprobs[bad] = -math.inf
         sums = row_loss_sums(NllLoss(), inputs)
-        assert [row for row, value in enumerate(sums) if not math.isfinite(value)] == [int(row_ids[bad])]
+        assert [row for row, value in enumerate(sums) if not math.isfinite(value)] == [
+            int(row_ids[bad])
+        ]

@@ -15,7 +15,17 @@ def rates(num_steps: int, **scheduler) -> list[float]:
 
 
 def test_warm_up_then_linear_decay_to_zero():
-    assert rates(9, kind="linear", warmup_steps=3, decay_steps=7) == [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert rates(9, kind="linear", warmup_steps=3, decay_steps=7) == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+        0.0,
+        0.0,
+    ]
 
 
 def test_cosine_is_halfway_down_in_the_middle_and_stays_at_its_minimum():
@@ -30,7 +40,9 @@ def test_constant_needs_no_decay_steps_and_starts_at_full_rate_without_warm_up()
 
 
 def test_a_decaying_schedule_without_its_length_is_an_error():
-    with pytest.raises(ValueError, match=r"policy\.scheduler\.kind is cosine and decay_steps is null"):
+    with pytest.raises(
+        ValueError, match=r"policy\.scheduler\.kind is cosine and decay_steps is null"
+    ):
         rates(1, kind="cosine")
 
 
@@ -51,7 +63,10 @@ def test_the_rate_rises_to_its_peak_and_then_never_rises(kind, warmup, decay, mi
     found = rates(45, kind=kind, warmup_steps=warmup, decay_steps=decay, min_ratio=min_ratio)
     assert found[: warmup + 1] == sorted(found[: warmup + 1])
     assert max(found) == found[warmup] == 1.0
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(found[warmup:], found[warmup + 1 :], strict=False))
+    assert all(
+        later <= earlier + 1e-12
+        for earlier, later in zip(found[warmup:], found[warmup + 1 :], strict=False)
+    )
     assert found[-1] == pytest.approx(min_ratio)
 
 
@@ -59,9 +74,15 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_trained():
     layer, norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
     layer.weight.requires_grad_(True)
     frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    optimizer = build_optimizer([*layer.parameters(), *norm.parameters(), frozen], OptimizerConfig(weight_decay=0.5))
+    optimizer = build_optimizer(
+        [*layer.parameters(), *norm.parameters(), frozen], OptimizerConfig(weight_decay=0.5)
+    )
     decayed, plain = optimizer.param_groups
     assert decayed["weight_decay"] == 0.5
     assert [id(parameter) for parameter in decayed["params"]] == [id(layer.weight)]
     assert plain["weight_decay"] == 0.0
-    assert [id(parameter) for parameter in plain["params"]] == [id(layer.bias), id(norm.weight), id(norm.bias)]
+    assert [id(parameter) for parameter in plain["params"]] == [
+        id(layer.bias),
+        id(norm.weight),
+        id(norm.bias),
+    ]

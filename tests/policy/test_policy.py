@@ -33,10 +33,12 @@ PLAIN = PolicyConfig(
     optimizer=OptimizerConfig(lr=1e-3),
 )
 PACKED = dataclasses.replace(
-    PLAIN, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=32, logprob_mb_tokens=64)
+    PLAIN,
+    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=32, logprob_mb_tokens=64),
 )
 DYNAMIC = dataclasses.replace(
-    PLAIN, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=48)
+    PLAIN,
+    dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=48),
 )
 MODES = {"plain": PLAIN, "packed": PACKED, "dynamic": DYNAMIC}
 
@@ -45,7 +47,10 @@ MODES = {"plain": PLAIN, "packed": PACKED, "dynamic": DYNAMIC}
 def policy(request, model_dir):
     config = dataclasses.replace(MODES[request.param], model_name=model_dir("qwen3"))
     group = LocalGroup(
-        DTensorPolicyWorker, {"config": config, "needs_reference": True}, local_context(num_threads=1), name="policy"
+        DTensorPolicyWorker,
+        {"config": config, "needs_reference": True},
+        local_context(num_threads=1),
+        name="policy",
     )
     yield Policy(group, config)
     group.shutdown()
@@ -68,20 +73,28 @@ def test_a_step_of_the_driver(policy, tmp_path):
             expected[0] = False
             assert np.array_equal(column != 0, expected)
         columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32), **scores}
-        loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1))
+        loss = ClippedPolicyGradientLoss(
+            config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1)
+        )
         first, second = policy.train(placed, columns, loss)
-    assert first["policy/ratio_mean"].value == pytest.approx(1.0, abs=1e-5)  # on-policy, columns met their rows
+    assert first["policy/ratio_mean"].value == pytest.approx(
+        1.0, abs=1e-5
+    )  # on-policy, columns met their rows
     assert second["policy/ratio_mean"].value != pytest.approx(1.0, abs=1e-5)
     policy.save(tmp_path / "saved")
     changed = policy.score(placed)
     policy.train(placed, None, NllLoss())
     policy.load(tmp_path / "saved")
-    assert np.array_equal(policy.score(placed)["prev_logprobs"].values, changed["prev_logprobs"].values)
+    assert np.array_equal(
+        policy.score(placed)["prev_logprobs"].values, changed["prev_logprobs"].values
+    )
 
 
 def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_loss(policy):
     batch = random_batch(LENGTHS)
-    evaluated = policy.evaluate(policy.place(batch, policy.plan(batch["length"], "evaluate")), NllLoss())
+    evaluated = policy.evaluate(
+        policy.place(batch, policy.plan(batch["length"], "evaluate")), NllLoss()
+    )
     whole = dataclasses.replace(policy.config, train_global_batch_size=8)
     (trained,) = Policy(policy.group, whole).train(
         policy.place(batch, Policy(policy.group, whole).plan(batch["length"])), None, NllLoss()
@@ -91,7 +104,12 @@ def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_los
 
 def test_info_counts_parameters_and_work(policy):
     info = policy.info
-    assert info.num_params == 67 * 32 * 2 + 2 * (32 * 16 * (4 + 2 + 2) + 4 * 16 * 32 + 3 * 32 * 48 + 2 * 16 + 2 * 32) + 32
+    assert (
+        info.num_params
+        == 67 * 32 * 2
+        + 2 * (32 * 16 * (4 + 2 + 2) + 4 * 16 * 32 + 3 * 32 * 48 + 2 * 16 + 2 * 32)
+        + 32
+    )
     assert info.num_workers == 1
     assert info.cost.linear > 2 * 67 * 32
     assert info.peak_flops > 1e8
@@ -99,8 +117,15 @@ def test_info_counts_parameters_and_work(policy):
 
 def test_specs_follow_the_configuration():
     cost = CostModel()
-    packed = plan_spec(PACKED, purpose="train", topology=Topology(dp=2), cost=cost, sync="microbatch")
-    assert (packed.layout, packed.max_tokens, packed.max_rows, packed.num_ranks) == ("packed", 32, None, 2)
+    packed = plan_spec(
+        PACKED, purpose="train", topology=Topology(dp=2), cost=cost, sync="microbatch"
+    )
+    assert (packed.layout, packed.max_tokens, packed.max_rows, packed.num_ranks) == (
+        "packed",
+        32,
+        None,
+        2,
+    )
     assert (packed.global_batch_size, packed.sync) == (4, "microbatch")
     scoring = plan_spec(PACKED, purpose="evaluate", topology=Topology(dp=2), cost=cost)
     assert (scoring.max_tokens, scoring.global_batch_size) == (64, None)
@@ -114,6 +139,8 @@ def test_specs_follow_the_configuration():
 def test_columns_that_are_placed_already_do_not_travel_again(policy):
     batch = random_batch(LENGTHS)
     placed = policy.place(batch, policy.plan(batch["length"]))
-    wrong = Jagged.from_rows([[0.0]] * 8, np.float32)  # would raise if it replaced the placed column
+    wrong = Jagged.from_rows(
+        [[0.0]] * 8, np.float32
+    )  # would raise if it replaced the placed column
     loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
     assert len(policy.train(placed, {"generation_logprobs": wrong}, loss)) == 2

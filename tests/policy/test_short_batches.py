@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.config.schema import DynamicBatchingConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from nemo_like.config.schema import (
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups as mesh
@@ -23,12 +28,19 @@ from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import context, random_batch, run_ranks
 
 PLAIN = PolicyConfig(
-    model_name="", train_global_batch_size=8, logprob_chunk_size=16, optimizer=OptimizerConfig(lr=1e-3)
+    model_name="",
+    train_global_batch_size=8,
+    logprob_chunk_size=16,
+    optimizer=OptimizerConfig(lr=1e-3),
 )
 MODES = {
     "plain": PLAIN,
-    "packed": dataclasses.replace(PLAIN, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)),
-    "dynamic": dataclasses.replace(PLAIN, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48)),
+    "packed": dataclasses.replace(
+        PLAIN, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)
+    ),
+    "dynamic": dataclasses.replace(
+        PLAIN, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48)
+    ),
 }
 BATCHES = ([7], [9, 14, 6, 23, 3, 17, 5, 12, 11])
 """Rows of each batch: fewer than the ranks, and an optimizer step of 8 rows and one of a single row."""
@@ -44,19 +56,29 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
         for name, mode in MODES.items():
             config = dataclasses.replace(mode, model_name=model)
             engine = DTensorEngine(
-                config, torch.device("cpu"), topology, worker_context.rank, sequence_parallel=False, trainable=True
+                config,
+                torch.device("cpu"),
+                topology,
+                worker_context.rank,
+                sequence_parallel=False,
+                trainable=True,
             )
             worker = PolicyWorker(config, engine, None)
             spec = plan_spec(config, purpose="train", topology=topology, cost=CostModel())
             steps, scores = [], []
             for seed, lengths in enumerate(BATCHES):
                 batch = random_batch(lengths, seed=seed)
-                shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(worker_context.rank)]
+                shard = batch.shard(plan_batch(batch["length"], spec))[
+                    topology.dp_rank(worker_context.rank)
+                ]
                 logprobs = worker.score(shard)["prev_logprobs"]
                 scores += [
-                    (ids.tobytes(), np.asarray(row)) for ids, row in zip(shard["input_ids"], logprobs, strict=True)
+                    (ids.tobytes(), np.asarray(row))
+                    for ids, row in zip(shard["input_ids"], logprobs, strict=True)
                 ]
-                steps += [metric_values(metrics) for metrics in worker.train(shard, None, NllLoss())]
+                steps += [
+                    metric_values(metrics) for metrics in worker.train(shard, None, NllLoss())
+                ]
             found[name] = (steps, scores)
         return found
     finally:
@@ -77,5 +99,10 @@ def test_a_short_batch_is_the_same_step_on_two_ranks_as_on_one(model_dir, rank_p
         for rank in ranks:
             assert len(rank[name][0]) == len(expected_steps)
             for step, expected in zip(rank[name][0], expected_steps, strict=True):
-                for metric in ("policy/loss", "policy/grad_norm", "policy/num_rows", "policy/num_tokens"):
+                for metric in (
+                    "policy/loss",
+                    "policy/grad_norm",
+                    "policy/num_rows",
+                    "policy/num_tokens",
+                ):
                     assert step[metric] == pytest.approx(expected[metric], rel=1e-5), (name, metric)

@@ -42,7 +42,9 @@ PACKED = PolicyConfig(
     model_name="",
     train_global_batch_size=8,
     logprob_chunk_size=16,
-    sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=48, sequence_length_round=4),
+    sequence_packing=SequencePackingConfig(
+        enabled=True, train_mb_tokens=48, logprob_mb_tokens=48, sequence_length_round=4
+    ),
     optimizer=OptimizerConfig(lr=1e-2),
     generation=GenerationConfig(temperature=0.7),
 )
@@ -53,8 +55,15 @@ DYNAMIC = dataclasses.replace(
 )
 
 
-def shard_of(worker: DTensorPolicyWorker, batch: BatchedDataDict, worker_context: WorkerContext) -> SlicedDataDict:
-    spec = plan_spec(worker.config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
+def shard_of(
+    worker: DTensorPolicyWorker, batch: BatchedDataDict, worker_context: WorkerContext
+) -> SlicedDataDict:
+    spec = plan_spec(
+        worker.config,
+        purpose="train",
+        topology=Topology(dp=worker_context.world_size),
+        cost=worker.info().cost,
+    )
     return batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
 
 
@@ -70,7 +79,9 @@ def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config
     shard = shard_of(worker, random_batch(LENGTHS), context())
     scores = worker.score(shard)
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
-    for row, (ids, mask, trained) in enumerate(zip(shard["input_ids"], shard["token_mask"], shard["row_mask"], strict=True)):
+    for row, (ids, mask, trained) in enumerate(
+        zip(shard["input_ids"], shard["token_mask"], shard["row_mask"], strict=True)
+    ):
         input_ids = torch.from_numpy(ids.astype(np.int64))[None]
         with torch.no_grad():
             log_probs = (model(input_ids).logits[0] / 0.7).log_softmax(-1)
@@ -99,7 +110,9 @@ def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_
         PACKED,
         model_name=model_dir("llama"),
         oversize_rows="truncate",
-        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=10, logprob_mb_tokens=10),
+        sequence_packing=SequencePackingConfig(
+            enabled=True, train_mb_tokens=10, logprob_mb_tokens=10
+        ),
     )
     worker = DTensorPolicyWorker(context(), config=config)
     batch = random_batch([6, 25])
@@ -114,7 +127,9 @@ def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_
 
 
 def test_a_step_without_trained_tokens_has_zero_loss_and_gradient(model_dir):
-    worker = DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=model_dir("llama")))
+    worker = DTensorPolicyWorker(
+        context(), config=dataclasses.replace(PACKED, model_name=model_dir("llama"))
+    )
     batch = random_batch([5, 8])
     batch["row_mask"] = np.zeros(2, dtype=bool)
     (metrics,) = worker.train(shard_of(worker, batch, context()), None, NllLoss())
@@ -122,7 +137,9 @@ def test_a_step_without_trained_tokens_has_zero_loss_and_gradient(model_dir):
     assert metric_values(metrics)["policy/num_tokens"] == 0.0
 
 
-def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Path) -> dict[str, object]:
+def sharded_program(
+    worker_context: WorkerContext, config: PolicyConfig, out: Path
+) -> dict[str, object]:
     """What two ranks do in one process group: the checks are made by the test, on what this returns."""
     worker = DTensorPolicyWorker(worker_context, config=config, needs_reference=True)
     report = worker.probe_isolation()
@@ -136,7 +153,9 @@ def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Pa
     worker.export_hf(out / "hf")
     num_buckets = worker.num_weight_buckets(4000)
     buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
-    weights = {name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()}
+    weights = {
+        name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()
+    }
     worker.load(out / "start")
     restored = np.array_equal(worker.score(shard)["prev_logprobs"].values, start)
     mesh.destroy()
@@ -155,7 +174,9 @@ def sharded_program(worker_context: WorkerContext, config: PolicyConfig, out: Pa
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_two_ranks_train_score_probe_send_and_export_the_same_model(precision, model_dir, rank_pool, meeting, tmp_path):
+def test_two_ranks_train_score_probe_send_and_export_the_same_model(
+    precision, model_dir, rank_pool, meeting, tmp_path
+):
     config = dataclasses.replace(PACKED, model_name=model_dir("qwen3_tied"), precision=precision)
     first, second = run_ranks(rank_pool, sharded_program, 2, meeting, config, tmp_path)
     assert first["restored"] and second["restored"]
@@ -165,13 +186,17 @@ def test_two_ranks_train_score_probe_send_and_export_the_same_model(precision, m
     assert first["dtypes"] == {f"torch.{precision}"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert str(model.dtype) == f"torch.{precision}"
-    exported = {name: parameter.detach().float().numpy() for name, parameter in model.named_parameters()}
+    exported = {
+        name: parameter.detach().float().numpy() for name, parameter in model.named_parameters()
+    }
     assert exported.keys() == first["weights"].keys() and "lm_head.weight" not in exported
     assert all(np.array_equal(exported[name], first["weights"][name]) for name in exported)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     tolerance = 1e-4 if precision == "float32" else 0.2
     for result in (first, second):
-        for ids, mask, trained, scores in zip(result["rows"], result["masks"], result["trained"], result["scores"], strict=True):
+        for ids, mask, trained, scores in zip(
+            result["rows"], result["masks"], result["trained"], result["scores"], strict=True
+        ):
             input_ids = torch.from_numpy(ids.astype(np.int64))[None]
             with torch.no_grad():
                 log_probs = (model(input_ids).logits[0].float() / 0.7).log_softmax(-1)
@@ -183,11 +208,16 @@ def test_two_ranks_train_score_probe_send_and_export_the_same_model(precision, m
 def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_dir, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
-    config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"), chat_template=str(template))
+    config = dataclasses.replace(
+        PACKED, model_name=model_dir("llama_tied"), chat_template=str(template)
+    )
     worker = DTensorPolicyWorker(context(), config=config)
     worker.export_hf(tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False) == "w5 w6"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False)
+        == "w5 w6"
+    )
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3).shape[1] <= 5
 
@@ -195,9 +225,15 @@ def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_di
 @pytest.mark.parametrize(
     ("declared", "expected"),
     [
-        (None, {"eos_token_id": [2, 1, 9]}),  # of the model's configuration, of the tokenizer, of the template
+        (
+            None,
+            {"eos_token_id": [2, 1, 9]},
+        ),  # of the model's configuration, of the tokenizer, of the template
         ({"eos_token_id": 1, "top_k": 5}, {"eos_token_id": [1, 9], "top_k": 5}),
-        ({"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5}, {"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5}),
+        (
+            {"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5},
+            {"eos_token_id": [9, 1], "do_sample": False, "top_p": 0.5},
+        ),
     ],
 )
 def test_an_export_declares_the_token_that_ends_a_turn(model_dir, tmp_path, declared, expected):
@@ -209,7 +245,9 @@ def test_an_export_declares_the_token_that_ends_a_turn(model_dir, tmp_path, decl
     tokenizer = AutoTokenizer.from_pretrained(source, extra_special_tokens=["w9"])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}w9\n{% endfor %}"
     tokenizer.save_pretrained(source)
-    worker = DTensorPolicyWorker(context(), config=dataclasses.replace(PACKED, model_name=str(source)))
+    worker = DTensorPolicyWorker(
+        context(), config=dataclasses.replace(PACKED, model_name=str(source))
+    )
     worker.export_hf(tmp_path / "hf")
     written = json.loads((tmp_path / "hf/generation_config.json").read_text())
     assert {name: written.get(name) for name in expected} == expected
@@ -245,5 +283,7 @@ def test_a_model_whose_files_lack_a_weight_is_one_sentence(model_dir, tmp_path: 
     name = next(name for name in tensors if "down_proj" in name)
     del tensors[name]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"policy\.model_name=.*model lacks 1 weights, among them {name}$"):
+    with pytest.raises(
+        ConfigError, match=rf"policy\.model_name=.*model lacks 1 weights, among them {name}$"
+    ):
         dtensor_model._read(str(path))

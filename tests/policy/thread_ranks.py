@@ -20,7 +20,9 @@ def run_thread_ranks(size: int, function: Callable[[dist.ProcessGroup], ResultT]
 
     def run(rank: int) -> ResultT:
         group = dist.ProcessGroup(PrefixStore("group", store), rank, size)
-        backend = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=20))
+        backend = dist.ProcessGroupGloo(
+            PrefixStore("gloo", store), rank, size, timedelta(seconds=20)
+        )
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         return function(group)
 

@@ -52,13 +52,24 @@ ARCHITECTURES: dict[str, tuple[type, Any]] = {
     "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen3_window": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_WINDOW, head_dim=16)),
 }
-_MIXTURE: dict[str, Any] = _SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MIXTURE: dict[str, Any] = _SIZES | {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
     # The first layer is dense, the scores of the chosen experts do not add up to 1, and all layers have a window.
     "qwen3_moe_mixed": (
         Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**_MIXTURE, mlp_only_layers=[0], tie_word_embeddings=True, use_sliding_window=True, sliding_window=5),
+        Qwen3MoeConfig(
+            **_MIXTURE,
+            mlp_only_layers=[0],
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+        ),
     ),
 }
 """Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on all rows together."""
@@ -71,13 +82,17 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases start at constants; their gradients should matter too
+            if (
+                parameter.ndim == 1
+            ):  # norms and biases start at constants; their gradients should matter too
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     words = {"<unk>": 0, "</s>": 1, **{f"w{index}": index for index in range(2, VOCABULARY)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(directory)
     return directory
 
 
@@ -107,11 +122,19 @@ def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
 def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
     """Mean negative log-likelihood of the trained tokens by plain transformers, each row by itself and unpadded."""
     total, count = torch.zeros(()), 0
-    for ids, mask, is_trained in zip(batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True):
+    for ids, mask, is_trained in zip(
+        batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
+    ):
         if not is_trained:
             continue
         input_ids = torch.from_numpy(ids.astype(np.int64))[None]
-        logprobs = model(input_ids).logits[0, :-1].log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1)
+        logprobs = (
+            model(input_ids)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, input_ids[0, 1:, None])
+            .squeeze(1)
+        )
         trained = torch.from_numpy(mask[1:].astype(bool))
         total, count = total - logprobs[trained].sum(), count + int(trained.sum())
     return total / count
@@ -130,19 +153,33 @@ def context(rank: int = 0, world_size: int = 1, meeting: Path | None = None) -> 
     )
 
 
-def run_ranks(pool: ProcessPoolExecutor, function: Callable[..., Any], world_size: int, meeting: Path, *args: Any) -> list[Any]:
+def run_ranks(
+    pool: ProcessPoolExecutor,
+    function: Callable[..., Any],
+    world_size: int,
+    meeting: Path,
+    *args: Any,
+) -> list[Any]:
     """`function(context, *args)` on every rank of a fresh process group, each in a process of the pool."""
-    futures = [pool.submit(function, context(rank, world_size, meeting), *args) for rank in range(world_size)]
+    futures = [
+        pool.submit(function, context(rank, world_size, meeting), *args)
+        for rank in range(world_size)
+    ]
     return [future.result(timeout=120) for future in futures]
 
 
 def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
     """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any layout."""
     with open_checkpoint(directory) as reader:
-        return {name: reader.read(f"{kind}/{name}", (0,) * len(shape), shape) for name, shape in reader.shapes.items()}
+        return {
+            name: reader.read(f"{kind}/{name}", (0,) * len(shape), shape)
+            for name, shape in reader.shapes.items()
+        }
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest |found - expected| / |expected| over the tensors, in the 2-norm; the names must agree."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+    return max(
+        float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected
+    )

@@ -36,13 +36,17 @@ class LiveStorage(TorchDispatchMode):
         return result
 
 
-def peak_bytes(model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, checkpointing: bool) -> int:
+def peak_bytes(
+    model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, checkpointing: bool
+) -> int:
     """Peak of what a step needs besides weights and gradients."""
     scorer = TokenScorer(model, chunk_size, Groups())
     layers = decoder_layers(model)
     if checkpointing:
         for layer in layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
     for parameter in scorer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveStorage() as live:

@@ -41,15 +41,28 @@ def work_by_hand(plan: BatchPlan) -> np.ndarray:
     """Work of each microbatch [R, M] from the microbatches themselves."""
 
     def work(rows: tuple[int, ...], num_tokens: int) -> float:
-        return float(COST.of(rows).sum()) + COST.linear * (num_tokens - sum(rows)) if rows else float(COST.of([num_tokens])[0])
+        return (
+            float(COST.of(rows).sum()) + COST.linear * (num_tokens - sum(rows))
+            if rows
+            else float(COST.of([num_tokens])[0])
+        )
 
-    return np.array([[work(mb.padded_lengths, mb.num_tokens) for mb in rank] for rank in plan.ranks])
+    return np.array(
+        [[work(mb.padded_lengths, mb.num_tokens) for mb in rank] for rank in plan.ranks]
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(settings_of_a_plan())
-@example((np.array([1, 1, 3, 3, 3]), PlanSpec(max_tokens=4, num_ranks=3, global_batch_size=5, sync="step", cost=COST)))
-def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(case: tuple[np.ndarray, PlanSpec]):
+@example(
+    (
+        np.array([1, 1, 3, 3, 3]),
+        PlanSpec(max_tokens=4, num_ranks=3, global_batch_size=5, sync="step", cost=COST),
+    )
+)
+def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
+    case: tuple[np.ndarray, PlanSpec],
+):
     lengths, spec = case
     comparison = compare(lengths, spec)
     for outcome in comparison.outcomes:
@@ -61,8 +74,12 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(case: tuple[np
         positions = sum(microbatch.num_tokens for rank in plan.ranks for microbatch in rank)
         assert outcome.padding_share == pytest.approx(1 - lengths.sum() / positions)
         if outcome.metrics["packing/num_dummies"] == 0 and spec.total_multiple == 1:
-            assert outcome.rank_flops == pytest.approx(outcome.metrics["packing/rank_imbalance_flops"])
-            assert outcome.rank_tokens == pytest.approx(outcome.metrics["packing/rank_imbalance_tokens"])
+            assert outcome.rank_flops == pytest.approx(
+                outcome.metrics["packing/rank_imbalance_flops"]
+            )
+            assert outcome.rank_tokens == pytest.approx(
+                outcome.metrics["packing/rank_imbalance_tokens"]
+            )
         if plan.spec.layout == "packed":
             assert outcome.utilization == pytest.approx(outcome.metrics["packing/utilization"])
             assert outcome.num_microbatches >= comparison.least_microbatches
@@ -103,12 +120,18 @@ def test_whole_batches_are_planned_and_the_rest_is_named():
     assert plan([3, 4, 5], max_tokens=64).comparison.num_steps == 1
 
 
-@pytest.mark.parametrize(("oversize", "num_rows", "longest"), [("truncate", 8, 50), ("drop", 6, 9), ("singleton", 8, 70)])
-def test_rows_above_the_budget_are_the_same_in_every_strategy(oversize: str, num_rows: int, longest: int):
+@pytest.mark.parametrize(
+    ("oversize", "num_rows", "longest"), [("truncate", 8, 50), ("drop", 6, 9), ("singleton", 8, 70)]
+)
+def test_rows_above_the_budget_are_the_same_in_every_strategy(
+    oversize: str, num_rows: int, longest: int
+):
     report = plan([70, 60, 9, 9, 9, 9, 9, 9], max_tokens=50, oversize=oversize)
     assert "2 of 8 rows are above --max-tokens 50" in report.notes[0]
     for outcome in report.comparison.outcomes:
-        assert (len(outcome.plan.lengths), outcome.plan.lengths.max()) == (num_rows, longest), outcome.strategy.key
+        assert (len(outcome.plan.lengths), outcome.plan.lengths.max()) == (num_rows, longest), (
+            outcome.strategy.key
+        )
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 4))
@@ -119,7 +142,11 @@ def test_enough_tokens_make_every_step_one_microbatch(lengths: list[int], num_ra
     request = PlanRequest(rows=rows, batch_size=max(num_ranks, 7), placement=placement)
     whole = len(lengths) // request.batch_size * request.batch_size or len(lengths)
     budget = enough_tokens(rows.values[:whole], request, 256)
-    report = make_plan(PlanRequest(rows=rows, batch_size=request.batch_size, placement=placement, max_tokens=budget))
+    report = make_plan(
+        PlanRequest(
+            rows=rows, batch_size=request.batch_size, placement=placement, max_tokens=budget
+        )
+    )
     assert report.comparison.chosen.num_microbatches == 1
 
 

@@ -47,7 +47,10 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
     "qwen3, tied": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "mixtral": (MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
 }
 
 
@@ -62,28 +65,49 @@ def shape_of(config: Any) -> ModelShape:
 
 def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     attention.register()
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION).eval()
+    return AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+    ).eval()
 
 
 def inputs_of(num_tokens: int) -> ModelInputs:
     """Two packed rows of random tokens."""
     half = num_tokens // 2
     rows = [np.random.default_rng(i).integers(0, 96, half).astype(np.int32) for i in range(2)]
-    shard = {"input_ids": Jagged.from_rows(rows, np.int32), "token_mask": Jagged.from_rows([r * 0 + 1 for r in rows], np.uint8)}
-    return build_inputs(shard, Microbatch((0, 1), (half, half), (half, half), num_tokens), PlanSpec(max_tokens=num_tokens))
+    shard = {
+        "input_ids": Jagged.from_rows(rows, np.int32),
+        "token_mask": Jagged.from_rows([r * 0 + 1 for r in rows], np.uint8),
+    }
+    return build_inputs(
+        shard,
+        Microbatch((0, 1), (half, half), (half, half), num_tokens),
+        PlanSpec(max_tokens=num_tokens),
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_are_those_of_the_real_model(name: str):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of(name))
-    assert shape_of(config_of(name)).num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of(config_of(name)).num_params == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_named_shapes_have_their_published_sizes():
-    published = {"135m": 0.1345, "0.5b": 0.494, "1b": 1.236, "1.5b": 1.544, "3b": 3.213, "7b": 7.616, "8b": 8.030}
+    published = {
+        "135m": 0.1345,
+        "0.5b": 0.494,
+        "1b": 1.236,
+        "1.5b": 1.544,
+        "3b": 3.213,
+        "7b": 7.616,
+        "8b": 8.030,
+    }
     published |= {"14b": 14.77, "32b": 32.76, "70b": 70.55, "72b": 72.71}
-    assert {size: pytest.approx(load_shape(size).num_params / 1e9, rel=1e-3) for size in SHAPES} == published
+    assert {
+        size: pytest.approx(load_shape(size).num_params / 1e9, rel=1e-3) for size in SHAPES
+    } == published
 
 
 def test_weights_gradients_and_optimizer_are_the_bytes_of_a_real_step():
@@ -91,9 +115,15 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_a_real_step():
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     gradients = [parameter.grad for parameter in model.parameters()]
-    real: dict[str, list[Any]] = {"weights": list(model.parameters()), "gradients": gradients, "optimizer": moments}
+    real: dict[str, list[Any]] = {
+        "weights": list(model.parameters()),
+        "gradients": gradients,
+        "optimizer": moments,
+    }
     parts = MemoryModel(shape_of(config_of("qwen2")), Placement(precision="float32")).parts(64)
     for name, tensors in real.items():
         assert parts[name] == sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -103,7 +133,10 @@ def test_weights_gradients_and_optimizer_are_the_bytes_of_a_real_step():
 @pytest.mark.parametrize("name", ["llama", "qwen3, tied"])
 def test_a_layer_saves_what_autograd_saves(name: str, precision: Any):
     # As many key-value heads as query heads: the CPU's attention would copy them out.
-    configs = [config_of(name, num_key_value_heads=4, num_hidden_layers=num_layers) for num_layers in (1, 3)]
+    configs = [
+        config_of(name, num_key_value_heads=4, num_hidden_layers=num_layers)
+        for num_layers in (1, 3)
+    ]
     saved = [saved_bytes(config, precision) for config in configs]
     predicted = MemoryModel(shape_of(configs[0]), Placement(precision=precision)).activation_bytes
     assert (saved[1] - saved[0]) / 2 / 256 == predicted
@@ -112,7 +145,9 @@ def test_a_layer_saves_what_autograd_saves(name: str, precision: Any):
 def saved_bytes(config: Any, precision: str) -> int:
     """Of a forward over 256 tokens."""
     model = build(config, getattr(torch, precision))
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,12 +171,25 @@ def saved_bytes(config: Any, precision: str) -> int:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_step_grows_as_predicted(checkpointing: bool, precision: Any):
-    config = config_of("llama", hidden_size=96, num_attention_heads=6, intermediate_size=384, num_hidden_layers=2)
+    config = config_of(
+        "llama", hidden_size=96, num_attention_heads=6, intermediate_size=384, num_hidden_layers=2
+    )
     peaks = [
-        peak_bytes(build(config, getattr(torch, precision)), inputs_of(size), chunk_size=32, checkpointing=checkpointing)
-        for size in (2048, 4096)  # enough that a layer's gradients, which the model has apart, do not count
+        peak_bytes(
+            build(config, getattr(torch, precision)),
+            inputs_of(size),
+            chunk_size=32,
+            checkpointing=checkpointing,
+        )
+        for size in (
+            2048,
+            4096,
+        )  # enough that a layer's gradients, which the model has apart, do not count
     ]
-    memory = MemoryModel(shape_of(config), Placement(precision=precision, activation_checkpointing=checkpointing, chunk_size=32))
+    memory = MemoryModel(
+        shape_of(config),
+        Placement(precision=precision, activation_checkpointing=checkpointing, chunk_size=32),
+    )
     # On CPU attention also keeps the rows it has put together, and keys and values repeated for every query head.
     size, layers = memory.placement.compute_bytes, 1 if checkpointing else 2
     copies = layers * size * (96 + 2 * (96 - 32))
@@ -152,7 +200,11 @@ def test_the_peak_of_a_step_grows_as_predicted(checkpointing: bool, precision: A
 PLACEMENTS = st.builds(
     Placement,
     topology=st.builds(
-        Topology, dp=st.sampled_from([1, 8, 64]), tp=st.sampled_from([1, 2]), cp=st.sampled_from([1, 4]), pp=st.just(1)
+        Topology,
+        dp=st.sampled_from([1, 8, 64]),
+        tp=st.sampled_from([1, 2]),
+        cp=st.sampled_from([1, 4]),
+        pp=st.just(1),
     ),
     precision=st.sampled_from(["bfloat16", "float32"]),
     activation_checkpointing=st.booleans(),
@@ -161,8 +213,15 @@ PLACEMENTS = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(SHAPES)), PLACEMENTS, st.sampled_from([24, 80, 141]), st.sampled_from([256, 768]))
-def test_the_recommended_budget_fits_and_the_next_one_does_not(size: str, placement: Placement, gib: int, multiple: int):
+@given(
+    st.sampled_from(sorted(SHAPES)),
+    PLACEMENTS,
+    st.sampled_from([24, 80, 141]),
+    st.sampled_from([256, 768]),
+)
+def test_the_recommended_budget_fits_and_the_next_one_does_not(
+    size: str, placement: Placement, gib: int, multiple: int
+):
     memory = MemoryModel(load_shape(size), placement)
     usable = usable_bytes(gib)
     budget = memory.largest_budget(usable, multiple)
@@ -180,7 +239,9 @@ def test_more_ranks_hold_less_each(engine: Any):
     assert peak(dp=8) < peak() and peak(tp=2) < peak() and peak(cp=2) < peak()
     state = MemoryModel(load_shape("7b"), Placement(topology=Topology(dp=8))).parts(8192)
     assert state["optimizer"] == pytest.approx(load_shape("7b").num_params, rel=1e-3)
-    assert state["weights"] + state["gradients"] == pytest.approx(load_shape("7b").num_params, rel=1e-3)
+    assert state["weights"] + state["gradients"] == pytest.approx(
+        load_shape("7b").num_params, rel=1e-3
+    )
 
 
 def test_a_pipelines_first_stage_keeps_a_microbatch_for_each_stage():
@@ -188,5 +249,7 @@ def test_a_pipelines_first_stage_keeps_a_microbatch_for_each_stage():
         placement = Placement(topology=Topology(pp=pp), engine="megatron")
         return MemoryModel(load_shape("7b"), placement).parts(8192)["activations"]
 
-    assert activations(4) == pytest.approx(activations(1))  # a quarter of the layers, four microbatches
+    assert activations(4) == pytest.approx(
+        activations(1)
+    )  # a quarter of the layers, four microbatches
     assert usable_bytes(80) < 80 * GIB

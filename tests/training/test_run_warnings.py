@@ -20,7 +20,10 @@ INTEL = {"avx2", "avx512f"}
 
 
 def write_rows(path: Path, *completions: str) -> str:
-    rows = [{"prompt": f"{n}+1", "completion": text, "answer": "1"} for n, text in enumerate(completions)]
+    rows = [
+        {"prompt": f"{n}+1", "completion": text, "answer": "1"}
+        for n, text in enumerate(completions)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -32,24 +35,44 @@ def test_a_sound_config_has_none(recipe: Recipe):
 
 def test_fewer_rows_than_one_batch(recipe: Recipe, tmp_path: Path):
     few = write_rows(tmp_path / "few.jsonl", "1", "2", "3")
-    [warning] = validate(recipe.sft(f"data.train_path={few}", "policy.scheduler.warmup_steps=0")).warnings
+    [warning] = validate(
+        recipe.sft(f"data.train_path={few}", "policy.scheduler.warmup_steps=0")
+    ).warnings
     assert "few.jsonl has 3 rows" in warning and "policy.train_global_batch_size 16" in warning
     [warning] = validate(recipe.grpo(f"data.train_path={few}")).warnings
     assert "few.jsonl has 3 rows" in warning and "grpo.num_prompts_per_step 8" in warning
     enough = write_rows(tmp_path / "enough.jsonl", *["1"] * 16)
-    assert validate(recipe.sft(f"data.train_path={enough}", "policy.scheduler.warmup_steps=0")).warnings == ()
+    assert (
+        validate(
+            recipe.sft(f"data.train_path={enough}", "policy.scheduler.warmup_steps=0")
+        ).warnings
+        == ()
+    )
 
 
-def test_empty_assistant_turns_and_the_exit_code(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_empty_assistant_turns_and_the_exit_code(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     empty = write_rows(tmp_path / "empty.jsonl", *["", "  \n"] * 8)
     override = f"data.train_path={empty}"
     recipe.sft(override)
-    code = main(["validate", "--config", str(recipe.folder / "sft.yaml"), override, "policy.scheduler.warmup_steps=0"])
+    code = main(
+        [
+            "validate",
+            "--config",
+            str(recipe.folder / "sft.yaml"),
+            override,
+            "policy.scheduler.warmup_steps=0",
+        ]
+    )
     shown = capsys.readouterr().out
     assert code == 0
     assert f"warning: every assistant turn of {empty} is empty" in shown
     one = write_rows(tmp_path / "one.jsonl", *[""] * 15, "2")
-    assert validate(recipe.sft(f"data.train_path={one}", "policy.scheduler.warmup_steps=0")).warnings == ()
+    assert (
+        validate(recipe.sft(f"data.train_path={one}", "policy.scheduler.warmup_steps=0")).warnings
+        == ()
+    )
 
 
 def test_warmup_longer_than_the_run(recipe: Recipe):
@@ -63,7 +86,9 @@ def test_warmup_longer_than_the_run(recipe: Recipe):
 @pytest.mark.parametrize("place", ["a file", "below a file", "a kernel file system"])
 def test_an_output_directory_that_cannot_be_written(recipe: Recipe, tmp_path: Path, place: str):
     (tmp_path / "file").write_text("")
-    path = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "runs"}.get(place, Path("/proc/runs"))
+    path = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "runs"}.get(
+        place, Path("/proc/runs")
+    )
     [warning] = config_warnings(recipe.sft(f"output_dir={path}"))
     assert str(path) in warning and "cannot be written" in warning
 
@@ -72,14 +97,18 @@ def test_the_check_of_a_writable_directory_leaves_nothing(recipe: Recipe, tmp_pa
     before = sorted(tmp_path.rglob("*"))
     config = recipe.sft(f"output_dir={tmp_path}/new/runs")
     assert list(config_warnings(config)) == []
-    assert {path for path in tmp_path.rglob("*") if path not in before} <= {recipe.folder / "sft.yaml"}
+    assert {path for path in tmp_path.rglob("*") if path not in before} <= {
+        recipe.folder / "sft.yaml"
+    }
 
 
 def test_rows_that_do_not_divide_over_replicas(recipe: Recipe):
     config = recipe.sft()
     cluster = replace(config.cluster, backend="ray", workers_per_node=3)
     [warning] = config_warnings(replace(config, cluster=cluster))
-    assert "train_global_batch_size 16" in warning and "3 workers" in warning and "15 or 18" in warning
+    assert (
+        "train_global_batch_size 16" in warning and "3 workers" in warning and "15 or 18" in warning
+    )
     even = replace(cluster, workers_per_node=4)
     assert list(config_warnings(replace(config, cluster=even))) == []
 
@@ -87,7 +116,9 @@ def test_rows_that_do_not_divide_over_replicas(recipe: Recipe):
 def test_bfloat16_without_instructions_for_it(recipe: Recipe):
     config = recipe.sft("policy.precision=bfloat16")
     [warning] = precision_warnings(config, INTEL)
-    assert "policy.precision is bfloat16" in warning and "float32" in warning and "20 times" in warning
+    assert (
+        "policy.precision is bfloat16" in warning and "float32" in warning and "20 times" in warning
+    )
     for flags in ({*INTEL, "avx512_bf16"}, {*INTEL, "amx_bf16"}, {"asimd", "bf16"}, set()):
         assert list(precision_warnings(config, flags)) == []
     assert list(precision_warnings(recipe.sft(), INTEL)) == []
@@ -95,7 +126,9 @@ def test_bfloat16_without_instructions_for_it(recipe: Recipe):
     assert list(precision_warnings(on_gpu, INTEL)) == []
 
 
-def test_validate_and_the_run_report_slow_bfloat16(recipe: Recipe, monkeypatch, caplog: pytest.LogCaptureFixture):
+def test_validate_and_the_run_report_slow_bfloat16(
+    recipe: Recipe, monkeypatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(run_warnings, "_cpu_flags", lambda: INTEL)
     config = recipe.sft(
         "policy.precision=bfloat16",
@@ -104,7 +137,10 @@ def test_validate_and_the_run_report_slow_bfloat16(recipe: Recipe, monkeypatch, 
         "sft.val_period=0",
         "data.validation_path=null",
     )
-    config = replace(config, policy=replace(config.policy, scheduler=replace(config.policy.scheduler, warmup_steps=0)))
+    config = replace(
+        config,
+        policy=replace(config.policy, scheduler=replace(config.policy.scheduler, warmup_steps=0)),
+    )
     assert any("bfloat16" in warning for warning in validate(config).warnings)
     with caplog.at_level(logging.WARNING):
         result = run_sft(config)

@@ -41,11 +41,17 @@ def poisoned_model(demo: Path, out: Path) -> Path:
     (bad_id,) = tokenizer.convert_tokens_to_ids([BAD])
     original = LlamaForCausalLM.from_pretrained(demo / "model")
     config = LlamaConfig.from_pretrained(demo / "model", vocab_size=bad_id + 400)
-    assert bad_id not in np.concatenate(_random_rows(config.vocab_size)), "the isolation check must not see the token"
+    assert bad_id not in np.concatenate(_random_rows(config.vocab_size)), (
+        "the isolation check must not see the token"
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     model.load_state_dict(
-        {name: value for name, value in original.state_dict().items() if "embed" not in name and "lm_head" not in name},
+        {
+            name: value
+            for name, value in original.state_dict().items()
+            if "embed" not in name and "lm_head" not in name
+        },
         strict=False,
     )
     last = config.hidden_size - 1
@@ -58,7 +64,13 @@ def poisoned_model(demo: Path, out: Path) -> Path:
         layers: Any = model.model.layers
         for layer in layers:
             attention, mlp = layer.self_attn, layer.mlp
-            for reader in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            for reader in (
+                attention.q_proj,
+                attention.k_proj,
+                attention.v_proj,
+                mlp.gate_proj,
+                mlp.up_proj,
+            ):
                 reader.weight[:, last] = 0.0
             for writer in (attention.o_proj, mlp.down_proj):
                 writer.weight[last] = 0.0
@@ -93,10 +105,15 @@ def poisoned(recipe: Recipe) -> tuple[str, ...]:
 
 
 def records(run: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run / "skipped" / f"step_{step}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "skipped" / f"step_{step}.jsonl").read_text().splitlines()
+    ]
 
 
-def test_sft_skips_records_and_counts_and_a_stopped_run_resumes_behind_the_bad_rows(recipe: Recipe, poisoned):
+def test_sft_skips_records_and_counts_and_a_stopped_run_resumes_behind_the_bad_rows(
+    recipe: Recipe, poisoned
+):
     straight = run_sft(recipe.sft(*poisoned, "run_name=straight"))
     metrics = read_metrics(straight.run.path)
     assert [line["policy/skipped_steps"] for line in metrics] == [0, 1, 1, 0]
@@ -107,30 +124,52 @@ def test_sft_skips_records_and_counts_and_a_stopped_run_resumes_behind_the_bad_r
         assert record["source"].endswith(f"poisoned.jsonl:{line_number}")
         assert record["cause"] == "loss" and record["loss"] is None and BAD in record["text"]
         assert record["row"] == line_number - 1 - _BATCH * (step - 1)
-    assert sorted(path.name for path in (straight.run.path / "skipped").iterdir()) == ["step_2.jsonl", "step_3.jsonl"]
+    assert sorted(path.name for path in (straight.run.path / "skipped").iterdir()) == [
+        "step_2.jsonl",
+        "step_3.jsonl",
+    ]
 
-    strict = (*poisoned, "run_name=strict", "policy.max_skipped_steps=0", "checkpointing.save_period=0")
+    strict = (
+        *poisoned,
+        "run_name=strict",
+        "policy.max_skipped_steps=0",
+        "checkpointing.save_period=0",
+    )
     run = recipe.folder / "strict"
     for step in (2, 3):
-        with pytest.raises(SkippedStepsError, match=rf"up to step {step}, more than policy.max_skipped_steps=0") as error:
+        with pytest.raises(
+            SkippedStepsError, match=rf"up to step {step}, more than policy.max_skipped_steps=0"
+        ) as error:
             run_sft(recipe.sft(*strict, *(("resume=true",) if step > 2 else ())))
         assert f"Step {step} was saved" in str(error.value)
         assert (run / "latest").read_text().strip() == f"checkpoints/step_{step}"
         assert not (run / "hf").exists()
     resumed = run_sft(recipe.sft(*strict, "resume=true"))
-    names = ("policy/loss", "policy/grad_norm", "policy/lr", "progress/num_skipped_steps", "policy/num_tokens")
+    names = (
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/lr",
+        "progress/num_skipped_steps",
+        "policy/num_tokens",
+    )
     found = [{name: line[name] for name in names} for line in read_metrics(run)]
     assert found == [{name: line[name] for name in names} for line in metrics]
-    assert (resumed.run.hf / "model.safetensors").read_bytes() == (straight.run.hf / "model.safetensors").read_bytes()
+    assert (resumed.run.hf / "model.safetensors").read_bytes() == (
+        straight.run.hf / "model.safetensors"
+    ).read_bytes()
 
 
 def large_reward(sample: RewardSample) -> float:
     """A finite reward that makes gradients overflow, for prompts of one leading digit."""
-    return float(sum(map(ord, sample.completion))) * (1e25 if sample.prompt.startswith("1") else 1e-3)
+    return float(sum(map(ord, sample.completion))) * (
+        1e25 if sample.prompt.startswith("1") else 1e-3
+    )
 
 
 def test_grpo_skips_an_update_with_gradients_that_overflow_and_lists_its_rows(recipe: Recipe):
-    lines = [json.loads(line) for line in (recipe.demo / "grpo_train.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (recipe.demo / "grpo_train.jsonl").read_text().splitlines()
+    ]
     starting = [row for row in lines if row["prompt"].startswith("1")]
     others = [row for row in lines if not row["prompt"].startswith("1")]
     chosen = others[:8] + starting[:1] + others[8:15] + others[15:23]
@@ -149,7 +188,9 @@ def test_grpo_skips_an_update_with_gradients_that_overflow_and_lists_its_rows(re
         )
     )
     metrics = read_metrics(result.run.path)
-    assert [line["policy/skipped_steps"] for line in metrics] == [0, 1, 0], "one of the two updates of step 2"
+    assert [line["policy/skipped_steps"] for line in metrics] == [0, 1, 0], (
+        "one of the two updates of step 2"
+    )
     assert metrics[2]["policy/loss"] is not None and metrics[2]["mismatch/gen_kl_k3"] < 1e-6
     rows = records(result.run.path, 2)
     assert {row["update"] for row in rows} == {0} and {row["cause"] for row in rows} == {"gradient"}
@@ -173,20 +214,43 @@ def test_weights_that_overflow_are_never_saved_pushed_or_exported(recipe: Recipe
     run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=1")).run.path
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_1"]
     config = recipe.grpo(*options)  # writes the YAML
-    huge = ("policy.optimizer.lr=1e38", "policy.scheduler.kind=constant", "policy.scheduler.warmup_steps=0", "resume=true")
+    huge = (
+        "policy.optimizer.lr=1e38",
+        "policy.scheduler.kind=constant",
+        "policy.scheduler.warmup_steps=0",
+        "resume=true",
+    )
     code = main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options, *huge])
     shown = capsys.readouterr()
     assert code == 1
-    assert "error: step 2: the policy's weights are not finite" in shown.err and "Traceback" not in shown.err
+    assert (
+        "error: step 2: the policy's weights are not finite" in shown.err
+        and "Traceback" not in shown.err
+    )
     assert f"resume=true continues from {run}/checkpoints/step_1." in shown.err
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_1"]
     assert not (run / "rollouts" / "step_2.jsonl").exists()
     resumed = run_grpo(recipe.grpo(*options, "resume=true"))
     assert resumed.step == config.grpo.max_num_steps
     _refuses_to_export(resumed.run.path, recipe.folder / "out", capsys)
-    assert main(["grpo", "--config", str(recipe.folder / "grpo.yaml"), *options, "grpo.max_num_steps=4", "resume=true"]) == 1
+    assert (
+        main(
+            [
+                "grpo",
+                "--config",
+                str(recipe.folder / "grpo.yaml"),
+                *options,
+                "grpo.max_num_steps=4",
+                "resume=true",
+            ]
+        )
+        == 1
+    )
     error = capsys.readouterr().err
-    assert "step_3/policy has weights or optimizer moments that are not finite" in error and "Traceback" not in error
+    assert (
+        "step_3/policy has weights or optimizer moments that are not finite" in error
+        and "Traceback" not in error
+    )
 
 
 def _refuses_to_export(run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

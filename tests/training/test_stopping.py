@@ -22,9 +22,7 @@ def write(config: RunConfig, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)]
-)
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130)])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     recipe: Recipe,
     monkeypatch: pytest.MonkeyPatch,

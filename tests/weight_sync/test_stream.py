@@ -51,8 +51,14 @@ def test_every_tensor_comes_back_bit_by_bit(values: list[Tensor]) -> None:
 
 
 def test_the_documented_layout() -> None:
-    bucket = Bucket.encode([("w", torch.ones(2, 3, dtype=torch.bfloat16)), ("b", torch.tensor(1.0))])
-    assert (bucket.names, bucket.shapes, bucket.dtypes) == (("w", "b"), ((2, 3), ()), ("bfloat16", "float32"))
+    bucket = Bucket.encode(
+        [("w", torch.ones(2, 3, dtype=torch.bfloat16)), ("b", torch.tensor(1.0))]
+    )
+    assert (bucket.names, bucket.shapes, bucket.dtypes) == (
+        ("w", "b"),
+        ((2, 3), ()),
+        ("bfloat16", "float32"),
+    )
     assert bucket.data.nbytes == 20
 
 
@@ -93,7 +99,9 @@ def test_buckets_keep_the_order_and_the_limit(sizes: list[int], max_bytes: int) 
     buckets = plan_buckets(sizes, max_bytes)
     assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))
     for bucket in buckets:
-        encoded = Bucket.encode([(str(index), torch.zeros(sizes[index], dtype=torch.uint8)) for index in bucket])
+        encoded = Bucket.encode(
+            [(str(index), torch.zeros(sizes[index], dtype=torch.uint8)) for index in bucket]
+        )
         assert encoded.data.nbytes <= max_bytes or len(bucket) == 1
 
 

@@ -45,20 +45,29 @@ def cluster() -> Iterator[RayVirtualCluster]:
         yield cluster
 
 
-def test_push_between_processes_passes_the_driver_by(cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_between_processes_passes_the_driver_by(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     topology = Topology(dp=2)
     policy = RayWorkerGroup(cluster, PolicySide, {"fail_at": 4}, name="policy", topology=topology)
-    generator = RayWorkerGroup(cluster, GeneratorSide, {}, name="generation", topology=topology, placement="generation")
+    generator = RayWorkerGroup(
+        cluster, GeneratorSide, {}, name="generation", topology=topology, placement="generation"
+    )
     # From here on this process fails to load a bucket; the workers were started before and do not.
     monkeypatch.setenv("NEMO_LIKE_TEST_DRIVER", "1")
     bucket = Bucket.encode([("w", torch.ones(1))])
-    tripwire = pickle.dumps(NotForTheDriver(bucket.names, bucket.shapes, bucket.dtypes, bucket.data))
+    tripwire = pickle.dumps(
+        NotForTheDriver(bucket.names, bucket.shapes, bucket.dtypes, bucket.data)
+    )
     with pytest.raises(AssertionError, match="the driver fetched a bucket"):
         pickle.loads(tripwire)
     check_push(policy, generator)
 
     # A policy worker that fails half-way is named itself, not the generator that waited for its bucket.
-    with pytest.raises(WorkerError, match="worker 1 of the policy group failed in `weight_bucket`: ValueError: a shard"):
+    with pytest.raises(
+        WorkerError,
+        match="worker 1 of the policy group failed in `weight_bucket`: ValueError: a shard",
+    ):
         push(policy, generator, 9, max_bytes=1)
     policy.shutdown()
     generator.shutdown()

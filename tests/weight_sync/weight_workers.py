@@ -23,7 +23,9 @@ class NotForTheDriver(Bucket):
 
 def build_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 3).to(torch.bfloat16))
+    model = nn.Sequential(
+        nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 3).to(torch.bfloat16)
+    )
     model.register_parameter("scale", nn.Parameter(torch.tensor(0.5 + seed)))
     return model
 

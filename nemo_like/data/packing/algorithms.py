@@ -43,7 +43,9 @@ class PackingAlgorithm(StrEnum):
             return cls(name)
         close = get_close_matches(name, list(cls), n=1)
         hint = f"; did you mean {str(close[0])!r}?" if close else ""
-        raise ValueError(f"{value!r} is no packing algorithm{hint} policy.sequence_packing.algorithm is one of {', '.join(cls)}")
+        raise ValueError(
+            f"{value!r} is no packing algorithm{hint} policy.sequence_packing.algorithm is one of {', '.join(cls)}"
+        )
 
 
 _PACKERS: dict[PackingAlgorithm, Callable[[np.ndarray, int, int, int], Packing]] = {
@@ -70,7 +72,12 @@ class SequencePacker:
     metrics: PackingMetrics | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("bin_capacity", 1), ("min_bin_count", 0), ("bin_count_multiple", 1), ("pad_multiple", 1)):
+        for name, least in (
+            ("bin_capacity", 1),
+            ("min_bin_count", 0),
+            ("bin_count_multiple", 1),
+            ("pad_multiple", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is an integer >= {least}; got {value}")
@@ -102,7 +109,9 @@ class SequencePacker:
 
     def spread(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
         """The rows of `packing` in `num_bins` bins, at most one per row: `packers.spread` under this packer's caps."""
-        return packers.spread(packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1))
+        return packers.spread(
+            packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1)
+        )
 
     def _num_bins(self, least: int) -> int:
         multiple = self.bin_count_multiple or 1
@@ -112,15 +121,25 @@ class SequencePacker:
         """Lengths rounded up to `pad_multiple`, int64 [n], each checked."""
         lengths = np.asarray(sequence_lengths)
         if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
-            raise ValueError(f"lengths are one list of integers; got {lengths.dtype} of shape {lengths.shape}")
+            raise ValueError(
+                f"lengths are one list of integers; got {lengths.dtype} of shape {lengths.shape}"
+            )
         lengths = lengths.astype(np.int64)
-        occupied = lengths if self.pad_multiple == 1 else -(-lengths // self.pad_multiple) * self.pad_multiple
+        occupied = (
+            lengths
+            if self.pad_multiple == 1
+            else -(-lengths // self.pad_multiple) * self.pad_multiple
+        )
         if len(lengths) and lengths.min() < 1:
             row = int(lengths.argmin())
             raise ValueError(f"row {row} has length {lengths[row]}; a row has at least one token")
         if len(lengths) and occupied.max() > self.bin_capacity:
             row = int(occupied.argmax())
-            rounded = f" ({occupied[row]} when rounded up to a multiple of {self.pad_multiple})" if self.pad_multiple > 1 else ""
+            rounded = (
+                f" ({occupied[row]} when rounded up to a multiple of {self.pad_multiple})"
+                if self.pad_multiple > 1
+                else ""
+            )
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity {self.bin_capacity}; "
                 "raise policy.sequence_packing.train_mb_tokens or shorten the row"

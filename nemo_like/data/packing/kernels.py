@@ -36,13 +36,17 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
 
     try:
         return numba.njit(cache=True, nogil=True)(kernel)
-    except RuntimeError:  # no directory may be written to; compiling anew in each process costs more than it saves
+    except (
+        RuntimeError
+    ):  # no directory may be written to; compiling anew in each process costs more than it saves
         return None
 
 
 def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
     """Stable order of non-negative integers below `bound`, in linear time."""
-    counting = compiled(counting_sort) if len(keys) >= MIN_COMPILED and bound <= 4 * len(keys) else None
+    counting = (
+        compiled(counting_sort) if len(keys) >= MIN_COMPILED and bound <= 4 * len(keys) else None
+    )
     if counting is not None:
         ends = np.cumsum(np.bincount(keys, minlength=bound))
         order = np.empty(len(keys), dtype=np.int64)
@@ -75,7 +79,9 @@ def next_fit(lengths: Any, capacity: int, max_items: int, bin_of: Any) -> int:
     return last + 1
 
 
-def first_fit(lengths: Any, max_items: int, tree: Any, num_leaves: int, slots: Any, bin_of: Any) -> int:
+def first_fit(
+    lengths: Any, max_items: int, tree: Any, num_leaves: int, slots: Any, bin_of: Any
+) -> int:
     """The leftmost bin with room, found in a tree of maxima. Returns the number of bins.
 
     `tree` has 2 * num_leaves entries all equal to the capacity (leaf b, the room of bin b, is at num_leaves + b; a
@@ -130,7 +136,9 @@ def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin
     return True
 
 
-def best_fit_runs(lengths: list[int], capacity: int, max_items: int) -> tuple[list[int], list[int], int]:
+def best_fit_runs(
+    lengths: list[int], capacity: int, max_items: int
+) -> tuple[list[int], list[int], int]:
     """Best fit of a non-increasing list for the interpreter: (bins, rows each takes in turn, number of bins).
 
     Bins of equal room are a stack (the last touched is taken first), and a run of equal lengths moves whole stacks.
@@ -184,7 +192,16 @@ def best_fit_runs(lengths: list[int], capacity: int, max_items: int) -> tuple[li
     return bins, takes, num_bins
 
 
-def best_fit(lengths: Any, capacity: int, head: Any, words: Any, starts: Any, under: Any, slots: Any, bin_of: Any) -> int:
+def best_fit(
+    lengths: Any,
+    capacity: int,
+    head: Any,
+    words: Any,
+    starts: Any,
+    under: Any,
+    slots: Any,
+    bin_of: Any,
+) -> int:
     """`best_fit_runs` for compiled code. Returns the number of bins.
 
     `head[r]` is the top of the stack of bins with room r (-1: none) and `under[b]` the bin below b. `words` is a
@@ -209,7 +226,9 @@ def best_fit(lengths: Any, capacity: int, head: Any, words: Any, starts: Any, un
             while level > 0:  # down to the room itself
                 level -= 1
                 bits = words[starts[level] + room]
-                room = (room << 5) + _BIT_POSITION[(((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27]
+                room = (room << 5) + _BIT_POSITION[
+                    (((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27
+                ]
             b = head[room]
             head[room] = under[b]
             position = room
@@ -233,7 +252,15 @@ def best_fit(lengths: Any, capacity: int, head: Any, words: Any, starts: Any, un
 
 
 def modified_first_fit(
-    values: Any, firsts: Any, counts: Any, below: Any, bounds: Any, max_items: int, rooms: Any, slots: Any, bin_of: Any
+    values: Any,
+    firsts: Any,
+    counts: Any,
+    below: Any,
+    bounds: Any,
+    max_items: int,
+    rooms: Any,
+    slots: Any,
+    bin_of: Any,
 ) -> None:
     """Phases 2 to 4 of modified first fit decreasing: what joins the bins that phase 1 opened for rows above half a bin.
 
@@ -273,7 +300,9 @@ def modified_first_fit(
         if k >= medium and slots[b] > 0:
             place(k, b, 1)
     low = small
-    for b in range(len(rooms) - 1, -1, -1):  # 3: backward over bins without such a row, a pair of those above a sixth
+    for b in range(
+        len(rooms) - 1, -1, -1
+    ):  # 3: backward over bins without such a row, a pair of those above a sixth
         if slots[b] != max_items - 1:
             continue
         while low < medium and counts[low] == 0:

@@ -43,10 +43,15 @@ class PackingMetrics:
         return stats
 
     def calculate_stats_only(
-        self, sequence_lengths: Sequence[int] | np.ndarray, bins: Sequence[Sequence[int]], bin_capacity: int
+        self,
+        sequence_lengths: Sequence[int] | np.ndarray,
+        bins: Sequence[Sequence[int]],
+        bin_capacity: int,
     ) -> dict[str, float]:
         """Statistics of one packing, not gathered. Bins hold indices into `sequence_lengths`."""
-        loads = np.array([sum(int(sequence_lengths[row]) for row in rows) for rows in bins], dtype=np.int64)
+        loads = np.array(
+            [sum(int(sequence_lengths[row]) for row in rows) for rows in bins], dtype=np.int64
+        )
         return {"total_sequences": float(sum(map(len, bins))), **bin_stats(loads, bin_capacity)}
 
     def get_aggregated_stats(self) -> dict[str, float]:
@@ -71,7 +76,8 @@ class PackingMetrics:
             "max_waste_ratio": max(waste),
             "average_bin_balance": _weighted_mean(self._column("bin_balance"), capacity),
             "average_bin_count": fmean(self._column("total_bins")),
-            "bin_efficiency": sum(self._column("theoretical_min_bins")) / max(sum(self._column("total_bins")), 1.0),
+            "bin_efficiency": sum(self._column("theoretical_min_bins"))
+            / max(sum(self._column("total_bins")), 1.0),
         }
         if self._packing_times_s:
             aggregate["average_packing_time"] = fmean(self._packing_times_s)
@@ -91,7 +97,9 @@ def _weighted_mean(values: list[float], weights: list[float]) -> float:
     return fmean(values, weights) if any(weights) else 0.0
 
 
-def bin_stats(loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | None = None) -> dict[str, float]:
+def bin_stats(
+    loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | None = None
+) -> dict[str, float]:
     """The statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
 
     A bin above the capacity (a row alone that exceeds it) counts as full. `theoretical_min_bins` may be given where
@@ -104,7 +112,11 @@ def bin_stats(loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | 
     utilization = loads / capacities
     average = total / capacity
     deviation = float(utilization.std(ddof=1)) if len(loads) > 1 else 0.0
-    fewest = -(-int(loads.sum()) // bin_capacity) if theoretical_min_bins is None else theoretical_min_bins
+    fewest = (
+        -(-int(loads.sum()) // bin_capacity)
+        if theoretical_min_bins is None
+        else theoretical_min_bins
+    )
     values = (
         len(loads),
         total,

@@ -40,13 +40,19 @@ class Packing:
 
     def loads(self, lengths: np.ndarray) -> np.ndarray:
         """Sum of each bin over `lengths` of the rows [n], of the dtype of `lengths` [K]."""
-        return np.diff(np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths[self.perm])])[self.offsets])
+        return np.diff(
+            np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths[self.perm])])[
+                self.offsets
+            ]
+        )
 
     def take(self, bins: np.ndarray) -> Packing:
         """The given bins in the given order, int64 [K'], where -1 is an empty bin."""
         sizes = np.where(bins < 0, 0, np.append(np.diff(self.offsets), 0)[bins])
         offsets = np.concatenate([[0], np.cumsum(sizes)])
-        positions = np.repeat(np.append(self.offsets[:-1], 0)[bins] - offsets[:-1], sizes) + np.arange(offsets[-1])
+        positions = np.repeat(
+            np.append(self.offsets[:-1], 0)[bins] - offsets[:-1], sizes
+        ) + np.arange(offsets[-1])
         return Packing(self.perm[positions], offsets)
 
     def expand(self, items: Packing | None) -> Packing:
@@ -63,14 +69,18 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
     return stable_argsort(longest - lengths, longest + 1)
 
 
-def first_fit_decreasing(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
+def first_fit_decreasing(
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+) -> Packing:
     """Longest first, each row to the first bin with room."""
     return _first_fit(lengths, longest_first(lengths), capacity, max_items)
 
 
 def first_fit_shuffle(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
     """Rows in a random order, each to the first bin with room."""
-    return _first_fit(lengths, np.random.default_rng(seed).permutation(len(lengths)), capacity, max_items)
+    return _first_fit(
+        lengths, np.random.default_rng(seed).permutation(len(lengths)), capacity, max_items
+    )
 
 
 def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
@@ -80,7 +90,9 @@ def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int 
     return _grouped(order, bin_of, placed)
 
 
-def best_fit_decreasing(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
+def best_fit_decreasing(
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+) -> Packing:
     """Longest first, each row to the fullest bin with room; of equally full ones the last touched."""
     order = longest_first(lengths)
     kernel = _compiled(kernels.best_fit, len(lengths)) if capacity <= kernels.MAX_TABLE else None
@@ -103,15 +115,21 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int, max_items: int, seed
     return _grouped(order, bin_of, num_bins)
 
 
-def modified_first_fit_decreasing(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
+def modified_first_fit_decreasing(
+    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+) -> Packing:
     """Johnson and Garey's five phases, first fit decreasing of what is left over as the last."""
     order = longest_first(lengths)
     ordered = lengths[order]
     num_bins = int(np.count_nonzero(2 * lengths > capacity))
     bin_of = np.full(len(lengths), -1)
-    bin_of[:num_bins] = np.arange(num_bins)  # phase 1: a bin for each row above half the capacity, longest first
+    bin_of[:num_bins] = np.arange(
+        num_bins
+    )  # phase 1: a bin for each row above half the capacity, longest first
     values, counts = np.unique(ordered[num_bins:], return_counts=True)
-    bounds = tuple(int(np.searchsorted(values, capacity // share, side="right")) for share in (6, 3))
+    bounds = tuple(
+        int(np.searchsorted(values, capacity // share, side="right")) for share in (6, 3)
+    )
     work_space = (
         *(values, len(lengths) - np.cumsum(counts), counts, np.arange(len(values) + 1)),
         *(bounds, max_items, capacity - ordered[:num_bins], np.full(num_bins, max_items - 1)),
@@ -119,7 +137,10 @@ def modified_first_fit_decreasing(lengths: np.ndarray, capacity: int, max_items:
     kernel = _compiled(kernels.modified_first_fit, len(lengths))
     if kernel is None:
         interpreted: Callable[..., Any] = kernels.modified_first_fit
-        lists = [space.tolist() if isinstance(space, np.ndarray) else space for space in (*work_space, bin_of)]
+        lists = [
+            space.tolist() if isinstance(space, np.ndarray) else space
+            for space in (*work_space, bin_of)
+        ]
         interpreted(*lists)
         bin_of = np.asarray(lists[-1], dtype=np.int64)
     else:
@@ -127,25 +148,37 @@ def modified_first_fit_decreasing(lengths: np.ndarray, capacity: int, max_items:
     left = np.flatnonzero(bin_of < 0)
     if len(left):
         rest = _first_fit(ordered[left], np.arange(len(left)), capacity, max_items)
-        bin_of[left[rest.perm]] = num_bins + np.repeat(np.arange(rest.num_bins), np.diff(rest.offsets))
+        bin_of[left[rest.perm]] = num_bins + np.repeat(
+            np.arange(rest.num_bins), np.diff(rest.offsets)
+        )
         num_bins += rest.num_bins
     return _grouped(order, bin_of, num_bins)
 
 
-def least_loaded(lengths: np.ndarray, capacity: int, max_items: int, num_bins: int) -> Packing | None:
+def least_loaded(
+    lengths: np.ndarray, capacity: int, max_items: int, num_bins: int
+) -> Packing | None:
     """Longest first, each row to the least loaded of `num_bins` bins; None where that does not fit."""
     order = longest_first(lengths)
-    fits, bin_of = _run(kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins))
+    fits, bin_of = _run(
+        kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins)
+    )
     return _grouped(order, bin_of, num_bins) if fits else None
 
 
 def balanced(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
     """The number of bins of best fit decreasing, rows dealt to the least loaded where that fits."""
     fewest = best_fit_decreasing(lengths, capacity, max_items)
-    return least_loaded(lengths, capacity, max_items, fewest.num_bins) or fewest if len(lengths) else fewest
+    return (
+        least_loaded(lengths, capacity, max_items, fewest.num_bins) or fewest
+        if len(lengths)
+        else fewest
+    )
 
 
-def spread(packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int) -> Packing:
+def spread(
+    packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
+) -> Packing:
     """The same rows in `num_bins` >= K bins, at most one per row: the fullest bins are dealt anew over more bins.
 
     As many of the fullest are taken as it needs for their share of the new bins to reach the fullest one left alone,
@@ -179,7 +212,9 @@ def _halved(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
     """Split the fullest bin of two or more rows in two, again and again: always possible, less even than dealing anew."""
     extra = num_bins - packing.num_bins
     loads = np.where(np.diff(packing.offsets) > 1, packing.loads(lengths), -1)
-    split = np.sort(np.argsort(-loads, kind="stable")[:extra])  # no other bin can become the fullest
+    split = np.sort(
+        np.argsort(-loads, kind="stable")[:extra]
+    )  # no other bin can become the fullest
     bins = packing.take(split).bins()
     heap = [(-load, b) for b, load in enumerate(loads[split].tolist()) if load >= 0]
     heapq.heapify(heap)
@@ -198,7 +233,9 @@ def _halved(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
                 heapq.heappush(heap, (-sums[half], index))
     kept = packing.take(np.delete(np.arange(packing.num_bins), split))
     sizes = np.cumsum([len(rows) for rows in bins]) + len(kept.perm)
-    return Packing(np.concatenate([kept.perm, *map(np.asarray, bins)]), np.concatenate([kept.offsets, sizes]))
+    return Packing(
+        np.concatenate([kept.perm, *map(np.asarray, bins)]), np.concatenate([kept.offsets, sizes])
+    )
 
 
 def _first_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_items: int) -> Packing:
@@ -213,7 +250,9 @@ def _first_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_items:
 
 
 def _run(
-    kernel: Callable[..., Any], lengths: np.ndarray, workspace: Callable[[Callable[[np.ndarray], Any]], tuple[Any, ...]]
+    kernel: Callable[..., Any],
+    lengths: np.ndarray,
+    workspace: Callable[[Callable[[np.ndarray], Any]], tuple[Any, ...]],
 ) -> tuple[Any, np.ndarray]:
     """Run a kernel compiled over arrays or interpreted over lists: (its result, the bin of each position int64 [n])."""
     compiled = _compiled(kernel, len(lengths))
@@ -242,7 +281,12 @@ def _most_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
     """No more bins than this are ever opened by first or best fit: of the bins with a free slot at most one is half
     empty.
     """
-    return max(1, min(len(lengths), 2 * int(lengths.sum()) // capacity + 1 + len(lengths) // max(max_items, 1)))
+    return max(
+        1,
+        min(
+            len(lengths), 2 * int(lengths.sum()) // capacity + 1 + len(lengths) // max(max_items, 1)
+        ),
+    )
 
 
 def _bitset_starts(num_bits: int) -> np.ndarray:

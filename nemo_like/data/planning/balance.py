@@ -90,15 +90,21 @@ class Schedule:
         over microbatches of the dearest rank over the same. `rank_over_bound` and `lockstep_over_bound` are the two over
         the least they can be under this cap with this many microbatches: 1 is proven to be the best.
         """
-        rank_work, lockstep = self.bin_work.sum(axis=1), float(self.bin_work.max(axis=0, initial=0.0).sum())
-        floor = max(float(self.work.sum()) / self.num_ranks, float(self.work.max(initial=0.0))) or 1.0
+        rank_work, lockstep = (
+            self.bin_work.sum(axis=1),
+            float(self.bin_work.max(axis=0, initial=0.0).sum()),
+        )
+        floor = (
+            max(float(self.work.sum()) / self.num_ranks, float(self.work.max(initial=0.0))) or 1.0
+        )
         shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
         may_be_empty = bool((np.diff(self.offsets) == 0).any())
         dearest = float(rank_work.max(initial=0.0))
         return {
             "num_microbatches": float(self.num_microbatches),
             "min_microbatches": float(self.min_microbatches),
-            "utilization": float(self.lengths.sum()) / max(1, self.bin_tokens.size * self.max_tokens),
+            "utilization": float(self.lengths.sum())
+            / max(1, self.bin_tokens.size * self.max_tokens),
             "rank_imbalance": dearest / floor,
             "rank_over_bound": dearest / max(rank_bound(*shape, may_be_empty=may_be_empty), floor),
             "lockstep_ratio": lockstep / floor,
@@ -107,7 +113,11 @@ class Schedule:
 
     def _by_bin(self, values: np.ndarray) -> np.ndarray:
         num_bins = len(self.offsets) - 1
-        sums = np.bincount(np.repeat(np.arange(num_bins), np.diff(self.offsets)), values[self.perm], minlength=num_bins)
+        sums = np.bincount(
+            np.repeat(np.arange(num_bins), np.diff(self.offsets)),
+            values[self.perm],
+            minlength=num_bins,
+        )
         return sums.astype(values.dtype).reshape(self.num_ranks, self.num_microbatches)
 
 
@@ -151,19 +161,33 @@ def schedule(
 
     Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2, 4]]]`, two full bins.
     """
-    counts = {"max_tokens": max_tokens, "num_ranks": num_ranks, "microbatch_multiple": microbatch_multiple}
+    counts = {
+        "max_tokens": max_tokens,
+        "num_ranks": num_ranks,
+        "microbatch_multiple": microbatch_multiple,
+    }
     _check_settings(counts, sync, effort)
     lengths = _checked_lengths(lengths)
     work = _checked_work(work, lengths)
     if len(lengths) == 0:
-        return Schedule(np.empty(0, np.int64), np.zeros(1, np.int64), num_ranks, 0, 0, max_tokens, lengths, work)
+        return Schedule(
+            np.empty(0, np.int64), np.zeros(1, np.int64), num_ranks, 0, 0, max_tokens, lengths, work
+        )
     group_of, rows = _sorted_groups(groups, lengths, work)
     _check_cap(group_of, rows.tokens, max_tokens, groups is not None)
-    packed = None if packed_bins is None else _group_packing(packed_bins, group_of, rows.tokens, max_tokens)
+    packed = (
+        None
+        if packed_bins is None
+        else _group_packing(packed_bins, group_of, rows.tokens, max_tokens)
+    )
     least = max(min_microbatches, -(-l2_bound(rows.tokens, max_tokens) // num_ranks))
     fewest = num_microbatches = -(-least // microbatch_multiple) * microbatch_multiple
     kernels = _kernels(use_numba, len(rows))
-    max_steps = _STEPS_PER_ROW * len(rows) if kernels else min(_STEPS_PER_ROW * len(rows), _MAX_INTERPRETED_STEPS)
+    max_steps = (
+        _STEPS_PER_ROW * len(rows)
+        if kernels
+        else min(_STEPS_PER_ROW * len(rows), _MAX_INTERPRETED_STEPS)
+    )
     refine = _lockstep if sync == "microbatch" else _by_step
     while True:
         refiner = Refiner(rows, max_tokens, num_ranks, num_microbatches * num_ranks, kernels)
@@ -178,7 +202,11 @@ def schedule(
 
 
 def assign_bins(
-    bin_work: Sequence[float] | np.ndarray, num_ranks: int, *, sync: Sync = "microbatch", microbatch_multiple: int = 1
+    bin_work: Sequence[float] | np.ndarray,
+    num_ranks: int,
+    *,
+    sync: Sync = "microbatch",
+    microbatch_multiple: int = 1,
 ) -> np.ndarray:
     """Given bins to ranks, none of them changed: bin ids int64 [R, M], -1 where there is none, dearest first on each rank.
 
@@ -196,13 +224,17 @@ def assign_bins(
     bin_of = np.arange(len(work))
     rank_of = refiner.deal(refiner.bin_work(bin_of))
     if sync == "step" and len(work):
-        bin_of, _ = refiner.level_ranks(bin_of, rank_of, min(_STEPS_PER_ROW * len(work), _MAX_INTERPRETED_STEPS))
+        bin_of, _ = refiner.level_ranks(
+            bin_of, rank_of, min(_STEPS_PER_ROW * len(work), _MAX_INTERPRETED_STEPS)
+        )
     ids = np.full(refiner.num_bins, -1)
     ids[_slots(refiner.bin_work(bin_of), rank_of)[bin_of]] = order
     return ids.reshape(num_ranks, num_microbatches)
 
 
-def _lockstep(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+def _lockstep(
+    refiner: Refiner, packed: Packing | None, max_steps: int
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Bins levelled by microbatch: (bin of each row, rank of each bin), or None where no start fits.
 
     Every start is tried and the best one finished; best fit decreasing, good at nothing but fitting, is the last resort.
@@ -220,7 +252,9 @@ def _lockstep(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple
     return bin_of, refiner.deal(refiner.bin_work(bin_of))
 
 
-def _by_step(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+def _by_step(
+    refiner: Refiner, packed: Packing | None, max_steps: int
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Ranks levelled: (bin of each row, rank of each bin), or None where no start fits.
 
     Tried from one start after the other as it is, then with its bins levelled first, until ranks are as level as can be.
@@ -234,15 +268,21 @@ def _by_step(refiner: Refiner, packed: Packing | None, max_steps: int) -> tuple[
     ]
     enough = floor * (1 + _LEVEL_ENOUGH * refiner.num_ranks / len(refiner.rows))
     best, least, left = None, np.inf, max_steps
-    for bin_steps, start in [(bin_steps, start) for bin_steps in (0, max_steps // 3) for start in starts]:
+    for bin_steps, start in [
+        (bin_steps, start) for bin_steps in (0, max_steps // 3) for start in starts
+    ]:
         bin_of = start()
         if bin_of is None:
             continue
         bin_of, steps = refiner.level_bins(bin_of, min(bin_steps, left))
         rank_of = refiner.deal(refiner.bin_work(bin_of))
-        rank_of, bin_exchange_steps = refiner.exchange_bins(bin_of, rank_of, min(max_steps // 6, left - steps))
+        rank_of, bin_exchange_steps = refiner.exchange_bins(
+            bin_of, rank_of, min(max_steps // 6, left - steps)
+        )
         steps += bin_exchange_steps
-        bin_of, more_steps = refiner.level_ranks(bin_of, rank_of, max(0, min(max_steps // 6, left - steps)))
+        bin_of, more_steps = refiner.level_ranks(
+            bin_of, rank_of, max(0, min(max_steps // 6, left - steps))
+        )
         left -= steps + more_steps
         work = refiner.max_rank_work(bin_of, rank_of)
         if work < least:
@@ -262,14 +302,18 @@ def _slots(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
     return slots
 
 
-def _in_slots(slot_of: np.ndarray, group_of: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+def _in_slots(
+    slot_of: np.ndarray, group_of: np.ndarray, num_slots: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows sorted by slot, within a slot by group (dearest first), within a group as given: (perm, offsets)."""
     offsets = np.zeros(num_slots + 1, dtype=np.int64)
     np.cumsum(np.bincount(slot_of, minlength=num_slots), out=offsets[1:])
     return np.lexsort((group_of, slot_of)), offsets
 
 
-def _sorted_groups(groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, Rows]:
+def _sorted_groups(
+    groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
+) -> tuple[np.ndarray, Rows]:
     """(the group of each row, numbered by decreasing work, int64 [n]; tokens and work of the groups)."""
     if groups is None:
         order = np.argsort(-work, kind="stable")
@@ -278,7 +322,9 @@ def _sorted_groups(groups: Sequence[int] | np.ndarray | None, lengths: np.ndarra
         return group_of, Rows(lengths[order], work[order])
     groups = np.asarray(groups)
     if groups.shape != lengths.shape:
-        raise ValueError(f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id per row")
+        raise ValueError(
+            f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id per row"
+        )
     ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
     tokens, group_work = np.bincount(ids, lengths).astype(np.int64), np.bincount(ids, work)
     order = np.argsort(-group_work, kind="stable")
@@ -288,13 +334,22 @@ def _sorted_groups(groups: Sequence[int] | np.ndarray | None, lengths: np.ndarra
 
 
 def _group_packing(
-    packed_bins: tuple[np.ndarray, np.ndarray], group_of: np.ndarray, tokens: np.ndarray, max_tokens: int
+    packed_bins: tuple[np.ndarray, np.ndarray],
+    group_of: np.ndarray,
+    tokens: np.ndarray,
+    max_tokens: int,
 ) -> Packing:
     """A packing of rows as one of their groups; raises ValueError if it is no packing of these rows under the cap."""
     perm, offsets = (np.asarray(array, dtype=np.int64) for array in packed_bins)
     sizes = np.diff(offsets)
-    if len(perm) != len(group_of) or offsets[-1] != len(perm) or np.any(np.bincount(perm, minlength=len(perm)) != 1):
-        raise ValueError(f"packed_bins must hold each of the {len(group_of)} rows once; got {len(perm)} rows")
+    if (
+        len(perm) != len(group_of)
+        or offsets[-1] != len(perm)
+        or np.any(np.bincount(perm, minlength=len(perm)) != 1)
+    ):
+        raise ValueError(
+            f"packed_bins must hold each of the {len(group_of)} rows once; got {len(perm)} rows"
+        )
     bin_of_row = np.empty(len(perm), dtype=np.int64)
     bin_of_row[perm] = np.repeat(np.arange(len(sizes)), sizes)
     bin_of = np.empty(len(tokens), dtype=np.int64)
@@ -304,9 +359,13 @@ def _group_packing(
     loads = np.bincount(bin_of, tokens, minlength=len(sizes))
     if loads.max() > max_tokens:
         b, load = int(loads.argmax()), int(loads.max())
-        raise ValueError(f"bin {b} of packed_bins holds {load} tokens, above max_tokens={max_tokens}")
+        raise ValueError(
+            f"bin {b} of packed_bins holds {load} tokens, above max_tokens={max_tokens}"
+        )
     used = np.flatnonzero(np.bincount(bin_of, minlength=len(sizes)))
-    group_offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=len(sizes))[used])])
+    group_offsets = np.concatenate(
+        [[0], np.cumsum(np.bincount(bin_of, minlength=len(sizes))[used])]
+    )
     return Packing(np.argsort(bin_of, kind="stable"), group_offsets)
 
 
@@ -316,14 +375,18 @@ def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
         return None
     kernels = balance_kernels.compiled()
     if use_numba and kernels is None:
-        raise ValueError("use_numba=True but numba is not installed; install nemo-like[speed] or leave use_numba at None")
+        raise ValueError(
+            "use_numba=True but numba is not installed; install nemo-like[speed] or leave use_numba at None"
+        )
     return kernels
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     array = np.asarray(lengths)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise ValueError(f"lengths are one list of integers; got {array.dtype} of shape {array.shape}")
+        raise ValueError(
+            f"lengths are one list of integers; got {array.dtype} of shape {array.shape}"
+        )
     if len(array) and array.min() < 1:
         row = int(array.argmin())
         raise ValueError(f"row {row} has length {array[row]}; a row has at least one token")
@@ -335,7 +398,9 @@ def _checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> n
         return (work or CostModel()).of(lengths)
     array = np.asarray(work, dtype=np.float64)
     if array.shape != lengths.shape:
-        raise ValueError(f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per row")
+        raise ValueError(
+            f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per row"
+        )
     if len(array) and not (np.isfinite(array).all() and array.min() >= 0):
         row = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
         raise ValueError(f"row {row} has work {array[row]}; work is a finite number >= 0")
@@ -347,7 +412,9 @@ def _check_cap(group_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_gr
         return
     rows = np.flatnonzero(group_of == tokens.argmax()).tolist()
     what = f"the group of rows {rows}" if has_groups and len(rows) > 1 else f"row {rows[0]}"
-    raise ValueError(f"{what} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the cap or shorten it")
+    raise ValueError(
+        f"{what} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the cap or shorten it"
+    )
 
 
 def _check_settings(counts: dict[str, int], sync: str, effort: float) -> None:

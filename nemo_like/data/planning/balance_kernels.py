@@ -56,11 +56,23 @@ def compiled() -> Any | None:
     # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
     scope = dict(globals())
     try:
-        for function in (fill, first_free, complete, nearest, gift, best_exchange, move, find_roomiest, level):
+        for function in (
+            fill,
+            first_free,
+            complete,
+            nearest,
+            gift,
+            best_exchange,
+            move,
+            find_roomiest,
+            level,
+        ):
             copy = FunctionType(function.__code__, scope, function.__name__)
             copy.__qualname__ = function.__qualname__
             scope[function.__name__] = numba.njit(cache=True, nogil=True)(copy)
-    except RuntimeError:  # no directory may be written to; compiling anew in each process costs more than it saves
+    except (
+        RuntimeError
+    ):  # no directory may be written to; compiling anew in each process costs more than it saves
         return None
     return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
 
@@ -96,7 +108,14 @@ def fill(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, ex
 
 
 def complete(
-    tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, bin_work: Any, line_size: int, free: Any
+    tokens: Any,
+    work: Any,
+    capacity: int,
+    bin_of: Any,
+    bin_tokens: Any,
+    bin_work: Any,
+    line_size: int,
+    free: Any,
 ) -> bool:
     """One microbatch after the other, each bin completed as exactly as rows allow; False if a row is left that fits in none.
 
@@ -169,7 +188,13 @@ def nearest(
     that has no room and is not left empty, goes to the roomiest bin of the same unit. No line's top rises.
     """
     unit = unit_of[bin_of[i]]
-    least, room, take, receiver, steps = _NEGLIGIBLE * unit_work[unit], capacity - bin_tokens[bin_of[i]], -1, -1, 0
+    least, room, take, receiver, steps = (
+        _NEGLIGIBLE * unit_work[unit],
+        capacity - bin_tokens[bin_of[i]],
+        -1,
+        -1,
+        0,
+    )
     low, high = i + 1, len(work)
     while low < high:
         middle = (low + high) // 2
@@ -184,7 +209,12 @@ def nearest(
             steps += 1
             change, more_tokens = work[i] - work[j], tokens[i] - tokens[j]
             missed = (change - target) * direction
-            if missed < 0 or missed >= error or change <= least or (direction == 1 and more_tokens > most_room):
+            if (
+                missed < 0
+                or missed >= error
+                or change <= least
+                or (direction == 1 and more_tokens > most_room)
+            ):
                 break
             b = bin_of[j]
             u = unit_of[b]
@@ -211,10 +241,24 @@ def gift(s: State, i: int, unit: int, capacity: int) -> int:
     return -1
 
 
-def best_exchange(s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int) -> tuple[int, int, int, int]:
+def best_exchange(
+    s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int
+) -> tuple[int, int, int, int]:
     """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin that takes it, steps)."""
-    work, tokens, bin_of, bin_tokens, bin_sizes = s.work, s.tokens, s.bin_of, s.bin_tokens, s.bin_sizes
-    unit_of, unit_work, roomiest, line_of, tops = s.unit_of, s.unit_work, s.roomiest, s.line_of, s.tops
+    work, tokens, bin_of, bin_tokens, bin_sizes = (
+        s.work,
+        s.tokens,
+        s.bin_of,
+        s.bin_tokens,
+        s.bin_sizes,
+    )
+    unit_of, unit_work, roomiest, line_of, tops = (
+        s.unit_of,
+        s.unit_work,
+        s.roomiest,
+        s.line_of,
+        s.tops,
+    )
     error, give, take, receiver, steps = unit_work[unit], -1, -1, -1, 0
     i, cheapest = s.first[unit], -1
     while i >= 0 and error > _CLOSE * target and steps < max_steps:
@@ -274,14 +318,22 @@ def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -
     `order` [U] lists the units line by line. Each exchange aims at the mean of the line, and a line is left when its
     dearest unit is there or has no exchange.
     """
-    steps, most_room, most_slack = len(s.unit_of), 0, 0.0  # bounds on what any bin and any unit can take
+    steps, most_room, most_slack = (
+        len(s.unit_of),
+        0,
+        0.0,
+    )  # bounds on what any bin and any unit can take
     for b in range(len(s.unit_of)):
         u = s.unit_of[b]
         most_room = max(most_room, capacity - s.bin_tokens[b])
         most_slack = max(most_slack, s.tops[s.line_of[u]] - s.unit_work[u])
     for m in range(len(s.tops)):
-        units = [(-s.unit_work[order[p]], order[p]) for p in range(m * line_size, (m + 1) * line_size)]
-        heapq.heapify(units)  # units that have changed since stand in it twice; what they were is skipped
+        units = [
+            (-s.unit_work[order[p]], order[p]) for p in range(m * line_size, (m + 1) * line_size)
+        ]
+        heapq.heapify(
+            units
+        )  # units that have changed since stand in it twice; what they were is skipped
         steps += line_size
         total = 0.0
         for entry in units:
@@ -295,7 +347,9 @@ def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -
             excess = s.tops[m] - total / line_size
             if excess <= _NEGLIGIBLE * s.tops[m]:
                 break
-            give, take, receiver, walked = best_exchange(s, unit, min(excess, most_slack), most_room, capacity, max_steps - steps)
+            give, take, receiver, walked = best_exchange(
+                s, unit, min(excess, most_slack), most_room, capacity, max_steps - steps
+            )
             steps += walked
             if give < 0:
                 break

@@ -26,11 +26,19 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     if len(lengths) == 0:
         return 0
     if lengths[0] < 1 or lengths[-1] > capacity:
-        raise ValueError(f"lengths must be from 1 to the capacity {capacity}; got {lengths[0]} to {lengths[-1]}")
+        raise ValueError(
+            f"lengths must be from 1 to the capacity {capacity}; got {lengths[0]} to {lengths[-1]}"
+        )
     tokens_before = np.concatenate([[0], np.cumsum(lengths)])
     first_large = int(np.searchsorted(lengths, capacity // 2, side="right"))
-    is_new = np.concatenate([[True], lengths[1:first_large] > lengths[: first_large - 1]]) if first_large else np.ones(0, bool)
-    first_small = np.concatenate([np.flatnonzero(is_new), [first_large]])  # rows from k on, for each k that occurs
+    is_new = (
+        np.concatenate([[True], lengths[1:first_large] > lengths[: first_large - 1]])
+        if first_large
+        else np.ones(0, bool)
+    )
+    first_small = np.concatenate(
+        [np.flatnonzero(is_new), [first_large]]
+    )  # rows from k on, for each k that occurs
     thresholds = np.concatenate([lengths[first_small[:-1]], [0]])
     first_small[-1] = 0
     first_alone = np.searchsorted(lengths, capacity - thresholds, side="right")
@@ -42,7 +50,11 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
 
 
 def lockstep_bound(
-    lengths: Sequence[int] | np.ndarray, work: np.ndarray, max_tokens: int, num_ranks: int, num_microbatches: int
+    lengths: Sequence[int] | np.ndarray,
+    work: np.ndarray,
+    max_tokens: int,
+    num_ranks: int,
+    num_microbatches: int,
 ) -> float:
     """Least possible sum over microbatches of the dearest rank's work, when ranks meet at every microbatch.
 
@@ -79,21 +91,37 @@ def rank_bound(
         return 0.0
     count = np.arange(1, min(num_ranks, len(lengths)) + 1)
     dearest, cheapest = np.argsort(-work, kind="stable"), np.concatenate([[0.0], np.sort(work)])
-    top_work, top_tokens = np.cumsum(work[dearest])[count - 1], np.cumsum(lengths[dearest])[count - 1]
-    needed = np.maximum(0, lengths.sum() - (num_ranks - count) * num_microbatches * max_tokens - top_tokens)
+    top_work, top_tokens = (
+        np.cumsum(work[dearest])[count - 1],
+        np.cumsum(lengths[dearest])[count - 1],
+    )
+    needed = np.maximum(
+        0, lengths.sum() - (num_ranks - count) * num_microbatches * max_tokens - top_tokens
+    )
     sparsest = np.argsort(work / lengths, kind="stable")
-    tokens, works = (np.concatenate([[0], np.cumsum(values[sparsest])]) for values in (lengths, work))
+    tokens, works = (
+        np.concatenate([[0], np.cumsum(values[sparsest])]) for values in (lengths, work)
+    )
     apart = (top_work + np.interp(needed, tokens, works)) / count
     if not may_be_empty and num_microbatches > 1:
         num_others = np.minimum(count * (num_microbatches - 1), len(work))
         apart = np.maximum(apart, (top_work + np.cumsum(cheapest)[num_others]) / count)
-        apart = np.maximum(apart, work[dearest[count - 1]] + cheapest[num_others] + cheapest[: num_microbatches - 1].sum())
+        apart = np.maximum(
+            apart,
+            work[dearest[count - 1]]
+            + cheapest[num_others]
+            + cheapest[: num_microbatches - 1].sum(),
+        )
     together = np.append(np.inf, work[dearest[count[1:] - 1]] + work[dearest[count[1:] - 2]])
     return float(max(work.sum() / num_ranks, np.minimum(apart, together).max()))
 
 
 def microbatch_limits(
-    lengths: Sequence[int] | np.ndarray, work: np.ndarray, max_tokens: int, num_ranks: int, num_microbatches: int
+    lengths: Sequence[int] | np.ndarray,
+    work: np.ndarray,
+    max_tokens: int,
+    num_ranks: int,
+    num_microbatches: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Limits on M microbatches of R bins in order of their dearest bin: (least work of each one's dearest bin, float [M];
     most work that fits into the first j of them over all ranks, float [M+1]).
@@ -114,19 +142,25 @@ def microbatch_limits(
     tops = np.maximum(tops, np.append(large_work, 0.0)[np.minimum(num_bins[:-1], len(large_work))])
     most_work = _most_work(lengths, work, capacity)
     large, small = lengths[dearest][is_large], ~is_large
-    if _grows_faster_than_length(large, large_work, (ordered_work[small] / lengths[dearest][small]).max(initial=0.0)):
+    if _grows_faster_than_length(
+        large, large_work, (ordered_work[small] / lengths[dearest][small]).max(initial=0.0)
+    ):
         tokens, works = (np.concatenate([[0], np.cumsum(values)]) for values in (large, large_work))
         num_large = np.minimum(num_bins, len(large))
         left = np.maximum(0, capacity - tokens[num_large])
         with_large = np.minimum(works[num_large], np.interp(capacity, tokens, works))
-        most_work = np.minimum(most_work, with_large + _most_work(lengths[dearest][small], ordered_work[small], left))
+        most_work = np.minimum(
+            most_work, with_large + _most_work(lengths[dearest][small], ordered_work[small], left)
+        )
     return tops, most_work
 
 
 def _most_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Most work of rows of together at most `tokens` [J], of which one may be cut; float [J]."""
     densest = np.argsort(-(work / lengths), kind="stable")
-    lengths_before, work_before = (np.concatenate([[0], np.cumsum(values[densest])]) for values in (lengths, work))
+    lengths_before, work_before = (
+        np.concatenate([[0], np.cumsum(values[densest])]) for values in (lengths, work)
+    )
     return np.interp(tokens, lengths_before, work_before)
 
 

@@ -14,7 +14,19 @@ import numpy as np
 
 # Feed-forward blocks of two matrices (up, down); every other architecture has the gated three.
 _UNGATED_MODEL_TYPES = frozenset(
-    {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt"}
+    {
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+    }
     | {"phi", "stablelm_epoch", "starcoder2", "arcee"}
 )
 _REQUIRED = object()
@@ -40,7 +52,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.linear < 0 or self.quadratic < 0 or self.linear + self.quadratic == 0:
-            raise ValueError(f"a cost needs weights >= 0, not both 0; got linear={self.linear}, quadratic={self.quadratic}")
+            raise ValueError(
+                f"a cost needs weights >= 0, not both 0; got linear={self.linear}, quadratic={self.quadratic}"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is a number of tokens >= 1 or None; got {self.window}")
         if not 0.0 <= self.windowed_share <= 1.0:
@@ -52,7 +66,9 @@ class CostModel:
         square = tokens * tokens
         if self.window is not None:
             seen = np.minimum(tokens, self.window)
-            square = (1.0 - self.windowed_share) * square + self.windowed_share * seen * (2.0 * tokens - seen)
+            square = (1.0 - self.windowed_share) * square + self.windowed_share * seen * (
+                2.0 * tokens - seen
+            )
         return self.linear * tokens + self.quadratic * square
 
     @classmethod
@@ -64,7 +80,9 @@ class CostModel:
         """
         fields = _Fields(config)
         windowed, full = _attention_layers(fields)
-        window = fields.get("sliding_window", "attention_chunk_size", default=None) if windowed else None
+        window = (
+            fields.get("sliding_window", "attention_chunk_size", default=None) if windowed else None
+        )
         return cls(
             linear=2.0 * num_active_params(config),
             quadratic=float((windowed + full) * _attention_width(fields)),
@@ -96,8 +114,14 @@ def num_active_params(config: Mapping[str, Any] | object) -> int:
     num_layers = fields.get("num_hidden_layers", "n_layer", "num_layers")
     hidden_size = fields.get("hidden_size", "n_embd", "d_model")
     num_sparse = _num_sparse_layers(fields, num_layers)
-    feed_forward = (num_layers - num_sparse) * _dense_params(fields) + num_sparse * _sparse_params(fields)
-    return num_layers * _attention_params(fields) + feed_forward + hidden_size * fields.get("vocab_size")
+    feed_forward = (num_layers - num_sparse) * _dense_params(fields) + num_sparse * _sparse_params(
+        fields
+    )
+    return (
+        num_layers * _attention_params(fields)
+        + feed_forward
+        + hidden_size * fields.get("vocab_size")
+    )
 
 
 class _Fields:
@@ -121,13 +145,17 @@ class _Fields:
             if value is not None:
                 return value
         if default is _REQUIRED:
-            raise ValueError(f"the model configuration has no {' / '.join(names)}: the cost of a row cannot be derived")
+            raise ValueError(
+                f"the model configuration has no {' / '.join(names)}: the cost of a row cannot be derived"
+            )
         return default
 
 
 def _as_mapping_or_object(config: Mapping[str, Any] | object) -> Mapping[str, Any] | object:
     if config is None or isinstance(config, (str, bytes)):
-        raise ValueError(f"a model configuration is a mapping or an object with its attributes; got {config!r}")
+        raise ValueError(
+            f"a model configuration is a mapping or an object with its attributes; got {config!r}"
+        )
     return config
 
 
@@ -135,7 +163,10 @@ def _heads(fields: _Fields) -> tuple[int, int, int]:
     """(query heads, key-value heads, head dim)."""
     num_heads = fields.get("num_attention_heads", "n_head")
     num_kv_heads = fields.get("num_key_value_heads", "num_kv_heads", default=num_heads)
-    head_dim = fields.get("head_dim", default=None) or fields.get("hidden_size", "n_embd", "d_model") // num_heads
+    head_dim = (
+        fields.get("head_dim", default=None)
+        or fields.get("hidden_size", "n_embd", "d_model") // num_heads
+    )
     return num_heads, num_kv_heads, head_dim
 
 
@@ -162,9 +193,15 @@ def _attention_params(fields: _Fields) -> int:
         return hidden_size * head_dim * 2 * (num_heads + num_kv_heads)
     qk_dim, v_dim = latent
     q_rank, kv_rank = fields.get("q_lora_rank", default=None), fields.get("kv_lora_rank")
-    query = hidden_size * q_rank + q_rank * num_heads * qk_dim if q_rank else hidden_size * num_heads * qk_dim
+    query = (
+        hidden_size * q_rank + q_rank * num_heads * qk_dim
+        if q_rank
+        else hidden_size * num_heads * qk_dim
+    )
     nope_dim = fields.get("qk_nope_head_dim")
-    key_value = hidden_size * (kv_rank + qk_dim - nope_dim) + kv_rank * num_heads * (nope_dim + v_dim)
+    key_value = hidden_size * (kv_rank + qk_dim - nope_dim) + kv_rank * num_heads * (
+        nope_dim + v_dim
+    )
     return query + key_value + num_heads * v_dim * hidden_size
 
 
@@ -181,7 +218,9 @@ def _sparse_params(fields: _Fields) -> int:
         return 0
     hidden_size = fields.get("hidden_size", "n_embd", "d_model")
     width = fields.get("moe_intermediate_size", "intermediate_size")
-    shared = fields.get("shared_expert_intermediate_size", default=0) or width * fields.get("n_shared_experts", default=0)
+    shared = fields.get("shared_expert_intermediate_size", default=0) or width * fields.get(
+        "n_shared_experts", default=0
+    )
     active = fields.get("num_experts_per_tok") * width + shared
     return hidden_size * num_experts + _num_matrices(fields) * hidden_size * active
 
@@ -203,7 +242,10 @@ def _num_sparse_layers(fields: _Fields, num_layers: int) -> int:
     dense = set(fields.get("mlp_only_layers", default=()))
     # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0; with a period of 1 both are every layer.
     shift = 1 if fields.get("decoder_sparse_step", default=None) is not None else 0
-    return sum((layer + shift) % period == 0 and layer >= first and layer not in dense for layer in range(num_layers))
+    return sum(
+        (layer + shift) % period == 0 and layer >= first and layer not in dense
+        for layer in range(num_layers)
+    )
 
 
 def _attention_layers(fields: _Fields) -> tuple[int, int]:
@@ -213,7 +255,9 @@ def _attention_layers(fields: _Fields) -> tuple[int, int]:
     if kinds is not None:
         windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
         return windowed, sum(kind == "full_attention" for kind in kinds)
-    if fields.get("sliding_window", default=None) is None or not fields.get("use_sliding_window", default=True):
+    if fields.get("sliding_window", default=None) is None or not fields.get(
+        "use_sliding_window", default=True
+    ):
         return 0, num_layers
     period = fields.get("sliding_window_pattern", default=None)
     if period is not None:  # every period-th layer sees everything (Gemma)

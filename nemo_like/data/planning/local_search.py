@@ -55,7 +55,9 @@ class Refiner:
         forces that; then it takes what work it can hold, and the ones after share the rest.
         """
         num_microbatches = self.num_bins // self.num_ranks
-        tops, most_work = microbatch_limits(self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches)
+        tops, most_work = microbatch_limits(
+            self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches
+        )
         targets, left = np.zeros(num_microbatches), float(self.rows.work.sum()) / self.num_ranks
         held = np.diff(most_work) / self.num_ranks
         for m in range(num_microbatches):
@@ -66,7 +68,9 @@ class Refiner:
 
     def best_fit(self) -> np.ndarray | None:
         """Best fit decreasing by tokens."""
-        return self.spread(packers.best_fit_decreasing(self.rows.tokens, self.capacity, len(self.rows)))
+        return self.spread(
+            packers.best_fit_decreasing(self.rows.tokens, self.capacity, len(self.rows))
+        )
 
     def spread(self, packing: packers.Packing | None) -> np.ndarray | None:
         """A packing of these rows over all bins, as far as there are rows; None without one or if it has too many."""
@@ -105,11 +109,19 @@ class Refiner:
             rank_work[ranks] += bin_work[bins]
         return rank_of
 
-    def exchange_bins(self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+    def exchange_bins(
+        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
+    ) -> tuple[np.ndarray, int]:
         """Lower the dearest rank by exchanging whole bins, which no cap forbids: (rank of each bin, steps taken)."""
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
-        places = Refiner(Rows(np.ones(len(order), dtype=np.int64), bin_work[order]), 1, self.num_ranks, len(order), self.kernels)
+        places = Refiner(
+            Rows(np.ones(len(order), dtype=np.int64), bin_work[order]),
+            1,
+            self.num_ranks,
+            len(order),
+            self.kernels,
+        )
         place_of, steps = places.level_ranks(np.arange(len(order)), rank_of[order], max_steps)
         dealt = np.empty_like(rank_of)
         dealt[order] = rank_of[order][place_of]
@@ -119,7 +131,9 @@ class Refiner:
         """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment, steps taken)."""
         return self._level(bin_of, np.arange(self.num_bins), max_steps)
 
-    def level_ranks(self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+    def level_ranks(
+        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
+    ) -> tuple[np.ndarray, int]:
         """The same for the dearest rank, bins staying where they are."""
         return self._level(bin_of, rank_of, max_steps)
 
@@ -141,7 +155,9 @@ class Refiner:
         offsets = np.concatenate([[0], np.cumsum(used)])
         return self.spread(packers.Packing(np.argsort(bin_of, kind="stable"), offsets))
 
-    def _level(self, bin_of: np.ndarray, unit_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+    def _level(
+        self, bin_of: np.ndarray, unit_of: np.ndarray, max_steps: int
+    ) -> tuple[np.ndarray, int]:
         num_units = int(unit_of.max()) + 1
         state = self._state(bin_of, unit_of, num_units)
         steps, before = 0, np.inf
@@ -156,13 +172,21 @@ class Refiner:
             before = tops.sum()
             state = state._replace(line_of=self._array(line_of), tops=self._array(tops))
             level = (self.kernels or balance_kernels).level
-            steps += level(state, self._array(order), self.num_ranks, self.capacity, max_steps - steps)
+            steps += level(
+                state, self._array(order), self.num_ranks, self.capacity, max_steps - steps
+            )
 
-    def _state(self, bin_of: np.ndarray, unit_of: np.ndarray, num_units: int) -> balance_kernels.State:
+    def _state(
+        self, bin_of: np.ndarray, unit_of: np.ndarray, num_units: int
+    ) -> balance_kernels.State:
         units = unit_of[bin_of]
         by_unit = np.argsort(units, kind="stable")
         same = units[by_unit[1:]] == units[by_unit[:-1]]
-        first, following, preceding = np.full(num_units, -1), np.full(len(units), -1), np.full(len(units), -1)
+        first, following, preceding = (
+            np.full(num_units, -1),
+            np.full(len(units), -1),
+            np.full(len(units), -1),
+        )
         following[by_unit[:-1][same]] = by_unit[1:][same]
         preceding[by_unit[1:][same]] = by_unit[:-1][same]
         starts = by_unit[np.concatenate([[True], ~same])]

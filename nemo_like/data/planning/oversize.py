@@ -37,7 +37,9 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """`lengths` as int64 [B]; raises ValueError unless they are one list of integers >= 1."""
     values = np.asarray(lengths)
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
-        raise ValueError(f"lengths are one list of integers; got {values.dtype} of shape {values.shape}")
+        raise ValueError(
+            f"lengths are one list of integers; got {values.dtype} of shape {values.shape}"
+        )
     values = values.astype(np.int64)
     if len(values) and values.min() < 1:
         row = int(values.argmin())
@@ -45,14 +47,18 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return values
 
 
-def checked_groups(groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec) -> np.ndarray | None:
+def checked_groups(
+    groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
+) -> np.ndarray | None:
     """Groups numbered 0, 1, ... by first row, int64 [B]; raises ValueError where one cannot stay in one microbatch."""
     if groups is None:
         return None
     ids = np.asarray(groups)
     if ids.shape != (num_rows,):
         raise ValueError(f"groups has one id per row; got shape {ids.shape} for {num_rows} rows")
-    _, first, inverse, counts = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
+    _, first, inverse, counts = np.unique(
+        ids, return_index=True, return_inverse=True, return_counts=True
+    )
     rank_of = np.empty(len(first), dtype=np.int64)
     rank_of[np.argsort(first)] = np.arange(len(first))
     if spec.global_batch_size is not None:
@@ -92,8 +98,16 @@ def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> 
     num_oversize = int(is_over.sum())
     if spec.oversize == "truncate":
         kept = _truncated(lengths, groups, is_over, spec)
-        return FittedRows(kept, round_up_all(kept, spec.row_multiple), nothing, int((kept < lengths).sum()), num_oversize)
-    return FittedRows(lengths, padded, is_over if spec.oversize == "drop" else nothing, 0, num_oversize)
+        return FittedRows(
+            kept,
+            round_up_all(kept, spec.row_multiple),
+            nothing,
+            int((kept < lengths).sum()),
+            num_oversize,
+        )
+    return FittedRows(
+        lengths, padded, is_over if spec.oversize == "drop" else nothing, 0, num_oversize
+    )
 
 
 def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
@@ -123,7 +137,9 @@ def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.
     return tokens
 
 
-def _truncated(lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarray, spec: PlanSpec) -> np.ndarray:
+def _truncated(
+    lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarray, spec: PlanSpec
+) -> np.ndarray:
     """Tokens kept of each row: the longest rows of a group are cut, to one length, so that the group fits."""
     kept = np.where(is_over, np.minimum(lengths, spec.max_row_tokens), lengths)
     if groups is None:
@@ -133,7 +149,9 @@ def _truncated(lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarr
         low, high = 0, spec.max_row_tokens // spec.row_multiple
         while low < high:  # the longest common cut, in row multiples, under which the group fits
             middle = (low + high + 1) // 2
-            padded = round_up_all(np.minimum(kept[rows], middle * spec.row_multiple), spec.row_multiple)
+            padded = round_up_all(
+                np.minimum(kept[rows], middle * spec.row_multiple), spec.row_multiple
+            )
             tokens = int(padded.sum()) if spec.layout == "packed" else len(rows) * int(padded.max())
             low, high = (middle, high) if tokens <= (spec.capacity or 0) else (low, middle - 1)
         if low == 0:
@@ -146,13 +164,25 @@ def _truncated(lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarr
 
 
 def _oversize_message(
-    lengths: np.ndarray, padded: np.ndarray, groups: np.ndarray | None, is_over: np.ndarray, spec: PlanSpec
+    lengths: np.ndarray,
+    padded: np.ndarray,
+    groups: np.ndarray | None,
+    is_over: np.ndarray,
+    spec: PlanSpec,
 ) -> str:
     rows = np.flatnonzero(is_over)
     shown = []
     for row in rows[:3]:
-        rounded = f" ({padded[row]} rounded up to a multiple of {spec.row_multiple})" if padded[row] != lengths[row] else ""
-        member = " in a group that must share a microbatch" if groups is not None and padded[row] <= (spec.capacity or 0) else ""
+        rounded = (
+            f" ({padded[row]} rounded up to a multiple of {spec.row_multiple})"
+            if padded[row] != lengths[row]
+            else ""
+        )
+        member = (
+            " in a group that must share a microbatch"
+            if groups is not None and padded[row] <= (spec.capacity or 0)
+            else ""
+        )
         shown.append(f"row {row} has {lengths[row]} tokens{rounded}{member}")
     more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
     usable = f" (usable: {spec.capacity})" if spec.capacity != spec.max_tokens else ""

@@ -41,7 +41,9 @@ def form_padded(
     order = longest_first(lengths)
     sorted_lengths, sorted_rows = lengths[order], num_rows[order]
     rows_before = np.concatenate([[0], np.cumsum(sorted_rows)])
-    most_rows = np.minimum(capacity // sorted_lengths, rows_before[-1] if max_rows is None else max_rows)
+    most_rows = np.minimum(
+        capacity // sorted_lengths, rows_before[-1] if max_rows is None else max_rows
+    )
     bounds = _cut(rows_before, most_rows, len(order))
     assert bounds is not None
     num_bins = min(-(-(len(bounds) - 1) // bins_multiple) * bins_multiple, len(order))
@@ -66,7 +68,13 @@ def _cut(rows_before: np.ndarray, most_rows: np.ndarray, max_bins: int) -> list[
     return bounds
 
 
-def _evened(bounds: list[int], rows_before: np.ndarray, most_rows: np.ndarray, work: np.ndarray, num_bins: int) -> list[int]:
+def _evened(
+    bounds: list[int],
+    rows_before: np.ndarray,
+    most_rows: np.ndarray,
+    work: np.ndarray,
+    num_bins: int,
+) -> list[int]:
     """Bounds of at most `num_bins` microbatches whose dearest is as cheap as bisection finds."""
     dearest = float((np.diff(rows_before[bounds]) * work[bounds[:-1]]).max())
     low, high = max(float(work[0]), float(np.dot(np.diff(rows_before), work)) / num_bins), dearest
@@ -81,7 +89,9 @@ def _evened(bounds: list[int], rows_before: np.ndarray, most_rows: np.ndarray, w
     return bounds
 
 
-def _split_dearest(bounds: list[int], rows_before: list[int], work: list[float], num_bins: int) -> list[int]:
+def _split_dearest(
+    bounds: list[int], rows_before: list[int], work: list[float], num_bins: int
+) -> list[int]:
     """Halve the dearest microbatch of two or more items until there are `num_bins`."""
 
     def entry(start: int, stop: int) -> tuple[float, int, int]:

@@ -15,7 +15,13 @@ import numpy as np
 
 from nemo_like.data.packing.metrics import bin_stats
 from nemo_like.data.packing.packers import Packing
-from nemo_like.data.planning.oversize import FittedRows, checked_groups, checked_lengths, fit_rows, round_up_all
+from nemo_like.data.planning.oversize import (
+    FittedRows,
+    checked_groups,
+    checked_lengths,
+    fit_rows,
+    round_up_all,
+)
 from nemo_like.data.planning.plan_step import Placement, joined, longest_of, place_rank, place_step
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 
@@ -96,7 +102,9 @@ class BatchPlan:
     @cached_property
     def num_tokens(self) -> np.ndarray:
         """Positions of each microbatch, int64 [R, M]; a dummy has the smallest legal ones."""
-        tokens = round_up_all(self._bins.loads(self._by_row(self.padded_lengths)), self.spec.total_multiple)
+        tokens = round_up_all(
+            self._bins.loads(self._by_row(self.padded_lengths)), self.spec.total_multiple
+        )
         tokens[np.diff(self.offsets) == 0] = self.spec.dummy_tokens
         return tokens.reshape(self.spec.num_ranks, -1)
 
@@ -114,7 +122,9 @@ class BatchPlan:
         local[self.rows[start:stop] if shard_rows is None else shard_rows] = np.arange(stop - start)
         return RankPlan(self._microbatches(dp_rank, local[self.rows]), self.step_offsets, self.spec)
 
-    def with_budget(self, max_tokens: int | None = None, *, max_rows: int | None = None) -> BatchPlan:
+    def with_budget(
+        self, max_tokens: int | None = None, *, max_rows: int | None = None
+    ) -> BatchPlan:
         """The same rows on the same ranks and steps in microbatches under other caps, as scoring may use.
 
         Each rank packs its own rows into as few microbatches as it can, largest first, with dummies where another
@@ -128,20 +138,31 @@ class BatchPlan:
         kept, padded = np.zeros((2, self.num_rows), dtype=np.int64)
         kept[self.rows] = self.lengths
         padded[self.rows] = round_up_all(self.lengths, spec.row_multiple)
-        if spec.capacity is not None and spec.oversize == "error" and padded.max(initial=0) > spec.capacity:
+        if (
+            spec.capacity is not None
+            and spec.oversize == "error"
+            and padded.max(initial=0) > spec.capacity
+        ):
             row = int(padded.argmax())
             raise ValueError(
                 f"row {row} has {kept[row]} tokens ({padded[row]} padded), above {spec.score_budget_key} = {max_tokens}; raise it"
             )
-        grid = self.offsets[np.add.outer(np.arange(spec.num_ranks) * self.num_microbatches, self.step_offsets)]
+        grid = self.offsets[
+            np.add.outer(np.arange(spec.num_ranks) * self.num_microbatches, self.step_offsets)
+        ]
         placements = [
             joined(
-                [place_rank(self.rows[grid[rank, step] : grid[rank, step + 1]], padded, spec) for rank in range(len(grid))],
+                [
+                    place_rank(self.rows[grid[rank, step] : grid[rank, step + 1]], padded, spec)
+                    for rank in range(len(grid))
+                ],
                 spec.microbatch_multiple,
             )
             for step in range(self.num_steps)
         ]
-        fitted = FittedRows(kept, padded, np.zeros(self.num_rows, dtype=bool), self.num_truncated, self.num_oversize)
+        fitted = FittedRows(
+            kept, padded, np.zeros(self.num_rows, dtype=bool), self.num_truncated, self.num_oversize
+        )
         return _assembled(spec, fitted, placements, self.dropped)
 
     def metrics(self) -> dict[str, float]:
@@ -156,15 +177,22 @@ class BatchPlan:
         filled = tokens.ravel()[sizes > 0]
         capacity = self.spec.max_tokens or int(filled.max(initial=1))
         loads = self._bins.loads(self._by_row(self.lengths))
-        per_step = np.add.reduceat(loads.reshape(tokens.shape).sum(0), self.step_offsets[:-1]) if self.num_steps else loads[:0]
+        per_step = (
+            np.add.reduceat(loads.reshape(tokens.shape).sum(0), self.step_offsets[:-1])
+            if self.num_steps
+            else loads[:0]
+        )
         stats = bin_stats(loads[sizes > 0], capacity, int((-(-per_step // capacity)).sum()))
         return {
             "packing/utilization": stats["average_utilization"],
             "packing/waste_ratio": stats["waste_ratio"],
             "packing/bin_balance": stats["bin_balance"],
             "packing/efficiency": stats["bin_efficiency"],
-            "packing/padding_share": float(tokens.sum() - self.lengths.sum()) / max(float(tokens.sum()), 1.0),
-            "packing/rank_imbalance_tokens": self._imbalance(self.padded_lengths.astype(np.float64)),
+            "packing/padding_share": float(tokens.sum() - self.lengths.sum())
+            / max(float(tokens.sum()), 1.0),
+            "packing/rank_imbalance_tokens": self._imbalance(
+                self.padded_lengths.astype(np.float64)
+            ),
             "packing/rank_imbalance_flops": self._imbalance(self.spec.cost.of(self.padded_lengths)),
             "packing/num_microbatches": self.num_microbatches / max(self.num_steps, 1),
             "packing/num_dummies": float(np.count_nonzero(sizes == 0)),
@@ -175,30 +203,51 @@ class BatchPlan:
 
     def to_json(self) -> str:
         """One JSON object of plain numbers; `from_json` gives an equal plan."""
-        values = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in self._values()}
+        values = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in self._values()
+        }
         return json.dumps({**values, "spec": self.spec.to_dict()})
 
     @classmethod
     def from_json(cls, text: str) -> BatchPlan:
         """The plan that `to_json` wrote."""
         values = json.loads(text)
-        arrays = {name: np.asarray(values[name], dtype=np.int64) for name in ("rows", "lengths", "padded_lengths", "offsets")}
+        arrays = {
+            name: np.asarray(values[name], dtype=np.int64)
+            for name in ("rows", "lengths", "padded_lengths", "offsets")
+        }
         tuples = {name: tuple(values[name]) for name in ("step_offsets", "deferred", "dropped")}
         return cls(**{**values, **arrays, **tuples, "spec": PlanSpec.from_dict(values["spec"])})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchPlan):
             return NotImplemented
-        return all(np.array_equal(a, b) for (_, a), (_, b) in zip(self._values(), other._values(), strict=True))
+        return all(
+            np.array_equal(a, b)
+            for (_, a), (_, b) in zip(self._values(), other._values(), strict=True)
+        )
 
     def __hash__(self) -> int:
-        return hash((self.spec, self.num_rows, self.step_offsets, self.rows.tobytes(), self.offsets.tobytes()))
+        return hash(
+            (
+                self.spec,
+                self.num_rows,
+                self.step_offsets,
+                self.rows.tobytes(),
+                self.offsets.tobytes(),
+            )
+        )
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *self._table()])
 
     def _headline(self) -> str:
-        caps = [f"{cap} {unit}" for cap, unit in ((self.spec.max_tokens, "tokens"), (self.spec.max_rows, "rows")) if cap]
+        caps = [
+            f"{cap} {unit}"
+            for cap, unit in ((self.spec.max_tokens, "tokens"), (self.spec.max_rows, "rows"))
+            if cap
+        ]
         metrics = self.metrics()
         return (
             f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps, {self.num_microbatches} microbatches "
@@ -217,7 +266,9 @@ class BatchPlan:
                     return [*lines, "..."]
                 shown = range(start, min(stop, start + most_columns))
                 cells = " ".join(f"{self.num_tokens[rank, m]:>7} ({sizes[rank, m]})" for m in shown)
-                lines.append(f"step {step} rank {rank}: {cells}{' ...' if stop - start > most_columns else ''}")
+                lines.append(
+                    f"step {step} rank {rank}: {cells}{' ...' if stop - start > most_columns else ''}"
+                )
         return lines
 
     def _imbalance(self, work: np.ndarray) -> float:
@@ -241,7 +292,11 @@ class BatchPlan:
     def _bounds(self, dp_rank: int) -> tuple[int, int]:
         if not 0 <= dp_rank < self.spec.num_ranks:
             raise IndexError(f"dp_rank {dp_rank} of {self.spec.num_ranks}")
-        bounds = self.offsets[:: self.num_microbatches] if self.num_microbatches else np.zeros(self.spec.num_ranks + 1, np.int64)
+        bounds = (
+            self.offsets[:: self.num_microbatches]
+            if self.num_microbatches
+            else np.zeros(self.spec.num_ranks + 1, np.int64)
+        )
         return int(bounds[dp_rank]), int(bounds[dp_rank + 1])
 
     def _microbatches(self, dp_rank: int, rows: np.ndarray) -> tuple[Microbatch, ...]:
@@ -249,10 +304,14 @@ class BatchPlan:
         start, stop = self._bounds(dp_rank)
         first = dp_rank * self.num_microbatches
         offsets = (self.offsets[first : first + self.num_microbatches + 1] - start).tolist()
-        columns = [tuple(column[start:stop].tolist()) for column in (rows, self.lengths, self.padded_lengths)]
+        columns = [
+            tuple(column[start:stop].tolist())
+            for column in (rows, self.lengths, self.padded_lengths)
+        ]
         tokens = self.num_tokens[dp_rank].tolist()
         return tuple(
-            Microbatch(*(column[a:b] for column in columns), num_tokens=tokens[m]) for m, (a, b) in enumerate(pairwise(offsets))
+            Microbatch(*(column[a:b] for column in columns), num_tokens=tokens[m])
+            for m, (a, b) in enumerate(pairwise(offsets))
         )
 
     def _values(self) -> list[tuple[str, Any]]:
@@ -260,7 +319,9 @@ class BatchPlan:
 
 
 def plan_batch(
-    lengths: Sequence[int] | np.ndarray, spec: PlanSpec, groups: Sequence[int] | np.ndarray | None = None
+    lengths: Sequence[int] | np.ndarray,
+    spec: PlanSpec,
+    groups: Sequence[int] | np.ndarray | None = None,
 ) -> BatchPlan:
     """Plan a batch of rows of the given `lengths` [B]; rows of equal id in `groups` [B] stay in one microbatch.
 
@@ -278,9 +339,13 @@ def plan_batch(
     return _assembled(spec, fitted, placements, tuple(np.flatnonzero(fitted.is_dropped).tolist()))
 
 
-def _assembled(spec: PlanSpec, fitted: FittedRows, placements: list[Placement], dropped: tuple[int, ...]) -> BatchPlan:
+def _assembled(
+    spec: PlanSpec, fitted: FittedRows, placements: list[Placement], dropped: tuple[int, ...]
+) -> BatchPlan:
     """The steps strung together, rank after rank."""
-    step_offsets = np.concatenate([[0], np.cumsum([p.num_microbatches for p in placements], dtype=np.int64)])
+    step_offsets = np.concatenate(
+        [[0], np.cumsum([p.num_microbatches for p in placements], dtype=np.int64)]
+    )
     bins = _rank_major(placements, spec.num_ranks)
     padded = fitted.padded_lengths[bins.perm]
     if spec.layout == "padded":
@@ -312,4 +377,6 @@ def _rank_major(placements: list[Placement], num_ranks: int) -> Packing:
         (np.arange(placement.bins.num_bins) + start).reshape(num_ranks, placement.num_microbatches)
         for placement, start in zip(placements, first, strict=True)
     ]
-    return Packing(perm, np.concatenate([[0], np.cumsum(sizes)])).take(np.concatenate(grids, axis=1).ravel())
+    return Packing(perm, np.concatenate([[0], np.cumsum(sizes)])).take(
+        np.concatenate(grids, axis=1).ravel()
+    )

@@ -38,7 +38,9 @@ class _Items:
     `balance="none"`."""
 
 
-def place_step(rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec) -> Placement:
+def place_step(
+    rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
+) -> Placement:
     """Place `rows` (ids of the batch, int64 [n]) on the ranks of `spec`; bins of row ids."""
     items = _items(fitted.padded_lengths[rows], group_rows(rows, groups), spec)
     if len(items.lengths) == 0:
@@ -65,13 +67,19 @@ def place_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> 
         bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
     if spec.layout == "padded":
-        bins = form_padded(lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows)
+        bins = form_padded(
+            lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
+        )
     else:
         bins = _packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
-    return largest_first(Packing(rows[bins.perm], bins.offsets), padded_lengths, 1, spec.layout == "padded")
+    return largest_first(
+        Packing(rows[bins.perm], bins.offsets), padded_lengths, 1, spec.layout == "padded"
+    )
 
 
-def largest_first(bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool) -> Packing:
+def largest_first(
+    bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool
+) -> Packing:
     """Each rank's bins by decreasing size, equal ones in their order."""
     loads = bins.loads(padded_lengths)
     if is_padded:
@@ -91,20 +99,31 @@ def longest_of(bins: Packing, lengths: np.ndarray) -> np.ndarray:
 
 
 def _items(padded: np.ndarray, groups: Packing | None, spec: PlanSpec) -> _Items:
-    work = {"flops": spec.cost.of, "tokens": lambda lengths: lengths.astype(np.float64), "none": lambda lengths: None}
+    work = {
+        "flops": spec.cost.of,
+        "tokens": lambda lengths: lengths.astype(np.float64),
+        "none": lambda lengths: None,
+    }
     row_work = work[spec.balance](padded)
     if groups is None:
         return _Items(None, np.ones_like(padded), padded, row_work)
     num_rows = np.diff(groups.offsets)
     if spec.layout == "packed":
-        return _Items(groups, num_rows, groups.loads(padded), None if row_work is None else groups.loads(row_work))
+        return _Items(
+            groups,
+            num_rows,
+            groups.loads(padded),
+            None if row_work is None else groups.loads(row_work),
+        )
     longest = longest_of(groups, padded)
     return _Items(groups, num_rows, longest, work[spec.balance](longest))
 
 
 def _packed(items: _Items, spec: PlanSpec) -> Placement:
     capacity = spec.capacity or 0
-    lengths = np.minimum(items.lengths, capacity)  # an item above the cap fills a bin, so it stays alone
+    lengths = np.minimum(
+        items.lengths, capacity
+    )  # an item above the cap fills a bin, so it stays alone
     if items.work is not None and spec.algorithm == PackingAlgorithm.BEST_FIT_DECREASING:
         planned = schedule(
             lengths,
@@ -139,7 +158,9 @@ def _padded(items: _Items, spec: PlanSpec) -> Placement:
 def _in_given_order(items: _Items, spec: PlanSpec) -> Placement:
     """Consecutive shares of the rows to the ranks, each cut `max_rows` at a time."""
     rows_before = np.concatenate([[0], np.cumsum(items.num_rows)])
-    shares = np.searchsorted(rows_before, np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks)
+    shares = np.searchsorted(
+        rows_before, np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks
+    )
     parts = []
     for start, stop in pairwise(shares.tolist()):
         part = concatenative(items.num_rows[start:stop], spec.max_rows or 1, max(stop - start, 1))
@@ -149,17 +170,25 @@ def _in_given_order(items: _Items, spec: PlanSpec) -> Placement:
 
 def joined(parts: list[Packing], microbatch_multiple: int) -> Placement:
     """One part per rank, filled up with empty bins to equal numbers."""
-    num_microbatches = max(-(-max(part.num_bins for part in parts) // microbatch_multiple), 1) * microbatch_multiple
+    num_microbatches = (
+        max(-(-max(part.num_bins for part in parts) // microbatch_multiple), 1)
+        * microbatch_multiple
+    )
     offsets, last = [np.zeros(1, dtype=np.int64)], 0
     for part in parts:
         ends = np.full(num_microbatches, len(part.perm))
         ends[: part.num_bins] = part.offsets[1:]
         offsets.append(ends + last)
         last += len(part.perm)
-    return Placement(Packing(np.concatenate([part.perm for part in parts]), np.concatenate(offsets)), num_microbatches)
+    return Placement(
+        Packing(np.concatenate([part.perm for part in parts]), np.concatenate(offsets)),
+        num_microbatches,
+    )
 
 
-def _dealt(bins: Packing, work: np.ndarray | None, spec: PlanSpec, is_bin_work: bool = False) -> Placement:
+def _dealt(
+    bins: Packing, work: np.ndarray | None, spec: PlanSpec, is_bin_work: bool = False
+) -> Placement:
     """Bins kept as they are and given to ranks: in turn without `work`, else so that ranks are even."""
     if work is None:
         num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
@@ -168,12 +197,16 @@ def _dealt(bins: Packing, work: np.ndarray | None, spec: PlanSpec, is_bin_work: 
         grid = grid.reshape(num_microbatches, spec.num_ranks).T
     else:
         bin_work = work if is_bin_work else bins.loads(work)
-        grid = assign_bins(bin_work, spec.num_ranks, sync=spec.sync, microbatch_multiple=spec.microbatch_multiple)
+        grid = assign_bins(
+            bin_work, spec.num_ranks, sync=spec.sync, microbatch_multiple=spec.microbatch_multiple
+        )
     return Placement(bins.take(np.ravel(grid)), grid.shape[1])
 
 
 def _packer(spec: PlanSpec) -> SequencePacker:
-    return SequencePacker(algorithm=PackingAlgorithm(spec.algorithm), bin_capacity=spec.capacity or 0, seed=spec.seed)
+    return SequencePacker(
+        algorithm=PackingAlgorithm(spec.algorithm), bin_capacity=spec.capacity or 0, seed=spec.seed
+    )
 
 
 def _empty_bins(num_bins: int) -> Packing:

@@ -87,16 +87,24 @@ class PlanSpec:
         object.__setattr__(self, "algorithm", PackingAlgorithm(self.algorithm))
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} is one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} is one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}"
+                )
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is an integer >= 1; got {value}")
         if self.max_tokens is None and (self.layout == "packed" or self.max_rows is None):
-            needed = "max_tokens" if self.layout == "packed" else "max_tokens (a token budget) or max_rows (rows at a time)"
+            needed = (
+                "max_tokens"
+                if self.layout == "packed"
+                else "max_tokens (a token budget) or max_rows (rows at a time)"
+            )
             raise ValueError(f"the {self.layout} layout needs {needed}")
         if self.max_rows is not None and self.layout == "packed":
-            raise ValueError("max_rows is of the padded layout; the packed layout is bounded by max_tokens")
+            raise ValueError(
+                "max_rows is of the padded layout; the packed layout is bounded by max_tokens"
+            )
         if self.max_tokens is not None and self.max_row_tokens < self.row_multiple:
             raise ValueError(
                 f"{self.budget_key} is {self.max_tokens}, less than the shortest row: rows are padded to multiples of "
@@ -127,7 +135,11 @@ class PlanSpec:
     @property
     def capacity(self) -> int | None:
         """Most positions of a microbatch that are a legal total, at most `max_tokens`."""
-        return None if self.max_tokens is None else self.max_tokens // self.total_multiple * self.total_multiple
+        return (
+            None
+            if self.max_tokens is None
+            else self.max_tokens // self.total_multiple * self.total_multiple
+        )
 
     @property
     def max_row_tokens(self) -> int:

@@ -47,13 +47,17 @@ class Raised:
 
     @classmethod
     def of(cls, error: Exception) -> Raised:
-        return cls(_portable(error), "".join(traceback.format_exception(error)), is_collective_error(error))
+        return cls(
+            _portable(error), "".join(traceback.format_exception(error)), is_collective_error(error)
+        )
 
 
 class WorkerActor:
     """Holds one worker and calls its methods. Exceptions come back as values, so that none is lost on the way."""
 
-    def __init__(self, label: str, num_threads: int, heartbeat_key: str, progress_timeout_s: float) -> None:
+    def __init__(
+        self, label: str, num_threads: int, heartbeat_key: str, progress_timeout_s: float
+    ) -> None:
         """`progress_timeout_s` 0 means that nobody watches the progress, and no heartbeat is sent."""
         # Before anything imports torch, which reads these once. Ray's own choice is the actor's share of the bundle.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
@@ -87,7 +91,9 @@ class WorkerActor:
         return next(port for port in candidates if _is_free(port))
 
     @ray.method(num_returns=2)
-    def build(self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> tuple[Raised | None, None]:
+    def build(
+        self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]
+    ) -> tuple[Raised | None, None]:
         activity.note("__init__")
         try:
             self._worker = worker_class(context, **kwargs)

@@ -86,9 +86,13 @@ def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
     """How a call failed, or None if it did not: `ended` refers to its outcome, or to its result."""
     try:
         value = ray.get(ended)
-    except RayTaskError as error:  # outside the worker's method: an argument or a result that cannot be (un)pickled
+    except (
+        RayTaskError
+    ) as error:  # outside the worker's method: an argument or a result that cannot be (un)pickled
         cause = error.cause if isinstance(error.cause, Exception) else error
-        return Failure(rank, method, Raised(cause, _COLOUR.sub("", str(error)), is_collective=False))
+        return Failure(
+            rank, method, Raised(cause, _COLOUR.sub("", str(error)), is_collective=False)
+        )
     except (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError) as error:
         return Failure(rank, method, error)
     except RayError as error:
@@ -265,9 +269,7 @@ def ask_node(location: Location) -> Evidence | None:
         scheduling_strategy=NodeAffinitySchedulingStrategy(location.node_id, soft=False),
     )
     try:
-        return ray.get(
-            task.remote(location.log_path, location.pid), timeout=_ANSWER_TIMEOUT_S
-        )
+        return ray.get(task.remote(location.log_path, location.pid), timeout=_ANSWER_TIMEOUT_S)
     except RayError:
         return None
 

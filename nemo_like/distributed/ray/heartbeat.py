@@ -58,7 +58,9 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
                 "stack": stack,
             }
             with suppress(Exception):  # the head is unreachable; the driver sees that by itself
-                internal_kv._internal_kv_put(key.encode(), json.dumps(record).encode(), overwrite=True)
+                internal_kv._internal_kv_put(
+                    key.encode(), json.dumps(record).encode(), overwrite=True
+                )
             time.sleep(period_s(timeout_s))
 
     threading.Thread(target=report, daemon=True, name="heartbeat").start()
@@ -135,7 +137,9 @@ class ProgressMonitor:
         """Of the workers without progress for so long, one that does not respond, else the most silent."""
         if self.timeout_s <= 0:
             return None
-        silences = [silence for rank in ranks if (silence := self._look(rank)).silent_s >= at_least_s]
+        silences = [
+            silence for rank in ranks if (silence := self._look(rank)).silent_s >= at_least_s
+        ]
         return max(silences, key=lambda one: (not one.responds, one.silent_s), default=None)
 
     def close(self, num_ranks: int) -> None:

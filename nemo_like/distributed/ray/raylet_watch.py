@@ -35,6 +35,8 @@ class RayletWatch:
     def _run(self) -> None:
         ended, _, _ = select.select([self._raylet, self._stop_reader], [], [])
         if self._stop_reader not in ended and not is_removing_all():
-            os.write(2, self._message)  # at once and without a buffer: Ray may end the process within milliseconds
+            os.write(
+                2, self._message
+            )  # at once and without a buffer: Ray may end the process within milliseconds
             remove_all_sessions()
             os._exit(1)

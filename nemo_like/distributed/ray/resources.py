@@ -27,7 +27,11 @@ class Resources:
 
     def num_fitting(self, unit: Resources) -> int:
         """How many of `unit` go in."""
-        counts = [int((own + 1e-5) // asked) for own, asked in ((self.cpus, unit.cpus), (self.gpus, unit.gpus)) if asked > 0]
+        counts = [
+            int((own + 1e-5) // asked)
+            for own, asked in ((self.cpus, unit.cpus), (self.gpus, unit.gpus))
+            if asked > 0
+        ]
         return max(0, min(counts)) if counts else 0
 
     def __str__(self) -> str:
@@ -69,7 +73,12 @@ class Demand:
             if value <= 0:
                 raise ValueError(f"cluster.{key} is {value}; it must be above 0")
         bundle = Resources(config.cpus_per_worker, 1.0 if config.gpus_per_node else 0.0)
-        return cls(config.num_nodes, workers_per_node, config.generation_workers if generates else 0, bundle)
+        return cls(
+            config.num_nodes,
+            workers_per_node,
+            config.generation_workers if generates else 0,
+            bundle,
+        )
 
     @property
     def num_workers(self) -> int:
@@ -82,7 +91,10 @@ class Demand:
     def fits(self, nodes: Sequence[Node]) -> bool:
         """Whether these nodes would have room if nobody else used them."""
         left = [node.total for node in nodes]
-        fitting = sorted((index for index, room in enumerate(left) if room.holds(self.per_node)), key=lambda i: left[i])
+        fitting = sorted(
+            (index for index, room in enumerate(left) if room.holds(self.per_node)),
+            key=lambda i: left[i],
+        )
         if len(fitting) < self.num_nodes:
             return False
         for index in fitting[: self.num_nodes]:
@@ -110,7 +122,9 @@ class Demand:
         sizes = sorted((node.total.num_fitting(self.bundle) for node in nodes), reverse=True)
         if max(sizes, default=0) == 0:
             to_cpu = ", or set cluster.gpus_per_node to 0 to run on CPU" if self.bundle.gpus else ""
-            return f"No node has {self.bundle} for one worker: lower cluster.cpus_per_worker{to_cpu}."
+            return (
+                f"No node has {self.bundle} for one worker: lower cluster.cpus_per_worker{to_cpu}."
+            )
         num_large_enough = sum(size >= self.workers_per_node for size in sizes)
         ways = ["add nodes"]
         if 0 < num_large_enough < self.num_nodes:

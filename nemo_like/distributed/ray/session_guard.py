@@ -48,7 +48,9 @@ class SessionFolder:
         made = Path(tempfile.mkdtemp(prefix="new_", dir=base))
         self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        made.rename(self.path)  # only now can `remove_stale` of another run see it, and it is locked
+        made.rename(
+            self.path
+        )  # only now can `remove_stale` of another run see it, and it is locked
         self._guard = _start_guard(self.path, self._lock)
         _open_folders.add(self.path)
 
@@ -147,8 +149,12 @@ def _session_pids(folder: Path) -> Iterator[int]:
         except OSError:  # it ended, or belongs to another user
             continue
         is_of_ray = command.startswith(b"ray::") or b"/ray/" in command
-        uses_folder = inside.encode() in command or any(name.startswith(inside) for name in files.values())
-        if (is_of_ray and uses_folder) or any(files.get(number, "").startswith(inside) for number in (1, 2)):
+        uses_folder = inside.encode() in command or any(
+            name.startswith(inside) for name in files.values()
+        )
+        if (is_of_ray and uses_folder) or any(
+            files.get(number, "").startswith(inside) for number in (1, 2)
+        ):
             yield int(entry.name)
 
 

@@ -51,7 +51,11 @@ class StartupWatch:
         if self._stopped.wait(_GRACE_S):
             return
         self._session.close(self._logs)
-        kept = f"; the logs of Ray are in {self._logs}" if self._logs is not None and self._logs.is_dir() else ""
+        kept = (
+            f"; the logs of Ray are in {self._logs}"
+            if self._logs is not None and self._logs.is_dir()
+            else ""
+        )
         os.write(
             2,
             f"error: the head of Ray (GCS, pid {pid}) ended while Ray was being started on this machine{kept}. All its"

@@ -26,7 +26,12 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import ClusterError
@@ -146,14 +151,22 @@ class RayVirtualCluster:
 
     def _bundle(self, index: int, node_id: str) -> Bundle:
         assert self._placement_group is not None
-        return Bundle(self._placement_group, index, node_id, self._demand.bundle.cpus, self._demand.bundle.gpus)
+        return Bundle(
+            self._placement_group,
+            index,
+            node_id,
+            self._demand.bundle.cpus,
+            self._demand.bundle.gpus,
+        )
 
     def _reserve(self) -> list[str]:
         """Take every bundle, waiting for room if need be; returns the node id of each."""
         deadline = time.monotonic() + self.config.placement_timeout_s
         nodes = _list_nodes()
         if self._session is not None and not self._demand.fits(nodes):
-            raise self._no_room("this machine is the whole cluster, and nothing can be added to it", nodes)
+            raise self._no_room(
+                "this machine is the whole cluster, and nothing can be added to it", nodes
+            )
         while True:
             node_ids = self._await_room(deadline)
             if self._place(node_ids):
@@ -214,7 +227,9 @@ class RayVirtualCluster:
         )
 
     def _no_room(self, what: str, nodes: list[Node]) -> ClusterError:
-        return ClusterError(f"no room for the workers: {what}; {self._demand.describe(nodes)}. {self._demand.advise(nodes)}")
+        return ClusterError(
+            f"no room for the workers: {what}; {self._demand.describe(nodes)}. {self._demand.advise(nodes)}"
+        )
 
 
 def _connect(logs: Path | None) -> SessionFolder | None:

@@ -80,7 +80,13 @@ class RayWorkerGroup:
             contexts = self._contexts(bundles, num_threads, config.collective_timeout_s)
             kwargs_ref = ray.put(dict(kwargs))
             built = [
-                self._submit(rank, "__init__", self._actors[rank].build, (worker_class, context, kwargs_ref), {})
+                self._submit(
+                    rank,
+                    "__init__",
+                    self._actors[rank].build,
+                    (worker_class, context, kwargs_ref),
+                    {},
+                )
                 for rank, context in enumerate(contexts)
             ]
             self.wait(built)
@@ -95,7 +101,9 @@ class RayWorkerGroup:
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
-    def run_all_workers_sharded_data(self, method: str, /, *sharded: Sequence[Any], **common: Any) -> list[Any]:
+    def run_all_workers_sharded_data(
+        self, method: str, /, *sharded: Sequence[Any], **common: Any
+    ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != self.topology.dp:
                 raise ValueError(
@@ -103,9 +111,12 @@ class RayWorkerGroup:
                 )
         self._raise_if_stopped()
         shared = {name: self._share(value) for name, value in common.items()}
-        items_of_dp_rank = [tuple(self._share(items[dp]) for items in sharded) for dp in range(self.topology.dp)]
+        items_of_dp_rank = [
+            tuple(self._share(items[dp]) for items in sharded) for dp in range(self.topology.dp)
+        ]
         handles = [
-            self._call(rank, method, items_of_dp_rank[self.topology.dp_rank(rank)], shared) for rank in range(self.world_size)
+            self._call(rank, method, items_of_dp_rank[self.topology.dp_rank(rank)], shared)
+            for rank in range(self.world_size)
         ]
         self.wait(handles)
         return self.get([handles[self.topology.output_rank(dp)] for dp in range(self.topology.dp)])
@@ -117,11 +128,15 @@ class RayWorkerGroup:
         self._raise_if_stopped()
         shared_args = tuple(map(self._share, args))
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
-        return [self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)]
+        return [
+            self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)
+        ]
 
     def wait(self, handles: Sequence[Handle]) -> None:
         self._raise_if_stopped()
-        pending: _Pending = {handle.outcome: handle for handle in handles if handle.outcome is not None}
+        pending: _Pending = {
+            handle.outcome: handle for handle in handles if handle.outcome is not None
+        }
         self._monitor.start_waiting(_ranks(pending))
         while pending:
             failure = self._next_failure(pending, timeout_s=self._monitor.poll_s)
@@ -155,7 +170,9 @@ class RayWorkerGroup:
         """Process and node of every worker, in rank order."""
         return self._locations
 
-    def _contexts(self, bundles: Sequence[Bundle | None], num_threads: int, collective_timeout_s: float) -> list[WorkerContext]:
+    def _contexts(
+        self, bundles: Sequence[Bundle | None], num_threads: int, collective_timeout_s: float
+    ) -> list[WorkerContext]:
         address = self._locations[0].ip
         port = ray.get(self._actors[0].choose_port.remote())
         node_ids = [location.node_id for location in self._locations]
@@ -173,10 +190,19 @@ class RayWorkerGroup:
             for rank, bundle in enumerate(bundles)
         ]
 
-    def _call(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle:
+    def _call(
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Handle:
         return self._submit(rank, method, self._actors[rank].call, (method, *args), kwargs)
 
-    def _submit(self, rank: int, method: str, actor_method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle:
+    def _submit(
+        self,
+        rank: int,
+        method: str,
+        actor_method: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Handle:
         outcome, value = actor_method.remote(*args, **kwargs)
         return Handle(value, outcome, rank, method)
 
@@ -184,7 +210,9 @@ class RayWorkerGroup:
         """A reference that any number of workers can be given; plain scalars go by value."""
         if isinstance(value, Handle):
             return value.value
-        return value if value is None or isinstance(value, (bool, int, float, str)) else ray.put(value)
+        return (
+            value if value is None or isinstance(value, (bool, int, float, str)) else ray.put(value)
+        )
 
     def _raise_if_stopped(self) -> None:
         self._raise_if_head_lost()
@@ -196,9 +224,16 @@ class RayWorkerGroup:
     def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
         """Wait for a call to end, drop all that have ended from `pending`, and return a failure among them, if any."""
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
-        ended += [ref for ref in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0] if ref not in ended]
+        ended += [
+            ref
+            for ref in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]
+            if ref not in ended
+        ]
         calls = [pending.pop(outcome) for outcome in ended]
-        failures = [failure_of(outcome, call.rank, call.method) for outcome, call in zip(ended, calls, strict=True)]
+        failures = [
+            failure_of(outcome, call.rank, call.method)
+            for outcome, call in zip(ended, calls, strict=True)
+        ]
         return min(filter(None, failures), key=lambda failure: failure.is_secondary, default=None)
 
     def _first_cause(self, failure: Failure, pending: _Pending) -> Failure:
@@ -246,7 +281,9 @@ class RayWorkerGroup:
         raise hung
 
 
-def _choose_bundles(cluster: RayVirtualCluster, placement: str, topology: Topology, name: str) -> Sequence[Bundle | None]:
+def _choose_bundles(
+    cluster: RayVirtualCluster, placement: str, topology: Topology, name: str
+) -> Sequence[Bundle | None]:
     if placement == "anywhere":
         return [None] * topology.world_size
     bundles = cluster.policy_bundles if placement == "policy" else cluster.generation_bundles
@@ -278,7 +315,9 @@ def _start_actor(
             num_gpus=bundle.num_gpus * share if bundle else 0,
             max_restarts=0,
             scheduling_strategy=(
-                PlacementGroupSchedulingStrategy(bundle.placement_group, placement_group_bundle_index=bundle.index)
+                PlacementGroupSchedulingStrategy(
+                    bundle.placement_group, placement_group_bundle_index=bundle.index
+                )
                 if bundle
                 else "SPREAD"
             ),

@@ -6,7 +6,12 @@ import os
 from pathlib import Path
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.files import WriteError, finish_library_file, reporting_write_errors, system_error_number
+from nemo_like.files import (
+    WriteError,
+    finish_library_file,
+    reporting_write_errors,
+    system_error_number,
+)
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
@@ -21,11 +26,15 @@ def convert_gguf(source: Path, target: Path) -> Path:
     try:
         import gguf  # noqa: F401  (transformers imports it by name and only then fails, deep inside)
     except ModuleNotFoundError as error:
-        raise ConfigError("reading GGUF needs the package gguf: pip install 'nemo-like[gguf]'") from error
+        raise ConfigError(
+            "reading GGUF needs the package gguf: pip install 'nemo-like[gguf]'"
+        ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.parent), gguf_file=source.name, dtype=torch.float32
+    )
     # The weights are plain float32 now; what is left of the quantisation would refuse to be saved.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")

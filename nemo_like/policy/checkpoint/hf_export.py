@@ -37,7 +37,12 @@ class Weights(Protocol):
 
 
 def write_hf(
-    weights: Weights, model_config: PretrainedConfig, config: PolicyConfig, directory: Path, *, is_writer: bool = True
+    weights: Weights,
+    model_config: PretrainedConfig,
+    config: PolicyConfig,
+    directory: Path,
+    *,
+    is_writer: bool = True,
 ) -> None:
     """Weights in compute precision, configuration, generation configuration and tokenizer. Every rank calls, one writes.
 
@@ -91,7 +96,9 @@ def _as_stored(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[st
     return converted
 
 
-def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int) -> list[list[str]]:
+def split_by_bytes(
+    shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int
+) -> list[list[str]]:
     """Names in order, in groups of at most `max_bytes`; a larger tensor is a group of its own.
 
     Example: 10, 20 and 40 bytes with at most 30 give two groups, of two names and of one.
@@ -108,14 +115,18 @@ def split_by_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes
     return groups
 
 
-def _write_configuration(model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path) -> None:
+def _write_configuration(
+    model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path
+) -> None:
     model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
     model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]]
     with reporting_write_errors(directory):
         model_config.save_pretrained(directory)
     name = config.tokenizer_name or config.model_name
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=is_local(name))
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, trust_remote_code=False, local_files_only=is_local(name)
+    )
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     with reporting_write_errors(directory):
@@ -151,13 +162,26 @@ def _write_generation_config(
     write_json(directory / GENERATION_CONFIG_NAME, content)
 
 
-def _write_index(files: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], itemsize: int, directory: Path) -> None:
+def _write_index(
+    files: Sequence[Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    itemsize: int,
+    directory: Path,
+) -> None:
     index = {
         "metadata": {"total_size": sum(prod(shape) for shape in shapes.values()) * itemsize},
-        "weight_map": {name: _file_name(number, len(files)) for number, names in enumerate(files) for name in names},
+        "weight_map": {
+            name: _file_name(number, len(files))
+            for number, names in enumerate(files)
+            for name in names
+        },
     }
     write_json(directory / "model.safetensors.index.json", index)
 
 
 def _file_name(index: int, num_files: int) -> str:
-    return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+    return (
+        "model.safetensors"
+        if num_files == 1
+        else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+    )

@@ -29,7 +29,14 @@ from torch import Tensor
 from nemo_like.checkpoint_manifest import CheckpointError, read_json
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
-from nemo_like.files import FileRecord, finish_library_file, remove_file, reporting_write_errors, sync_directory, write_json
+from nemo_like.files import (
+    FileRecord,
+    finish_library_file,
+    remove_file,
+    reporting_write_errors,
+    sync_directory,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 WEIGHT = "weight"
@@ -74,12 +81,16 @@ def save(
         _clear(directory)
     barrier()
     with reporting_write_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)  # on a file system of its own, a node has only what its ranks create
+        directory.mkdir(
+            parents=True, exist_ok=True
+        )  # on a file system of its own, a node has only what its ranks create
     expected = _full_shapes(shapes, has_moments)
     written = _write_blocks(directory, rank, (_checked(block, expected) for block in blocks))
     barrier()
     if rank == 0:
-        written[MANIFEST] = _write_manifest(directory, expected, num_optimizer_steps, has_moments, shapes)
+        written[MANIFEST] = _write_manifest(
+            directory, expected, num_optimizer_steps, has_moments, shapes
+        )
     barrier()
     return written
 
@@ -89,7 +100,9 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
     """What `save` wrote in `directory`, by any number of ranks. Raises CheckpointError if that is no complete checkpoint."""
     manifest = _read_manifest(directory)
     with ExitStack() as stack:
-        yield CheckpointReader(directory, manifest, _open_blocks(directory, manifest["files"], stack))
+        yield CheckpointReader(
+            directory, manifest, _open_blocks(directory, manifest["files"], stack)
+        )
 
 
 def checkpoint_problem(directory: Path) -> str | None:
@@ -105,20 +118,29 @@ def checkpoint_problem(directory: Path) -> str | None:
 class CheckpointReader:
     """An open checkpoint. Nothing is read from its files before `read` asks for it."""
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[_StoredBlock]]):
+    def __init__(
+        self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[_StoredBlock]]
+    ):
         self.num_optimizer_steps: int = manifest["num_optimizer_steps"]
         self.has_moments: bool = manifest["has_moments"]
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in manifest["shapes"].items()}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(shape) for name, shape in manifest["shapes"].items()
+        }
         self._directory = directory
         self._blocks = blocks
 
     def check_model(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ConfigError unless the checkpoint is of a model with these weights."""
         now = {name: tuple(shape) for name, shape in shapes.items()}
-        different = sorted(name for name in now.keys() | self.shapes if now.get(name) != self.shapes.get(name))
+        different = sorted(
+            name for name in now.keys() | self.shapes if now.get(name) != self.shapes.get(name)
+        )
         if different:
             name = different[0]
-            saved, wanted = (None if shape is None else list(shape) for shape in (self.shapes.get(name), now.get(name)))
+            saved, wanted = (
+                None if shape is None else list(shape)
+                for shape in (self.shapes.get(name), now.get(name))
+            )
             raise ConfigError(
                 f"{self._directory} is a checkpoint of another model: {len(different)} weights differ, first {name}, saved as "
                 f"{saved} and now {wanted}; check policy.model_name"
@@ -127,7 +149,9 @@ class CheckpointReader:
     def check_partition(self) -> None:
         """Raise CheckpointError unless the blocks hold every value of every tensor exactly once."""
         for name, shape in _full_shapes(self.shapes, self.has_moments).items():
-            _check_partition(self._directory, name, shape, [block.region for block in self._blocks.get(name, [])])
+            _check_partition(
+                self._directory, name, shape, [block.region for block in self._blocks.get(name, [])]
+            )
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on the CPU."""
@@ -138,7 +162,9 @@ class CheckpointReader:
         for block in self._blocks.get(name, []):
             common = region.intersection(block.region)
             if common.numel:
-                result[common.slices(region)] = block.file.get_slice(block.key)[common.slices(block.region)]
+                result[common.slices(region)] = block.file.get_slice(block.key)[
+                    common.slices(block.region)
+                ]
                 num_found += common.numel
         if num_found != region.numel:
             raise CheckpointError(
@@ -166,7 +192,9 @@ class _Region(NamedTuple):
     def slices(self, within: _Region) -> tuple[slice, ...]:
         """Where this region lies in a tensor that holds `within`."""
         starts = [start - outer for start, outer in zip(self.offset, within.offset, strict=True)]
-        return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
+        return tuple(
+            slice(start, start + length) for start, length in zip(starts, self.shape, strict=True)
+        )
 
 
 class _StoredBlock(NamedTuple):
@@ -175,7 +203,9 @@ class _StoredBlock(NamedTuple):
     key: str
 
 
-def _full_shapes(shapes: Mapping[str, Sequence[int]], has_moments: bool) -> dict[str, tuple[int, ...]]:
+def _full_shapes(
+    shapes: Mapping[str, Sequence[int]], has_moments: bool
+) -> dict[str, tuple[int, ...]]:
     """Full shape of every tensor in the checkpoint, by block name."""
     kinds = (WEIGHT, *MOMENTS) if has_moments else (WEIGHT,)
     return {f"{kind}/{name}": tuple(shape) for kind in kinds for name, shape in shapes.items()}
@@ -184,10 +214,17 @@ def _full_shapes(shapes: Mapping[str, Sequence[int]], has_moments: bool) -> dict
 def _checked(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
     name, full_shape, offset, tensor = block
     if expected.get(name) != tuple(full_shape):
-        raise ValueError(f"a block of {name} has full shape {list(full_shape)}; the checkpoint's is {expected.get(name)}")
+        raise ValueError(
+            f"a block of {name} has full shape {list(full_shape)}; the checkpoint's is {expected.get(name)}"
+        )
     ends = [start + length for start, length in zip(offset, tensor.shape, strict=True)]
-    if any(start < 0 or end > length for start, end, length in zip(offset, ends, full_shape, strict=True)):
-        raise ValueError(f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside {list(full_shape)}")
+    if any(
+        start < 0 or end > length
+        for start, end, length in zip(offset, ends, full_shape, strict=True)
+    ):
+        raise ValueError(
+            f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside {list(full_shape)}"
+        )
     return block
 
 
@@ -238,9 +275,14 @@ def _parts(block: Block) -> Iterator[Block]:
 
 def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
     keys = [f"{block.name}@{','.join(map(str, block.offset))}" for block in blocks]
-    places = {key: {"name": block.name, "offset": list(block.offset)} for key, block in zip(keys, blocks, strict=True)}
+    places = {
+        key: {"name": block.name, "offset": list(block.offset)}
+        for key, block in zip(keys, blocks, strict=True)
+    }
     if len(places) < len(blocks):
-        raise ValueError(f"a rank gives two blocks at one place: {next(key for key in keys if keys.count(key) > 1)}")
+        raise ValueError(
+            f"a rank gives two blocks at one place: {next(key for key in keys if keys.count(key) > 1)}"
+        )
     tensors = {key: block.tensor for key, block in zip(keys, blocks, strict=True)}
     activity.note(f"writing {path.name} of a checkpoint")
     with reporting_write_errors(path):
@@ -274,17 +316,29 @@ def _write_manifest(
     return record
 
 
-def _check_partition(directory: Path, name: str, shape: tuple[int, ...], regions: list[_Region]) -> None:
+def _check_partition(
+    directory: Path, name: str, shape: tuple[int, ...], regions: list[_Region]
+) -> None:
     """Blocks that lie within the tensor, do not overlap and add up to its size are exactly the tensor."""
     for region in regions:
         ends = [start + length for start, length in zip(*region, strict=True)]
-        if len(ends) != len(shape) or any(end > length for end, length in zip(ends, shape, strict=True)):
-            raise CheckpointError(f"a block of {name} in {directory} lies outside the tensor: {region}")
+        if len(ends) != len(shape) or any(
+            end > length for end, length in zip(ends, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"a block of {name} in {directory} lies outside the tensor: {region}"
+            )
     num_written = sum(region.numel for region in regions)
     if num_written != math.prod(shape):
-        raise CheckpointError(f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to {directory}")
-    starts = np.array([region.offset for region in regions], dtype=np.int64).reshape(len(regions), len(shape))
-    ends = starts + np.array([region.shape for region in regions], dtype=np.int64).reshape(starts.shape)
+        raise CheckpointError(
+            f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to {directory}"
+        )
+    starts = np.array([region.offset for region in regions], dtype=np.int64).reshape(
+        len(regions), len(shape)
+    )
+    ends = starts + np.array([region.shape for region in regions], dtype=np.int64).reshape(
+        starts.shape
+    )
     overlaps = np.triu(((starts[:, None] < ends) & (starts < ends[:, None])).all(-1), k=1)
     if overlaps.any():
         first, second = (regions[index] for index in np.argwhere(overlaps)[0])
@@ -295,11 +349,15 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, its entries of the types that `_write_manifest` gives them; CheckpointError for anything else."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, so {directory} holds no complete policy checkpoint")
+        raise CheckpointError(
+            f"{path} does not exist, so {directory} holds no complete policy checkpoint"
+        )
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {_FORMAT}")
+        raise CheckpointError(
+            f"{path} has format {str(found)[:20]}; this version reads format {_FORMAT}"
+        )
     files, shapes = manifest.get("files"), manifest.get("shapes")
     is_valid = (
         _is_count(manifest.get("num_optimizer_steps"))
@@ -311,7 +369,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         and all(isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes.values())
     )
     if not is_valid:
-        raise CheckpointError(f"{path} is damaged: its entries are not those of a policy checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged: its entries are not those of a policy checkpoint"
+        )
     return manifest
 
 
@@ -319,7 +379,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _open_blocks(directory: Path, files: Mapping[str, int], stack: ExitStack) -> dict[str, list[_StoredBlock]]:
+def _open_blocks(
+    directory: Path, files: Mapping[str, int], stack: ExitStack
+) -> dict[str, list[_StoredBlock]]:
     """Every stored block by the name of its tensor. Only the files' headers are read."""
     blocks: dict[str, list[_StoredBlock]] = {}
     for file_name, size in files.items():
@@ -338,8 +400,18 @@ def _open_blocks(directory: Path, files: Mapping[str, int], stack: ExitStack) ->
                 if len(offset) != len(shape) or not all(map(_is_count, offset)):
                     raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
                 blocks.setdefault(name, []).append(_StoredBlock(_Region(offset, shape), file, key))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+        except (
+            OSError,
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
     return blocks
 
 

@@ -47,7 +47,11 @@ def load(directory: Path, weights: Sequence[Weight], optimizer: torch.optim.Opti
             _restore(reader, WEIGHT, weight, weight.parameter)
             if reader.has_moments:
                 # A step counter of its own for each parameter: a shared tensor would be advanced once per parameter.
-                state = {"step": torch.tensor(float(reader.num_optimizer_steps), device=weight.parameter.device)}
+                state = {
+                    "step": torch.tensor(
+                        float(reader.num_optimizer_steps), device=weight.parameter.device
+                    )
+                }
                 for moment in MOMENTS:
                     state[moment] = torch.zeros_like(weight.parameter, requires_grad=False)
                     _restore(reader, moment, weight, state[moment])
@@ -60,7 +64,10 @@ def _blocks(weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> Iter
         if weight.is_counted_here:
             offset, _ = weight.block()
             state = optimizer.state.get(weight.parameter, {})
-            for kind, tensor in ((WEIGHT, weight.parameter), *((moment, state[moment]) for moment in MOMENTS if state)):
+            for kind, tensor in (
+                (WEIGHT, weight.parameter),
+                *((moment, state[moment]) for moment in MOMENTS if state),
+            ):
                 yield Block(f"{kind}/{weight.name}", weight.cut.full_shape, offset, local(tensor))
 
 

@@ -23,7 +23,12 @@ from nemo_like.policy.collectives import gather_objects, gather_rows
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.model import build_scorer, exclude_fsdp_communication, fsdp_modules, keeps_whole
+from nemo_like.policy.dtensor.model import (
+    build_scorer,
+    exclude_fsdp_communication,
+    fsdp_modules,
+    keeps_whole,
+)
 from nemo_like.policy.dtensor.parameters import Weight, local
 from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.model_inputs import ModelInputs
@@ -55,17 +60,24 @@ class DTensorEngine:
         self.rank = rank
         self.num_optimizer_steps = 0
         self.groups = groups or Groups.join(
-            topology, rank, device, sequence_parallel=sequence_parallel, mixed_precision=config.precision != "float32"
+            topology,
+            rank,
+            device,
+            sequence_parallel=sequence_parallel,
+            mixed_precision=config.precision != "float32",
         )
         self._scorer, cuts = build_scorer(config, self.groups, rank, device, trainable=trainable)
         self._weights = [
-            Weight(name, parameter, cuts[name], self.groups) for name, parameter in self._scorer.causal_lm.named_parameters()
+            Weight(name, parameter, cuts[name], self.groups)
+            for name, parameter in self._scorer.causal_lm.named_parameters()
         ]
         self._fsdp_modules = fsdp_modules(self._scorer)
         self.clock = ComputeClock(device)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)
         self._keeps_whole = keeps_whole(self._scorer, device)
-        self._optimizer = build_optimizer(self._scorer.parameters(), config.optimizer) if trainable else None
+        self._optimizer = (
+            build_optimizer(self._scorer.parameters(), config.optimizer) if trainable else None
+        )
 
     @property
     def sync(self) -> Sync:
@@ -161,7 +173,9 @@ class DTensorEngine:
         """
         for weight in self._named(names):
             gradient = weight.parameter.grad
-            part = torch.zeros_like(local(weight.parameter)) if gradient is None else local(gradient)
+            part = (
+                torch.zeros_like(local(weight.parameter)) if gradient is None else local(gradient)
+            )
             whole = weight.whole(part).float()
             if weight.cut.has_partial_grad and self.groups.tensor is not None:
                 whole = whole.clone()
@@ -212,18 +226,28 @@ class DTensorEngine:
     def _sum_partial_gradients(self) -> None:
         """Add up over the tp ranks what each has of its own heads or tokens only, in one message."""
         tensor = self.groups.tensor
-        partial = [gradient for weight, gradient in self._local_gradients() if weight.cut.has_partial_grad]
+        partial = [
+            gradient for weight, gradient in self._local_gradients() if weight.cut.has_partial_grad
+        ]
         if tensor is None or not partial:
             return
         total = torch.cat([gradient.flatten() for gradient in partial])
         dist.all_reduce(total, group=tensor.group)
-        for gradient, part in zip(partial, total.split([gradient.numel() for gradient in partial]), strict=True):
+        for gradient, part in zip(
+            partial, total.split([gradient.numel() for gradient in partial]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient))
 
     def _gradient_norm(self, is_loss_finite: bool) -> float:
         """Norm of the whole gradient, each element counted once; NaN if the loss of any rank is not finite."""
-        gradients = [gradient for weight, gradient in self._local_gradients() if weight.is_counted_here]
-        norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True)) if is_loss_finite else math.nan
+        gradients = [
+            gradient for weight, gradient in self._local_gradients() if weight.is_counted_here
+        ]
+        norm = (
+            float(torch.nn.utils.get_total_norm(gradients, foreach=True))
+            if is_loss_finite
+            else math.nan
+        )
         (square,) = self._sum([norm**2], self.groups.world)
         return math.sqrt(square)
 

@@ -29,7 +29,13 @@ class Groups:
 
     @classmethod
     def join(
-        cls, topology: Topology, rank: int, device: torch.device, *, sequence_parallel: bool, mixed_precision: bool
+        cls,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        *,
+        sequence_parallel: bool,
+        mixed_precision: bool,
     ) -> Groups:
         """The groups of `rank`, in the process group that exists; every rank calls.
 
@@ -50,7 +56,9 @@ class Groups:
         has_replicas = topology.dp * topology.cp > 1
         tensor = None
         if topology.tp > 1:
-            tensor = TensorParallel(mesh.get_group("tp"), topology.coordinates(rank).tp, topology.tp, sequence_parallel)
+            tensor = TensorParallel(
+                mesh.get_group("tp"), topology.coordinates(rank).tp, topology.tp, sequence_parallel
+            )
         return cls(
             world=dist.group.WORLD if topology.world_size > 1 else None,
             dp=mesh.get_group("dp") if topology.dp > 1 else None,

@@ -41,7 +41,11 @@ class TokenScorer(nn.Module):
         self.groups = groups
 
     def forward(
-        self, inputs: ModelInputs, temperature: float, with_entropy: bool, token_filter: SamplingFilter | None
+        self,
+        inputs: ModelInputs,
+        temperature: float,
+        with_entropy: bool,
+        token_filter: SamplingFilter | None,
     ) -> TokenScores:
         """See `TokenScores`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
@@ -53,7 +57,10 @@ class TokenScorer(nn.Module):
         if self.groups.cp is not None:
             segments["cp_group"] = self.groups.cp
         output = backbone(self.causal_lm)(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **segments
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            **segments,
         )
         hidden = output.last_hidden_state
         if tensor is not None and tensor.sequence:
@@ -92,7 +99,9 @@ def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
     """The output embedding, tied or not; raises ConfigError if it is anything but a linear layer."""
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ConfigError(f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}")
+        raise ConfigError(
+            f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}"
+        )
     return head
 
 
@@ -101,7 +110,9 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     names = causal_lm._no_split_modules or []
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
     if not layers:
-        raise ConfigError(f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model")
+        raise ConfigError(
+            f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model"
+        )
     return layers
 
 
@@ -125,14 +136,19 @@ def build_scorer(
     if groups.tensor is not None:
         cuts = groups.tensor.apply(causal_lm, config.model_name)
     else:
-        cuts = {name: Cut(tuple(weight.shape)) for name, weight in causal_lm.named_parameters(remove_duplicate=False)}
+        cuts = {
+            name: Cut(tuple(weight.shape))
+            for name, weight in causal_lm.named_parameters(remove_duplicate=False)
+        }
     scorer = TokenScorer(causal_lm, config.logprob_chunk_size, groups)
     if not is_shared:
         scorer.to(device)
     scorer.requires_grad_(trainable).eval()
     if config.activation_checkpointing and trainable:
         for layer in decoder_layers(scorer.causal_lm):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
     if is_shared:
         _fill_and_shard(scorer, _Source(source, cuts, groups, device), device, config.precision)
     return scorer, cuts
@@ -158,7 +174,9 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
     for module in modules:
         state: Any = module._get_fsdp_state()
         # FSDP queues this method as a callback of each backward.
-        state._root_post_backward_final_callback = clock.excluded(state._root_post_backward_final_callback)
+        state._root_post_backward_final_callback = clock.excluded(
+            state._root_post_backward_final_callback
+        )
         for group in state._fsdp_param_groups:
             group.unshard = clock.excluded(group.unshard)
             group.wait_for_unshard = clock.excluded(group.wait_for_unshard)
@@ -179,15 +197,21 @@ def _read(model_name: str) -> PreTrainedModel:
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ConfigError(f"policy.model_name={model_name} lacks {len(missing)} weights, among them {missing[0]}")
+        raise ConfigError(
+            f"policy.model_name={model_name} lacks {len(missing)} weights, among them {missing[0]}"
+        )
     return model.eval()
 
 
 def _empty(model_name: str) -> PreTrainedModel:
     """The architecture on the meta device, tied where the model ties."""
-    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, local_files_only=is_local(model_name))
+    model_config = AutoConfig.from_pretrained(
+        model_name, trust_remote_code=False, local_files_only=is_local(model_name)
+    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+        )
     model.tie_weights()
     return model
 
@@ -206,7 +230,9 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
         )
 
 
-def _fill_and_shard(scorer: TokenScorer, source: _Source, device: torch.device, precision: str) -> None:
+def _fill_and_shard(
+    scorer: TokenScorer, source: _Source, device: torch.device, precision: str
+) -> None:
     """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest. Without a mesh, only fill."""
     mesh = scorer.groups.fsdp_mesh
     if mesh is None:
@@ -234,7 +260,13 @@ def _fill_and_shard(scorer: TokenScorer, source: _Source, device: torch.device, 
 class _Source:
     """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device; each rank keeps its part."""
 
-    def __init__(self, source: PreTrainedModel | None, cuts: dict[str, Cut], groups: Groups, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: PreTrainedModel | None,
+        cuts: dict[str, Cut],
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
         self._cuts = cuts
         self._group = groups.world
         self._device = device
@@ -264,4 +296,8 @@ class _Source:
         if self._group is not None:
             dist.broadcast(value, group=self._group, group_src=0)
         value = cut.of(value)
-        return nn.Parameter(value, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else value
+        return (
+            nn.Parameter(value, requires_grad=like.requires_grad)
+            if isinstance(like, nn.Parameter)
+            else value
+        )

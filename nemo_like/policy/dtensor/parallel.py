@@ -49,7 +49,11 @@ class Cut(NamedTuple):
 
     def of(self, full: Tensor) -> Tensor:
         """This rank's part of the `full` tensor, as memory of its own where it is cut."""
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start).clone()
+        return (
+            full
+            if self.dim is None
+            else full.narrow(self.dim, self.start, self.stop - self.start).clone()
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,10 @@ class TensorParallel:
         blocks: dict[nn.Module, set[str]] = {}
         for parent, module, style in _planned(causal_lm, model_name):
             if style == _PARTIAL:
-                cuts |= {weight: Cut(tuple(weight.shape), has_partial_grad=True) for weight in module.parameters()}
+                cuts |= {
+                    weight: Cut(tuple(weight.shape), has_partial_grad=True)
+                    for weight in module.parameters()
+                }
                 continue
             blocks.setdefault(parent, set()).add(style)
             cuts |= self._cut(module, "weight", 0 if style == _COLUMN else 1)
@@ -84,17 +91,31 @@ class TensorParallel:
             _check_block(block, styles, cuts, model_name)
             block.register_forward_pre_hook(partial(_enter, self.enter), with_kwargs=True)
         cuts |= self._cut_vocabulary(causal_lm, model_name)
-        whole = {weight: Cut(tuple(weight.shape), has_partial_grad=self.sequence) for weight in causal_lm.parameters()}
+        whole = {
+            weight: Cut(tuple(weight.shape), has_partial_grad=self.sequence)
+            for weight in causal_lm.parameters()
+        }
         cuts = whole | cuts
-        return {name: cuts[weight] for name, weight in causal_lm.named_parameters(remove_duplicate=False)}
+        return {
+            name: cuts[weight]
+            for name, weight in causal_lm.named_parameters(remove_duplicate=False)
+        }
 
     def enter(self, hidden: Tensor) -> Tensor:
         """The input [1, T, D] of a computation that the ranks divide among them."""
-        return gather_rows(self.group, hidden[0])[None] if self.sequence else copy_to(self.group, hidden)
+        return (
+            gather_rows(self.group, hidden[0])[None]
+            if self.sequence
+            else copy_to(self.group, hidden)
+        )
 
     def leave(self, parts: Tensor) -> Tensor:
         """What such a computation amounts to, from each rank's part of the sum."""
-        return scatter_sum(self.group, parts[0])[None] if self.sequence else sum_over(self.group, parts)
+        return (
+            scatter_sum(self.group, parts[0])[None]
+            if self.sequence
+            else sum_over(self.group, parts)
+        )
 
     def span(self, size: int, rank: int | None = None) -> tuple[int, int]:
         """[start, stop) of `size` rows that this tp rank, or another, holds. Example: 67 over 2 are (0, 33), (33, 67)."""
@@ -112,13 +133,21 @@ class TensorParallel:
         module._parameters[key] = part
         return {part: Cut(tuple(weight.shape), dim, start, stop)}
 
-    def _cut_vocabulary(self, causal_lm: PreTrainedModel, model_name: str) -> dict[nn.Parameter, Cut]:
+    def _cut_vocabulary(
+        self, causal_lm: PreTrainedModel, model_name: str
+    ) -> dict[nn.Parameter, Cut]:
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         if type(embedding) is not nn.Embedding:
-            raise _refused(model_name, f"its input embedding is a {type(embedding).__name__}, not a plain table")
+            raise _refused(
+                model_name,
+                f"its input embedding is a {type(embedding).__name__}, not a plain table",
+            )
         if embedding.num_embeddings < self.size:
-            raise _refused(model_name, f"its vocabulary of {embedding.num_embeddings} is smaller than {self.size} ranks")
+            raise _refused(
+                model_name,
+                f"its vocabulary of {embedding.num_embeddings} is smaller than {self.size} ranks",
+            )
         is_tied = head.weight is embedding.weight
         start, stop = self.span(embedding.num_embeddings)
         embedding.forward = partial(_look_up, self.leave, embedding, range(start, stop))
@@ -151,19 +180,33 @@ def _planned(causal_lm: PreTrainedModel, model_name: str) -> Iterator[tuple[nn.M
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None:
             continue
-        if style not in (_COLUMN, _ROW, _PARTIAL) or (style != _PARTIAL and not isinstance(module, nn.Linear)):
-            raise _refused(model_name, f"its plan wants {name}, a {type(module).__name__}, to be {style}")
+        if style not in (_COLUMN, _ROW, _PARTIAL) or (
+            style != _PARTIAL and not isinstance(module, nn.Linear)
+        ):
+            raise _refused(
+                model_name, f"its plan wants {name}, a {type(module).__name__}, to be {style}"
+            )
         yield modules[name.rpartition(".")[0]], module, style
 
 
-def _check_block(block: nn.Module, styles: set[str], cuts: dict[nn.Parameter, Cut], model_name: str) -> None:
+def _check_block(
+    block: nn.Module, styles: set[str], cuts: dict[nn.Parameter, Cut], model_name: str
+) -> None:
     """Inside a block every rank has its own heads or channels, so the plan must say how each weight is held."""
     if styles != {_COLUMN, _ROW}:
-        raise _refused(model_name, f"its plan cuts {type(block).__name__} only {' and '.join(sorted(styles))}")
+        raise _refused(
+            model_name, f"its plan cuts {type(block).__name__} only {' and '.join(sorted(styles))}"
+        )
     rows = {module.bias for module in block.modules() if isinstance(module, nn.Linear)}
-    unnamed = [name for name, weight in block.named_parameters() if weight not in cuts and weight not in rows]
+    unnamed = [
+        name
+        for name, weight in block.named_parameters()
+        if weight not in cuts and weight not in rows
+    ]
     if unnamed:
-        raise _refused(model_name, f"its plan does not say how {type(block).__name__} holds {unnamed[0]}")
+        raise _refused(
+            model_name, f"its plan does not say how {type(block).__name__} holds {unnamed[0]}"
+        )
 
 
 def _refused(model_name: str, why: str) -> ConfigError:
@@ -174,7 +217,10 @@ def _refused(model_name: str, why: str) -> ConfigError:
 
 
 def _enter(
-    enter: Callable[[Tensor], Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    enter: Callable[[Tensor], Tensor],
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (enter(args[0]), *args[1:]), kwargs
@@ -186,9 +232,15 @@ def _row_product(leave: Callable[[Tensor], Tensor], module: nn.Linear, hidden: T
     return out if module.bias is None else out + module.bias
 
 
-def _look_up(leave: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor) -> Tensor:
+def _look_up(
+    leave: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
+) -> Tensor:
     # The padding token's row gets no gradient from look-ups, as in the whole table.
-    padding = module.padding_idx - rows.start if module.padding_idx is not None and module.padding_idx in rows else None
+    padding = (
+        module.padding_idx - rows.start
+        if module.padding_idx is not None and module.padding_idx in rows
+        else None
+    )
     local = input - rows.start
     is_here = (local >= 0) & (local < len(rows))
     found = F.embedding(torch.where(is_here, local, 0), module.weight, padding_idx=padding)

@@ -31,7 +31,9 @@ class Weight:
     @property
     def is_counted_here(self) -> bool:
         """Whether this rank speaks for its part: of what all tp ranks hold, the first does."""
-        return self.cut.dim is not None or self.groups.tensor is None or self.groups.tensor.rank == 0
+        return (
+            self.cut.dim is not None or self.groups.tensor is None or self.groups.tensor.rank == 0
+        )
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of this rank's part in the whole weight."""
@@ -40,7 +42,9 @@ class Weight:
         if mesh is not None:
             start, stop = row_range(stop, mesh.size(), mesh.get_local_rank())
         shape = tuple(local(self.parameter).shape)
-        assert shape[0] == stop - start, f"{self.name}: FSDP holds {shape[0]} rows where {start}..{stop} was expected"
+        assert shape[0] == stop - start, (
+            f"{self.name}: FSDP holds {shape[0]} rows where {start}..{stop} was expected"
+        )
         offset = [0] * len(shape)
         offset[0] = start
         if self.cut.dim is not None:

@@ -30,12 +30,22 @@ class DTensorPolicyWorker(PolicyWorker):
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
+        topology = Topology.from_world_size(
+            context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
+        )
         device = _join(context, config)
 
-        layout = {"topology": topology, "rank": context.rank, "sequence_parallel": parallel.sequence}
+        layout = {
+            "topology": topology,
+            "rank": context.rank,
+            "sequence_parallel": parallel.sequence,
+        }
         policy = DTensorEngine(config, device, **layout, trainable=True)
-        reference = DTensorEngine(config, device, **layout, trainable=False, groups=policy.groups) if needs_reference else None
+        reference = (
+            DTensorEngine(config, device, **layout, trainable=False, groups=policy.groups)
+            if needs_reference
+            else None
+        )
         super().__init__(config, policy, reference)
 
 

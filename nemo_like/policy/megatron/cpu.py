@@ -50,7 +50,9 @@ def install() -> None:
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     random["_get_cuda_rng_state"] = random["_set_cuda_rng_state"] = lambda *args, **kwargs: None
     # Where tokens go is counted on the accelerator and then brought to the host; here it is on the host already.
-    vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))["maybe_move_tensor_to_cpu"] = _on_host
+    vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))[
+        "maybe_move_tensor_to_cpu"
+    ] = _on_host
 
 
 @contextmanager

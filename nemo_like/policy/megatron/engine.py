@@ -61,7 +61,9 @@ class MegatronEngine:
         self.num_optimizer_steps = 0
         self._groups = megatron_groups.joined()
         self._causal_lm = _empty(config.model_name)
-        geometry = geometry_of(self.model_config, pp=topology.pp, tp=topology.tp, ep=self._groups.ep.size())
+        geometry = geometry_of(
+            self.model_config, pp=topology.pp, tp=topology.tp, ep=self._groups.ep.size()
+        )
         stage, tp_rank, ep_rank = place_of(topology, geometry.ep, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
@@ -79,7 +81,9 @@ class MegatronEngine:
         assert {name: tuple(parameter.shape) for name, parameter in self._parameters.items()} == {
             name: entry.shape[entry.is_expert :] for name, entry in self._table.items()
         }, "the table and the model have the same parameters"
-        self._optimizer = ShardedAdamW(self._model, self._table, config.optimizer) if trainable else None
+        self._optimizer = (
+            ShardedAdamW(self._model, self._table, config.optimizer) if trainable else None
+        )
         self._outbox = Outbox(geometry, topology, rank, device)
         self.clock = ComputeClock(device)
         # The schedules start and stop these timers around the forward and the backward of each microbatch.
@@ -123,7 +127,11 @@ class MegatronEngine:
             loss, result = step_fn(microbatch, scores)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"
-            return hidden.new_zeros(()) if loss is None else loss, torch.zeros((), dtype=torch.int), result
+            return (
+                hidden.new_zeros(()) if loss is None else loss,
+                torch.zeros((), dtype=torch.int),
+                result,
+            )
 
         with torch.set_grad_enabled(backward):
             return get_forward_backward_func()(
@@ -178,7 +186,9 @@ class MegatronEngine:
         dist.all_reduce(torch.zeros((), device=self.device))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._causal_lm.named_parameters()}
+        return {
+            name: tuple(parameter.shape) for name, parameter in self._causal_lm.named_parameters()
+        }
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         def local(name: str) -> Tensor:
@@ -191,7 +201,9 @@ class MegatronEngine:
 
         They are added up over the ranks by this, so what follows is the optimizer step.
         """
-        return self._outbox.whole(names, self.weight_shapes(), torch.float32, self._trained.gradient)
+        return self._outbox.whole(
+            names, self.weight_shapes(), torch.float32, self._trained.gradient
+        )
 
     def save(self, directory: Path) -> dict[str, FileRecord]:
         return sharded_checkpoint.save(
@@ -209,7 +221,9 @@ class MegatronEngine:
         with sharded_checkpoint.open_checkpoint(directory) as reader:
             reader.check_model(self.weight_shapes())
             self._fill(lambda name, offset, shape: reader.read(f"{WEIGHT}/{name}", offset, shape))
-            optimizer.restore(reader.num_optimizer_steps if reader.has_moments else None, reader.read)
+            optimizer.restore(
+                reader.num_optimizer_steps if reader.has_moments else None, reader.read
+            )
             self.num_optimizer_steps = reader.num_optimizer_steps
 
     def export_hf(self, directory: Path) -> None:
@@ -251,7 +265,9 @@ class MegatronEngine:
                 if whole is None:
                     continue
                 for piece in entry.pieces:
-                    yield Block(f"{kind}/{piece.name}", shapes[piece.name], piece.offset, whole[piece.local])
+                    yield Block(
+                        f"{kind}/{piece.name}", shapes[piece.name], piece.offset, whole[piece.local]
+                    )
 
     def _move(self, device: torch.device) -> None:
         if self._optimizer is None:
@@ -262,7 +278,9 @@ class MegatronEngine:
 
 def _empty(model_name: str) -> PreTrainedModel:
     """The Hugging Face model without memory: names, shapes and configuration. Raises ConfigError for one of another kind."""
-    model_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, local_files_only=is_local(model_name))
+    model_config = AutoConfig.from_pretrained(
+        model_name, trust_remote_code=False, local_files_only=is_local(model_name)
+    )
     check_model_config(model_config, model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)

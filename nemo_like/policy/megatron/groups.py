@@ -40,7 +40,9 @@ def joined() -> Groups:
     )
 
 
-def join(topology: Topology, device: torch.device, *, seed: int, timeout_s: float, expert: int = 1) -> None:
+def join(
+    topology: Topology, device: torch.device, *, seed: int, timeout_s: float, expert: int = 1
+) -> None:
     """Make the groups of `topology` out of the process group this process is in; every rank calls.
 
     Each pipeline stage shares its experts among `expert` ranks, whatever its other axes: an expert is whole on its rank,

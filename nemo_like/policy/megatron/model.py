@@ -18,7 +18,12 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import (
+    ModuleSpec,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -52,19 +57,27 @@ def build_model(
     `padding_id` is the token whose input embedding transformers does not train.
     """
     config = _transformer_config(
-        model_config, geometry, dtype=dtype, device=device, sequence_parallel=sequence_parallel, recompute=recompute
+        model_config,
+        geometry,
+        dtype=dtype,
+        device=device,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     windows = layer_windows(model_config)
     layers = [
-        _layer_spec(windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers) for layer in geometry.layers(stage)
+        _layer_spec(windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers)
+        for layer in geometry.layers(stage)
     ]
     model = PackedModel(
         rotary,
         dtype,
         padding_id,
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_untyped(RMSNorm)),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=layers, layer_norm=_untyped(RMSNorm)
+        ),
         vocab_size=geometry.vocabulary_rows * geometry.tp,
         max_sequence_length=model_config.max_position_embeddings,
         position_embedding_type="none",
@@ -78,7 +91,9 @@ def build_model(
 class PackedModel(GPTModel):
     """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence parallelism [T / cp / tp, 1, D]."""
 
-    def __init__(self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.rotary = rotary
         self._dtype = dtype
@@ -86,7 +101,10 @@ class PackedModel(GPTModel):
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
         assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
-        cos, sin = self.rotary(torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device), inputs.position_ids)
+        cos, sin = self.rotary(
+            torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device),
+            inputs.position_ids,
+        )
         segments = Segments(
             qkv_format="thd",
             bounds=inputs.cu_seqlens,
@@ -94,11 +112,16 @@ class PackedModel(GPTModel):
             cos=cos.squeeze(0)[:, None],
             sin=sin.squeeze(0)[:, None],
         )
-        return super().forward(inputs.input_ids, inputs.position_ids, _untyped(None), packed_seq_params=segments)
+        return super().forward(
+            inputs.input_ids, inputs.position_ids, _untyped(None), packed_seq_params=segments
+        )
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the two copies of a tied embedding. Each is filled from the files, so nothing is sent between stages."""
-        if self.config.pipeline_model_parallel_size > 1 and self.share_embeddings_and_output_weights:
+        if (
+            self.config.pipeline_model_parallel_size > 1
+            and self.share_embeddings_and_output_weights
+        ):
             weight: Any = self.shared_embedding_or_output_weight()
             if weight is not None:
                 # A bucket of its own, so that both stages cut it into the same data-parallel shards.
@@ -108,7 +131,9 @@ class PackedModel(GPTModel):
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
             # Under sequence parallelism this rank has a part of the tokens, otherwise all of them.
-            start = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+            start = (
+                self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+            )
             is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
             hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
         return hidden, *rest
@@ -132,7 +157,9 @@ class Segments(PackedSeqParams):
 class RMSNorm(nn.RMSNorm):
     """The norm of every place, also under sequence parallelism, where Megatron-Core sums its gradient over tp."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -148,7 +175,13 @@ class SegmentAttention(MegatronModule):
     """Rotary embedding and causal attention within each segment, for this rank's heads."""
 
     def __init__(
-        self, config: TransformerConfig, *, layer_number: int, window: int | None, pg_collection: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        window: int | None,
+        pg_collection: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
         assert config.kv_channels is not None
@@ -157,7 +190,13 @@ class SegmentAttention(MegatronModule):
         self.cp_group = pg_collection.cp if pg_collection.cp.size() > 1 else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Segments, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        packed_seq_params: Segments,
+        **kwargs: Any,
     ) -> Tensor:
         """[T / cp, 1, heads * head_dim] from `query` [T / cp, heads, head_dim], `key` and `value`."""
         segments = packed_seq_params
@@ -197,12 +236,18 @@ def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> Modul
     mlp = ModuleSpec(module=MLP, submodules=dense)
     if is_sparse:
         experts = ModuleSpec(module=SequentialMLP, submodules=dense)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=_untyped(Router)))
+        mlp = ModuleSpec(
+            module=MoELayer, submodules=MoESubmodules(experts=experts, router=_untyped(Router))
+        )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
             self_attn_bda=_untyped(get_bias_dropout_add),
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -278,7 +323,9 @@ def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
     return {
         "num_moe_experts": geometry.num_experts,
         "moe_ffn_hidden_size": geometry.expert_width,
-        "moe_layer_freq": [int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)],
+        "moe_layer_freq": [
+            int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)
+        ],
         "moe_router_topk": model_config.num_experts_per_tok,
         # Softmax over the chosen experts is softmax over all, normalised.
         "moe_router_pre_softmax": not model_config.norm_topk_prob,

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -70,19 +74,32 @@ class ShardedAdamW:
         self._dense = self._part(config, self.ddp.buffers, groups.dp_cp, is_expert=False)
         self._parts = [self._dense]
         if self.ddp.expert_parallel_buffers:
-            self._parts.append(self._part(config, self.ddp.expert_parallel_buffers, groups.expert_dp, is_expert=True))
+            self._parts.append(
+                self._part(
+                    config, self.ddp.expert_parallel_buffers, groups.expert_dp, is_expert=True
+                )
+            )
         self.clear()
 
-    def _part(self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool) -> _Part:
+    def _part(
+        self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool
+    ) -> _Part:
         # These groups say themselves that norms and biases do not decay; Megatron-Core's leave it to its scheduler.
         inner = build_optimizer(
-            (parameter for name, parameter in self._parameters.items() if self._table[name].is_expert == is_expert), config
+            (
+                parameter
+                for name, parameter in self._parameters.items()
+                if self._table[name].is_expert == is_expert
+            ),
+            config,
         )
         with cuda_type_names() if self._device.type == "cpu" else nullcontext():
             optimizer = DistributedOptimizer(
                 inner,
                 MegatronOptimizerConfig(
-                    bf16=self._dtype == torch.bfloat16, params_dtype=self._dtype, use_distributed_optimizer=True
+                    bf16=self._dtype == torch.bfloat16,
+                    params_dtype=self._dtype,
+                    use_distributed_optimizer=True,
                 ),
                 grad_scaler=None,  # pyright: ignore[reportArgumentType]  (none for bfloat16 and float32)
                 init_state_fn=None,
@@ -107,7 +124,9 @@ class ShardedAdamW:
         self._is_reduced = False
 
     def check_may_accumulate(self) -> None:
-        assert not self._is_reduced, "gradients were already added up over the ranks; take the optimizer step first"
+        assert not self._is_reduced, (
+            "gradients were already added up over the ranks; take the optimizer step first"
+        )
 
     def reduce(self) -> None:
         """Add gradients up over dp, cp and whoever else shares a parameter; does nothing the second time."""
@@ -207,7 +226,10 @@ class ShardedAdamW:
         if num_steps is None:
             return
         for name, shard in self.shards():
-            state = {kind: self._read_piece(name, shard, partial(_read_kind, read, kind)) for kind in MOMENTS}
+            state = {
+                kind: self._read_piece(name, shard, partial(_read_kind, read, kind))
+                for kind in MOMENTS
+            }
             state["step"] = torch.tensor(float(num_steps), device=shard.main.device)
             self._part_of(name).inner.state[shard.main] = state
 
@@ -242,7 +264,9 @@ class ShardedAdamW:
         width = math.prod(entry.shape[1:])
         first = shard.start // width
         rows = assemble(entry, read, first, -(-shard.stop // width)).flatten()
-        return rows[shard.start - first * width : shard.stop - first * width].to(self._device, copy=True)
+        return rows[shard.start - first * width : shard.stop - first * width].to(
+            self._device, copy=True
+        )
 
 
 def _read_kind(read: Read, kind: str, name: str, offset: Shape, shape: Shape) -> Tensor:

@@ -123,14 +123,22 @@ class Geometry:
     def _entries(self, stage: int, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
         is_last = stage == self.pp - 1
         if stage == 0:
-            yield "embedding.word_embeddings.weight", self._vocabulary(EMBEDDING, tp_rank, is_owner=True)
+            yield (
+                "embedding.word_embeddings.weight",
+                self._vocabulary(EMBEDDING, tp_rank, is_owner=True),
+            )
         for index, layer in enumerate(self.layers(stage)):
             feed_forward = self._mixture if layer in self.sparse_layers else self._dense
             parts = (self._attention, feed_forward)
-            for name, entry in (item for part in parts for item in part(f"model.layers.{layer}", tp_rank, ep_rank)):
+            for name, entry in (
+                item for part in parts for item in part(f"model.layers.{layer}", tp_rank, ep_rank)
+            ):
                 yield f"decoder.layers.{index}.{name}", entry
         if is_last:
-            yield "decoder.final_layernorm.weight", self._whole("model.norm.weight", (self.hidden,), tp_rank)
+            yield (
+                "decoder.final_layernorm.weight",
+                self._whole("model.norm.weight", (self.hidden,), tp_rank),
+            )
         if is_last and not self.is_tied:
             yield "output_layer.weight", self._vocabulary(HEAD, tp_rank, is_owner=True)
         if is_last and self.is_tied and stage > 0:
@@ -138,27 +146,53 @@ class Geometry:
 
     def _attention(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
         attention = f"{layer}.self_attn"
-        yield "input_layernorm.weight", self._whole(f"{layer}.input_layernorm.weight", (self.hidden,), tp_rank)
+        yield (
+            "input_layernorm.weight",
+            self._whole(f"{layer}.input_layernorm.weight", (self.hidden,), tp_rank),
+        )
         width = self.num_heads * self.head_dim
-        yield "self_attention.linear_proj.weight", self._columns(f"{attention}.o_proj.weight", width, tp_rank)
-        yield "self_attention.linear_qkv.weight", self._qkv(attention, "weight", (self.hidden,), tp_rank)
+        yield (
+            "self_attention.linear_proj.weight",
+            self._columns(f"{attention}.o_proj.weight", width, tp_rank),
+        )
+        yield (
+            "self_attention.linear_qkv.weight",
+            self._qkv(attention, "weight", (self.hidden,), tp_rank),
+        )
         if self.has_qkv_bias:
             yield "self_attention.linear_qkv.bias", self._qkv(attention, "bias", (), tp_rank)
         if self.has_qk_norm:
-            yield "self_attention.q_layernorm.weight", self._whole(f"{attention}.q_norm.weight", (self.head_dim,), tp_rank)
-            yield "self_attention.k_layernorm.weight", self._whole(f"{attention}.k_norm.weight", (self.head_dim,), tp_rank)
+            yield (
+                "self_attention.q_layernorm.weight",
+                self._whole(f"{attention}.q_norm.weight", (self.head_dim,), tp_rank),
+            )
+            yield (
+                "self_attention.k_layernorm.weight",
+                self._whole(f"{attention}.k_norm.weight", (self.head_dim,), tp_rank),
+            )
         norm = f"{layer}.post_attention_layernorm.weight"
         yield "pre_mlp_layernorm.weight", self._whole(norm, (self.hidden,), tp_rank)
 
     def _dense(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
         yield "mlp.linear_fc1.weight", self._gate_and_up(f"{layer}.mlp", tp_rank)
-        yield "mlp.linear_fc2.weight", self._columns(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank)
+        yield (
+            "mlp.linear_fc2.weight",
+            self._columns(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank),
+        )
 
     def _mixture(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
-        yield "mlp.router.weight", self._whole(f"{layer}.mlp.gate.weight", (self.num_experts, self.hidden), tp_rank)
-        shapes = {"gate_up_proj": (1, 2 * self.expert_width, self.hidden), "down_proj": (1, self.hidden, self.expert_width)}
+        yield (
+            "mlp.router.weight",
+            self._whole(f"{layer}.mlp.gate.weight", (self.num_experts, self.hidden), tp_rank),
+        )
+        shapes = {
+            "gate_up_proj": (1, 2 * self.expert_width, self.hidden),
+            "down_proj": (1, self.hidden, self.expert_width),
+        }
         for index, expert in enumerate(self.experts(ep_rank)):
-            for (name, shape), linear in zip(shapes.items(), ("linear_fc1", "linear_fc2"), strict=True):
+            for (name, shape), linear in zip(
+                shapes.items(), ("linear_fc1", "linear_fc2"), strict=True
+            ):
                 piece = Piece(f"{layer}.mlp.experts.{name}", (expert, 0, 0), shape, (0, 0, 0))
                 entry = Entry(shape, (piece,), is_owner=True, is_expert=True)
                 yield f"mlp.experts.local_experts.{index}.{linear}.weight", entry
@@ -179,7 +213,12 @@ class Geometry:
     def _gate_and_up(self, mlp: str, tp_rank: int) -> Entry:
         size = self.intermediate // self.tp
         pieces = (
-            Piece(f"{mlp}.{half}_proj.weight", (tp_rank * size, 0), (size, self.hidden), (index * size, 0))
+            Piece(
+                f"{mlp}.{half}_proj.weight",
+                (tp_rank * size, 0),
+                (size, self.hidden),
+                (index * size, 0),
+            )
             for index, half in enumerate(("gate", "up"))
         )
         return Entry((2 * size, self.hidden), tuple(pieces), is_owner=True)
@@ -197,7 +236,9 @@ class Geometry:
         start, stop = tp_rank * size, (tp_rank + 1) * size
         pieces, position = [], 0
         for name, row, num_rows in spans:
-            part = Piece(name, (row, *zeros), (num_rows, *tail), (position, *zeros)).rows(start, stop)
+            part = Piece(name, (row, *zeros), (num_rows, *tail), (position, *zeros)).rows(
+                start, stop
+            )
             if part.numel:
                 pieces.append(part._replace(local_offset=(part.local_offset[0] - start, *zeros)))
             position += num_rows
@@ -207,7 +248,10 @@ class Geometry:
 def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> Geometry:
     """Of a Hugging Face configuration of the types `llama`, `qwen2`, `qwen3` and `qwen3_moe`."""
     is_mixture = model_config.model_type == "qwen3_moe"
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    head_dim = (
+        getattr(model_config, "head_dim", None)
+        or model_config.hidden_size // model_config.num_attention_heads
+    )
     return Geometry(
         num_layers=model_config.num_hidden_layers,
         hidden=model_config.hidden_size,

@@ -37,7 +37,9 @@ def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) 
     for piece in entry.pieces:
         part = piece.rows(start, stop)
         if part.numel:
-            rows.narrow(0, part.local_offset[0] - start, part.shape[0]).copy_(read(part.name, part.offset, part.shape))
+            rows.narrow(0, part.local_offset[0] - start, part.shape[0]).copy_(
+                read(part.name, part.offset, part.shape)
+            )
     return rows
 
 
@@ -55,20 +57,33 @@ class ModelFiles:
         """Raise ConfigError unless every weight is there, in its shape."""
         for name, shape in shapes.items():
             for stored, expected in self._stored(name, shape):
-                found = tuple(self._files[stored].get_slice(stored).get_shape()) if stored in self._files else None
+                found = (
+                    tuple(self._files[stored].get_slice(stored).get_shape())
+                    if stored in self._files
+                    else None
+                )
                 if found != expected:
-                    state = f"have no {stored}" if found is None else f"have {stored} in shape {list(found)}"
+                    state = (
+                        f"have no {stored}"
+                        if found is None
+                        else f"have {stored} in shape {list(found)}"
+                    )
                     raise ConfigError(
                         f"the files of policy.model_name={self.model_name} {state}; its config.json asks for {list(expected)}"
                     )
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A block, in the files' precision."""
-        block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        block = tuple(
+            slice(start, start + length) for start, length in zip(offset, shape, strict=True)
+        )
         if name in self._files:
             return self._files[name].get_slice(name)[block]
         experts = range(offset[0], offset[0] + shape[0])
-        whole = [torch.cat([self._files[part].get_tensor(part) for part in _expert_parts(name, expert)]) for expert in experts]
+        whole = [
+            torch.cat([self._files[part].get_tensor(part) for part in _expert_parts(name, expert)])
+            for expert in experts
+        ]
         return torch.stack(whole)[:, *block[1:]]
 
     def _stored(self, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
@@ -118,13 +133,18 @@ def _weight_files(model_name: str) -> list[Path]:
     paths = {name: _cached(model_name, name) for name in names}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
-        raise ConfigError(f"policy.model_name={model_name} lacks {missing[0]}, which its {SAFE_WEIGHTS_INDEX_NAME} names")
+        raise ConfigError(
+            f"policy.model_name={model_name} lacks {missing[0]}, which its {SAFE_WEIGHTS_INDEX_NAME} names"
+        )
     return [path for path in paths.values() if path is not None]
 
 
 def _cached(model_name: str, file_name: str) -> Path | None:
     found = cached_file(
-        model_name, file_name, local_files_only=is_local(model_name), _raise_exceptions_for_missing_entries=False
+        model_name,
+        file_name,
+        local_files_only=is_local(model_name),
+        _raise_exceptions_for_missing_entries=False,
     )
     return None if found is None else Path(found)
 
@@ -147,7 +167,9 @@ class _Holding(NamedTuple):
 class Outbox:
     """Whole tensors under Hugging Face names on rank 0, from the parts the ranks hold."""
 
-    def __init__(self, geometry: Geometry, topology: Topology, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, geometry: Geometry, topology: Topology, rank: int, device: torch.device
+    ) -> None:
         self._topology = topology
         self._ep = geometry.ep
         self._rank = rank
@@ -164,7 +186,11 @@ class Outbox:
                         self._hold(stage, ep_rank, parameter, entry)
 
     def whole(
-        self, names: Sequence[str], shapes: Mapping[str, Shape], dtype: torch.dtype, local: Callable[[str], Tensor]
+        self,
+        names: Sequence[str],
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        local: Callable[[str], Tensor],
     ) -> Iterator[tuple[str, Tensor]]:
         """Each name with its tensor on rank 0 and an empty one elsewhere. Every rank iterates to the end.
 
@@ -172,19 +198,25 @@ class Outbox:
         at the same time on all ranks that hold the same parameter, and so may use their collectives.
         """
         for name in names:
-            full = torch.empty(shapes[name] if self._rank == 0 else 0, dtype=dtype, device=self._device)
+            full = torch.empty(
+                shapes[name] if self._rank == 0 else 0, dtype=dtype, device=self._device
+            )
             for holding in self._holdings[name]:
                 self._bring(holding, full, local)
             yield name, full
 
     def _bring(self, holding: _Holding, full: Tensor, local: Callable[[str], Tensor]) -> None:
         stage, tp_rank, ep_rank = place_of(self._topology, self._ep, self._rank)
-        holder = self._topology.rank(pp=holding.stage) + holding.place  # the first; tp, and ep, are neighbours
+        holder = (
+            self._topology.rank(pp=holding.stage) + holding.place
+        )  # the first; tp, and ep, are neighbours
         parts = None
         if (stage, ep_rank if holding.is_expert else tp_rank) == (holding.stage, holding.place):
             parameter = local(holding.parameter)
             if self._rank == holder:
-                parts = torch.cat([parameter[piece.local].reshape(-1) for piece in holding.pieces]).to(full.dtype)
+                parts = torch.cat(
+                    [parameter[piece.local].reshape(-1) for piece in holding.pieces]
+                ).to(full.dtype)
         if holder != 0 and self._rank == holder:
             assert parts is not None
             dist.send(parts, dst=0)
@@ -202,4 +234,6 @@ class Outbox:
             return
         for name in dict.fromkeys(piece.name for piece in entry.pieces):
             pieces = tuple(piece for piece in entry.pieces if piece.name == name)
-            self._holdings.setdefault(name, []).append(_Holding(stage, place, entry.is_expert, parameter, pieces))
+            self._holdings.setdefault(name, []).append(
+                _Holding(stage, place, entry.is_expert, parameter, pieces)
+            )

@@ -25,7 +25,9 @@ def check_model_config(model_config: Any, model_name: str) -> None:
     if getattr(model_config, "hidden_act", "silu") != "silu":
         wrong.append(f"hidden_act {model_config.hidden_act}")
     if getattr(model_config, "norm_topk_prob", False) and model_config.num_experts_per_tok == 1:
-        wrong.append("norm_topk_prob with num_experts_per_tok 1")  # every router weight is 1, and the router learns nothing
+        wrong.append(
+            "norm_topk_prob with num_experts_per_tok 1"
+        )  # every router weight is 1, and the router learns nothing
     if wrong:
         raise ConfigError(
             f"policy.model_name={model_name} has {' and '.join(wrong)}, which policy.engine=megatron does not compute; "

@@ -17,7 +17,9 @@ from nemo_like.sampling_filter import SamplingFilter
 class VocabularyHead:
     """The output embedding, tied or not, of the last pipeline stage."""
 
-    def __init__(self, model: PackedModel, geometry: Geometry, tp_rank: int, chunk_size: int) -> None:
+    def __init__(
+        self, model: PackedModel, geometry: Geometry, tp_rank: int, chunk_size: int
+    ) -> None:
         self._model = model
         self._chunk_size = chunk_size
         self._is_scattered = model.config.sequence_parallel
@@ -25,7 +27,11 @@ class VocabularyHead:
         self._shard = None
         if geometry.tp > 1:
             # The sequence-parallel gather adds gradients up in its own backward.
-            self._shard = VocabShard(megatron_groups.joined().tp, self._rows.start, partial_hidden_grad=self._is_scattered)
+            self._shard = VocabShard(
+                megatron_groups.joined().tp,
+                self._rows.start,
+                partial_hidden_grad=self._is_scattered,
+            )
 
     def __call__(
         self,

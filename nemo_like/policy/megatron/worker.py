@@ -17,7 +17,11 @@ from nemo_like.policy.worker import PolicyWorker
 
 # Said by every rank as Megatron-Core is imported and used: it has neither Apex nor Transformer Engine, which nothing here
 # needs, and it calls torch by names that the newest torch has replaced.
-for _message in (".*Apex.* not installed", "`torch.distributed.* is deprecated", "The .grad attribute of a Tensor"):
+for _message in (
+    ".*Apex.* not installed",
+    "`torch.distributed.* is deprecated",
+    "The .grad attribute of a Tensor",
+):
     warnings.filterwarnings("ignore", _message)
 
 from nemo_like.policy.megatron import groups as megatron_groups  # noqa: E402
@@ -42,13 +46,28 @@ class MegatronPolicyWorker(PolicyWorker):
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
+        topology = Topology.from_world_size(
+            context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
+        )
         device = init_process_group(context)
-        megatron_groups.join(topology, device, seed=seed, timeout_s=context.collective_timeout_s, expert=parallel.expert)
+        megatron_groups.join(
+            topology,
+            device,
+            seed=seed,
+            timeout_s=context.collective_timeout_s,
+            expert=parallel.expert,
+        )
 
         def engine(*, trainable: bool) -> MegatronEngine:
             return MegatronEngine(
-                config, device, topology, context.rank, sequence_parallel=parallel.sequence, trainable=trainable
+                config,
+                device,
+                topology,
+                context.rank,
+                sequence_parallel=parallel.sequence,
+                trainable=trainable,
             )
 
-        super().__init__(config, engine(trainable=True), engine(trainable=False) if needs_reference else None)
+        super().__init__(
+            config, engine(trainable=True), engine(trainable=False) if needs_reference else None
+        )

@@ -17,7 +17,12 @@ from nemo_like.data.packing import kernels
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker, get_packer
 from nemo_like.data.planning.bounds import l2_bound
 
-WAYS = ["interpreted", pytest.param("compiled", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs numba"))]
+WAYS = [
+    "interpreted",
+    pytest.param(
+        "compiled", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+    ),
+]
 
 
 @pytest.fixture(params=WAYS)
@@ -43,11 +48,15 @@ def decreasing(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
 
-def naive_first_fit(lengths: list[int], order: list[int], capacity: int, max_items: int | None) -> list[list[int]]:
+def naive_first_fit(
+    lengths: list[int], order: list[int], capacity: int, max_items: int | None
+) -> list[list[int]]:
     bins: list[list[int]] = []
     for row in order:
         for rows in bins:
-            if sum(lengths[r] for r in rows) + lengths[row] <= capacity and len(rows) < (max_items or len(lengths)):
+            if sum(lengths[r] for r in rows) + lengths[row] <= capacity and len(rows) < (
+                max_items or len(lengths)
+            ):
                 rows.append(row)
                 break
         else:
@@ -69,7 +78,11 @@ def naive_best_fit_loads(lengths: list[int], capacity: int) -> list[int]:
 def naive_next_fit(lengths: list[int], capacity: int, max_items: int | None) -> list[list[int]]:
     bins: list[list[int]] = []
     for row, length in enumerate(lengths):
-        if bins and sum(lengths[r] for r in bins[-1]) + length <= capacity and len(bins[-1]) < (max_items or len(lengths)):
+        if (
+            bins
+            and sum(lengths[r] for r in bins[-1]) + length <= capacity
+            and len(bins[-1]) < (max_items or len(lengths))
+        ):
             bins[-1].append(row)
         else:
             bins.append([row])
@@ -99,8 +112,15 @@ def naive_modified_first_fit(lengths: list[int], capacity: int) -> list[list[int
         if medium is not None:
             take(medium, rows)
     for rows in reversed(bins):
-        small = sorted((r for r in left if capacity // 6 < lengths[r] <= capacity // 3), key=lambda r: (lengths[r], r))
-        if len(rows) == 1 and len(small) >= 2 and lengths[small[0]] + lengths[small[1]] <= room(rows):
+        small = sorted(
+            (r for r in left if capacity // 6 < lengths[r] <= capacity // 3),
+            key=lambda r: (lengths[r], r),
+        )
+        if (
+            len(rows) == 1
+            and len(small) >= 2
+            and lengths[small[0]] + lengths[small[1]] <= room(rows)
+        ):
             take(small[0], rows)
             largest = longest(room(rows), above=capacity // 6, up_to=capacity // 3)
             assert largest is not None
@@ -114,7 +134,9 @@ def naive_modified_first_fit(lengths: list[int], capacity: int) -> list[list[int
 def test_first_fit_decreasing_is_the_naive_loop(way: str) -> None:
     for lengths, capacity, max_items in random_cases(150):
         packer = get_packer("first_fit_decreasing", capacity, max_items=max_items)
-        assert packer.pack(lengths) == naive_first_fit(lengths, decreasing(lengths), capacity, max_items)
+        assert packer.pack(lengths) == naive_first_fit(
+            lengths, decreasing(lengths), capacity, max_items
+        )
 
 
 def test_first_fit_shuffle_is_the_naive_loop_over_its_own_permutation(way: str) -> None:
@@ -127,26 +149,33 @@ def test_first_fit_shuffle_is_the_naive_loop_over_its_own_permutation(way: str) 
 def test_best_fit_decreasing_has_the_loads_of_the_naive_loop(way: str) -> None:
     for lengths, capacity, _ in random_cases(150):
         bins = get_packer("best_fit_decreasing", capacity).pack(lengths)
-        assert sorted(sum(lengths[row] for row in rows) for rows in bins) == naive_best_fit_loads(lengths, capacity)
+        assert sorted(sum(lengths[row] for row in rows) for rows in bins) == naive_best_fit_loads(
+            lengths, capacity
+        )
 
 
 def test_concatenative_is_the_naive_loop(way: str) -> None:
     for lengths, capacity, max_items in random_cases(60):
-        assert get_packer("concatenative", capacity, max_items=max_items).pack(lengths) == naive_next_fit(
-            lengths, capacity, max_items
-        )
+        assert get_packer("concatenative", capacity, max_items=max_items).pack(
+            lengths
+        ) == naive_next_fit(lengths, capacity, max_items)
 
 
 def test_modified_first_fit_decreasing_has_the_loads_of_the_five_phases(way: str) -> None:
     for lengths, capacity, _ in random_cases(150):
         bins = get_packer("modified_first_fit_decreasing", capacity).pack(lengths)
         loads = [sum(lengths[row] for row in rows) for rows in bins]
-        assert loads == [sum(lengths[row] for row in rows) for rows in naive_modified_first_fit(lengths, capacity)]
+        assert loads == [
+            sum(lengths[row] for row in rows)
+            for rows in naive_modified_first_fit(lengths, capacity)
+        ]
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
-def test_compiled_and_interpreted_give_the_same_bins(algorithm: PackingAlgorithm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_interpreted_give_the_same_bins(
+    algorithm: PackingAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for lengths, capacity, max_items in random_cases(80):
         packer = get_packer(algorithm, capacity, max_items=max_items)
         bins = []
@@ -201,16 +230,29 @@ def test_bins_partition_the_rows_within_every_bound(
 
 
 def test_decreasing_packers_are_close_to_the_lower_bound() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(1200), 0.95, 4096).astype(int), 16, 8192)
-    for algorithm in ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing", "balanced"):
-        assert get_packer(algorithm, 8192).pack_csr(lengths).num_bins <= 1.001 * l2_bound(lengths, 8192)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(np.log(1200), 0.95, 4096).astype(int), 16, 8192
+    )
+    for algorithm in (
+        "best_fit_decreasing",
+        "first_fit_decreasing",
+        "modified_first_fit_decreasing",
+        "balanced",
+    ):
+        assert get_packer(algorithm, 8192).pack_csr(lengths).num_bins <= 1.001 * l2_bound(
+            lengths, 8192
+        )
 
 
 def test_more_bins_than_needed_are_even() -> None:
     """Taking one row at a time from the fullest bins gives 1.40 here."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(1200), 0.95, 512).astype(int), 16, 8192)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(np.log(1200), 0.95, 512).astype(int), 16, 8192
+    )
     for algorithm in PackingAlgorithm:
-        packing = get_packer(algorithm, 8192, min_bin_count=64, bin_count_multiple=64).pack_csr(lengths)
+        packing = get_packer(algorithm, 8192, min_bin_count=64, bin_count_multiple=64).pack_csr(
+            lengths
+        )
         loads = packing.loads(lengths)
         assert packing.num_bins == (192 if algorithm == "concatenative" else 128)
         assert loads.max() <= max(1.03 * loads.mean(), lengths.max())
@@ -231,7 +273,12 @@ def test_a_spread_leaves_lighter_bins_alone() -> None:
     """Loads 10, 10 and 2: the two full ones become three, the light one stays."""
     lengths = [5, 5, 5, 5, 2]
     bins = get_packer("concatenative", 10, min_bin_count=4).pack(lengths)
-    assert [4] in bins and sorted(sum(lengths[row] for row in rows) for rows in bins) == [2, 5, 5, 10]
+    assert [4] in bins and sorted(sum(lengths[row] for row in rows) for rows in bins) == [
+        2,
+        5,
+        5,
+        10,
+    ]
 
 
 def test_equal_lengths_keep_their_order() -> None:
@@ -241,16 +288,27 @@ def test_equal_lengths_keep_their_order() -> None:
 def test_names_in_any_case_and_members() -> None:
     lengths = [5, 9, 3, 8, 2]
     for algorithm in PackingAlgorithm:
-        assert get_packer(algorithm.name, 10).pack(lengths) == get_packer(algorithm, 10).pack(lengths)
-    with pytest.raises(ValueError, match=r"'first_fit_decrasing' is no packing algorithm; did you mean 'first_fit_decreasing'"):
+        assert get_packer(algorithm.name, 10).pack(lengths) == get_packer(algorithm, 10).pack(
+            lengths
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"'first_fit_decrasing' is no packing algorithm; did you mean 'first_fit_decreasing'",
+    ):
         get_packer("first_fit_decrasing", 10)
 
 
 @pytest.mark.parametrize("algorithm", PackingAlgorithm)
 def test_messages_name_row_length_capacity_and_key(algorithm: PackingAlgorithm) -> None:
-    with pytest.raises(ValueError, match=r"row 1 has 11 tokens, above the bin capacity 10; .*sequence_packing.train_mb_tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1 has 11 tokens, above the bin capacity 10; .*sequence_packing.train_mb_tokens",
+    ):
         get_packer(algorithm, 10).pack([3, 11])
-    with pytest.raises(ValueError, match=r"row 0 has 9 tokens \(12 when rounded up to a multiple of 4\), above .* 10"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 0 has 9 tokens \(12 when rounded up to a multiple of 4\), above .* 10",
+    ):
         get_packer(algorithm, 10, pad_multiple=4).pack([9, 1])
     with pytest.raises(ValueError, match="row 2 has length 0"):
         get_packer(algorithm, 10).pack([3, 4, 0])
@@ -261,7 +319,13 @@ def test_messages_name_row_length_capacity_and_key(algorithm: PackingAlgorithm) 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bin_capacity": 0}, {"min_bin_count": -1}, {"bin_count_multiple": 0}, {"max_items": 0}, {"pad_multiple": 0}],
+    [
+        {"bin_capacity": 0},
+        {"min_bin_count": -1},
+        {"bin_count_multiple": 0},
+        {"max_items": 0},
+        {"pad_multiple": 0},
+    ],
 )
 def test_numbers_out_of_range_are_named(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
@@ -294,7 +358,9 @@ def test_metrics_are_gathered_on_request() -> None:
     packer.pack([10])
     assert packer.metrics is not None
     aggregate = packer.metrics.get_aggregated_stats()
-    assert aggregate["total_bins"] == 3 and aggregate["average_utilization"] == pytest.approx(25 / 30)
+    assert aggregate["total_bins"] == 3 and aggregate["average_utilization"] == pytest.approx(
+        25 / 30
+    )
     assert aggregate["average_packing_time"] > 0
     assert get_packer("best_fit_decreasing", 10).metrics is None
 
@@ -307,7 +373,9 @@ def test_a_capacity_far_above_the_rows_costs_nothing() -> None:
 @pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
 def test_without_a_place_for_machine_code_kernels_are_interpreted() -> None:
     scope: dict[str, Any] = {}
-    exec("def kernel(x):\n    return x", scope)  # no file, so numba finds no directory for its cache
+    exec(
+        "def kernel(x):\n    return x", scope
+    )  # no file, so numba finds no directory for its cache
     assert kernels.compiled(scope["kernel"]) is None
 
 
@@ -317,4 +385,9 @@ def test_small_batches_import_no_heavy_library() -> None:
         "for algorithm in PackingAlgorithm: get_packer(algorithm, 100).pack(list(range(1, 100)) * 3)\n"
         "print([name for name in ('numba', 'torch', 'ray', 'transformers') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -44,7 +44,9 @@ def test_one_bin_is_balanced_and_no_bin_is_all_zero() -> None:
 
 def test_a_bin_above_the_capacity_counts_as_full() -> None:
     stats = bin_stats(np.array([15, 5]), 10)
-    assert stats["max_utilization"] == 1.0 and stats["average_utilization"] == pytest.approx(20 / 25)
+    assert stats["max_utilization"] == 1.0 and stats["average_utilization"] == pytest.approx(
+        20 / 25
+    )
 
 
 def test_the_aggregate_is_over_all_updates() -> None:
@@ -58,11 +60,17 @@ def test_the_aggregate_is_over_all_updates() -> None:
     assert (aggregate["min_utilization"], aggregate["max_utilization"]) == (0.75, 1.0)
     assert aggregate["average_waste_ratio"] == pytest.approx(5 / 30)
     assert (aggregate["min_waste_ratio"], aggregate["max_waste_ratio"]) == (0.0, 0.25)
-    assert aggregate["average_bin_count"] == 1.5 and aggregate["bin_efficiency"] == pytest.approx(1.0)
-    assert aggregate["average_bin_balance"] == pytest.approx((20 * (1 - stdev([1.0, 0.5]) / 0.75) + 10 * 1) / 30)
+    assert aggregate["average_bin_count"] == 1.5 and aggregate["bin_efficiency"] == pytest.approx(
+        1.0
+    )
+    assert aggregate["average_bin_balance"] == pytest.approx(
+        (20 * (1 - stdev([1.0, 0.5]) / 0.75) + 10 * 1) / 30
+    )
     assert aggregate["average_packing_time"] == 1.0
     metrics.update([], [], 10)
-    assert metrics.get_aggregated_stats()["average_utilization"] == pytest.approx(25 / 30), "no bins, no weight"
+    assert metrics.get_aggregated_stats()["average_utilization"] == pytest.approx(25 / 30), (
+        "no bins, no weight"
+    )
     metrics.reset()
     metrics.update([], [], 10)
     assert metrics.get_aggregated_stats()["average_utilization"] == 0.0

@@ -33,13 +33,17 @@ def cases(draw: st.DrawFn) -> dict:
     }
     if draw(st.booleans()):
         work = st.floats(0, 1e12, allow_nan=False)
-        arguments["work"] = np.array(draw(st.lists(work, min_size=len(lengths), max_size=len(lengths))))
+        arguments["work"] = np.array(
+            draw(st.lists(work, min_size=len(lengths), max_size=len(lengths)))
+        )
     if draw(st.booleans()):
         size = draw(st.integers(1, 4))
         arguments["lengths"] = [min(length, max_tokens // size) for length in lengths]
         arguments["groups"] = [-7 * (row // size) for row in range(len(lengths))]
     elif draw(st.booleans()):
-        packed = get_packer(draw(st.sampled_from(PackingAlgorithm)), max_tokens).pack_csr(np.array(lengths, dtype=int))
+        packed = get_packer(draw(st.sampled_from(PackingAlgorithm)), max_tokens).pack_csr(
+            np.array(lengths, dtype=int)
+        )
         arguments["packed_bins"] = (packed.perm, packed.offsets)
     return arguments
 
@@ -53,7 +57,11 @@ def assert_invariants(planned: Schedule, arguments: dict) -> None:
     assert planned.offsets[0] == 0 and planned.offsets[-1] == num_rows and (sizes >= 0).all()
     bin_of = np.empty(num_rows, dtype=np.int64)
     bin_of[planned.perm] = np.repeat(np.arange(len(sizes)), sizes)
-    ids = np.arange(num_rows) if groups is None else np.unique(np.asarray(groups, dtype=int), return_inverse=True)[1]
+    ids = (
+        np.arange(num_rows)
+        if groups is None
+        else np.unique(np.asarray(groups, dtype=int), return_inverse=True)[1]
+    )
     num_groups = len(set(ids.tolist()))
     assert len(set(zip(ids.tolist(), bin_of.tolist(), strict=True))) == num_groups
     # no bin holds more than the cap
@@ -79,7 +87,9 @@ def test_every_schedule_keeps_the_promises(use_numba, arguments):
 @given(arguments=cases())
 @settings(max_examples=60, deadline=None)
 def test_the_same_arguments_give_the_same_schedule_compiled_or_not(arguments):
-    compiled, again, interpreted = (schedule(**arguments, use_numba=way) for way in (True, True, False))
+    compiled, again, interpreted = (
+        schedule(**arguments, use_numba=way) for way in (True, True, False)
+    )
     for other in (again, interpreted):
         assert compiled.perm.tolist() == other.perm.tolist()
         assert compiled.offsets.tolist() == other.offsets.tolist()
@@ -90,7 +100,9 @@ def test_a_thousand_random_schedules_never_overflow():
     for trial in range(1000):
         max_tokens, num_rows = int(rng.integers(1, 200)), int(rng.integers(0, 120))
         arguments = {
-            "lengths": rng.integers(1, max_tokens + 1, num_rows) if trial % 2 else 1 + rng.integers(0, max_tokens, num_rows) // 3,
+            "lengths": rng.integers(1, max_tokens + 1, num_rows)
+            if trial % 2
+            else 1 + rng.integers(0, max_tokens, num_rows) // 3,
             "max_tokens": max_tokens,
             "num_ranks": int(rng.integers(1, 20)),
             "sync": "step" if trial % 3 else "microbatch",
@@ -104,7 +116,9 @@ def lognormal(num_rows: int, seed: int) -> np.ndarray:
 
 
 def long_tailed(num_rows: int, seed: int) -> np.ndarray:
-    return np.clip((32 * (1 + np.random.default_rng(seed).pareto(0.9, num_rows))).astype(np.int64), 16, 8192)
+    return np.clip(
+        (32 * (1 + np.random.default_rng(seed).pareto(0.9, num_rows))).astype(np.int64), 16, 8192
+    )
 
 
 @WAYS
@@ -125,7 +139,9 @@ def test_schedules_are_level_and_as_short_as_proven_possible(use_numba, lengths_
 def test_dealing_a_packers_bins_in_turn_waits_far_longer():
     lengths, num_ranks = lognormal(512, 0), 64
     work = CostModel().of(lengths)
-    packed = get_packer("modified_first_fit_decreasing", 8192, bin_count_multiple=num_ranks).pack_csr(lengths)
+    packed = get_packer(
+        "modified_first_fit_decreasing", 8192, bin_count_multiple=num_ranks
+    ).pack_csr(lengths)
     bin_work = np.add.reduceat(work[packed.perm], packed.offsets[:-1]).reshape(-1, num_ranks)
     planned = schedule(lengths, 8192, num_ranks, work=work)
     assert planned.num_microbatches <= len(bin_work)
@@ -145,7 +161,9 @@ def test_a_start_from_given_bins_is_used_where_it_is_the_best(sync):
     # Sums to 10 by pairs that no greedy rule finds; the given bins are perfect.
     lengths = np.array([7, 3, 6, 4, 5, 5, 9, 1])
     given_bins = (np.arange(8), np.arange(0, 9, 2))
-    planned = schedule(lengths, 10, 4, work=lengths.astype(float), packed_bins=given_bins, sync=sync)
+    planned = schedule(
+        lengths, 10, 4, work=lengths.astype(float), packed_bins=given_bins, sync=sync
+    )
     assert planned.num_microbatches == 1
     assert planned.stats["lockstep_ratio"] == planned.stats["rank_imbalance"] == 1.0
 
@@ -190,10 +208,14 @@ def test_assigned_bins_stay_whole_and_are_dealt_by_work(bin_work, num_ranks, mul
     assert ids.size - len(bin_work) < num_ranks * multiple
     work = np.append(bin_work, 0.0)[ids]
     if sync == "microbatch":
-        best = np.sort(np.append(bin_work, np.zeros(ids.size - len(bin_work))))[::-1][::num_ranks].sum()
+        best = np.sort(np.append(bin_work, np.zeros(ids.size - len(bin_work))))[::-1][
+            ::num_ranks
+        ].sum()
         assert work.max(axis=0, initial=0.0).sum() == pytest.approx(best)
     else:
-        dealt = np.append(bin_work, 0.0)[assign_bins(bin_work, num_ranks, microbatch_multiple=multiple)]
+        dealt = np.append(bin_work, 0.0)[
+            assign_bins(bin_work, num_ranks, microbatch_multiple=multiple)
+        ]
         assert work.sum(axis=1).max() <= dealt.sum(axis=1).max() * (1 + 1e-9)
 
 
@@ -212,8 +234,14 @@ def test_assigned_bins_stay_whole_and_are_dealt_by_work(bin_work, num_ranks, mul
         ({"work": np.array([1.0, np.nan])}, "row 1 has work nan"),
         ({"groups": [1]}, "one group id per row"),
         ({"packed_bins": (np.array([0, 0]), np.array([0, 2]))}, "each of the 2 rows once"),
-        ({"packed_bins": (np.array([0, 1]), np.array([0, 2])), "lengths": [6, 6]}, "bin 0 of packed_bins holds 12 tokens"),
-        ({"packed_bins": (np.array([0, 1]), np.array([0, 1, 2])), "groups": [5, 5]}, "splits a group"),
+        (
+            {"packed_bins": (np.array([0, 1]), np.array([0, 2])), "lengths": [6, 6]},
+            "bin 0 of packed_bins holds 12 tokens",
+        ),
+        (
+            {"packed_bins": (np.array([0, 1]), np.array([0, 1, 2])), "groups": [5, 5]},
+            "splits a group",
+        ),
     ],
 )
 def test_what_cannot_be_scheduled_is_refused_by_name(changes, message):
@@ -226,5 +254,7 @@ def test_importing_and_small_schedules_load_nothing_heavy():
         "import sys; from nemo_like.data.planning.balance import schedule; schedule([3, 4, 5], 8, 2)\n"
         "print(*{'numba', 'torch', 'ray', 'transformers'} & set(sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == ""

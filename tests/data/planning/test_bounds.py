@@ -37,11 +37,19 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return place(0, (), len(lengths))
 
 
-@given(st.integers(1, 40).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=60))))
+@given(
+    st.integers(1, 40).flatmap(
+        lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=60))
+    )
+)
 @settings(max_examples=200, deadline=None)
 def test_l2_is_its_definition_and_at_least_l1(case):
     capacity, lengths = case
-    assert l2_bound(lengths, capacity) == l2_by_definition(lengths, capacity) >= l1_bound(lengths, capacity)
+    assert (
+        l2_bound(lengths, capacity)
+        == l2_by_definition(lengths, capacity)
+        >= l1_bound(lengths, capacity)
+    )
 
 
 @given(st.lists(st.integers(1, 10), max_size=8))
@@ -61,9 +69,13 @@ def test_a_length_outside_the_capacity_is_refused(lengths):
         l2_bound(lengths, 10)
 
 
-def all_plans(lengths: np.ndarray, work: np.ndarray, max_tokens: int, num_bins: int) -> tuple[np.ndarray, np.ndarray]:
+def all_plans(
+    lengths: np.ndarray, work: np.ndarray, max_tokens: int, num_bins: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Every way to put the rows in bins under the cap: (work of each bin, rows of each bin), both [plans, num_bins]."""
-    bins = np.stack(np.unravel_index(np.arange(num_bins ** len(lengths)), (num_bins,) * len(lengths)))
+    bins = np.stack(
+        np.unravel_index(np.arange(num_bins ** len(lengths)), (num_bins,) * len(lengths))
+    )
     is_in = bins[:, :, None] == np.arange(num_bins)
     is_in = is_in[:, (np.einsum("nak,n->ak", is_in, lengths) <= max_tokens).all(axis=1)]
     return np.einsum("nak,n->ak", is_in, work), is_in.sum(axis=0)
@@ -88,34 +100,48 @@ def test_no_plan_takes_less_lockstep_work_than_the_bound(lengths, shape, seed, i
     array = np.array(lengths)
     work = work_of(array, seed, is_convex)
     bin_work, _ = all_plans(array, work, 12, shape[0] * shape[1])
-    lockstep = np.sort(bin_work)[:, ::-1][:, :: shape[0]].sum(axis=1)  # bins of like work together are the best lockstep
+    lockstep = np.sort(bin_work)[:, ::-1][:, :: shape[0]].sum(
+        axis=1
+    )  # bins of like work together are the best lockstep
     assert lockstep_bound(array, work, 12, *shape) <= lockstep.min(initial=np.inf) * (1 + 1e-9)
 
 
 @given(**SMALL_CASES, may_be_empty=st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_no_plan_has_a_cheaper_dearest_rank_than_the_bound(lengths, shape, seed, is_convex, may_be_empty):
+def test_no_plan_has_a_cheaper_dearest_rank_than_the_bound(
+    lengths, shape, seed, is_convex, may_be_empty
+):
     array = np.array(lengths)
     work = work_of(array, seed, is_convex)
     bin_work, num_rows = all_plans(array, work, 12, shape[0] * shape[1])
     is_allowed = np.ones(len(bin_work), dtype=bool) if may_be_empty else (num_rows > 0).all(axis=1)
     dearest = bin_work[is_allowed].reshape(-1, *shape).sum(axis=2).max(axis=1)
-    assert rank_bound(array, work, 12, *shape, may_be_empty=may_be_empty) <= dearest.min(initial=np.inf) * (1 + 1e-9)
+    assert rank_bound(array, work, 12, *shape, may_be_empty=may_be_empty) <= dearest.min(
+        initial=np.inf
+    ) * (1 + 1e-9)
 
 
 def test_a_rank_that_must_fill_its_other_bin_raises_the_bound():
     lengths, work = np.array([10, 3, 3, 3]), np.array([100.0, 3.0, 3.0, 3.0])
     assert rank_bound(lengths, work, 10, 2, 2, may_be_empty=True) == 100.0
-    assert rank_bound(lengths, work, 10, 2, 2, may_be_empty=False) == 103.0  # no bin is empty, so 10 has a 3 beside it
+    assert (
+        rank_bound(lengths, work, 10, 2, 2, may_be_empty=False) == 103.0
+    )  # no bin is empty, so 10 has a 3 beside it
 
 
 def test_rows_above_half_the_cap_raise_the_bound():
     # 4 long rows take a bin each, so on 2 ranks the second microbatch holds one as well: 10 + 8, and tokens alone say less.
     lengths, work = np.array([10, 9, 8, 7]), np.array([10.0, 9.0, 8.0, 7.0])
-    assert lockstep_bound(lengths, work, 100, 2, 2) == 17.0  # all of them fit in one bin: only the mean of the ranks
+    assert (
+        lockstep_bound(lengths, work, 100, 2, 2) == 17.0
+    )  # all of them fit in one bin: only the mean of the ranks
     assert lockstep_bound(lengths, work, 12, 2, 2) == 18.0
 
 
 def test_no_rows_need_nothing():
     assert l1_bound([], 10) == l2_bound([], 10) == 0
-    assert lockstep_bound([], np.empty(0), 10, 4, 0) == rank_bound([], np.empty(0), 10, 4, 0, may_be_empty=True) == 0.0
+    assert (
+        lockstep_bound([], np.empty(0), 10, 4, 0)
+        == rank_bound([], np.empty(0), 10, 4, 0, may_be_empty=True)
+        == 0.0
+    )

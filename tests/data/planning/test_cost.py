@@ -48,7 +48,17 @@ MODELS = [
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {"head_dim": 32}),
     ("gemma3_text", {"head_dim": 16}),
-    ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0}),
+    (
+        "gpt2",
+        {
+            "n_embd": 64,
+            "n_layer": 4,
+            "n_head": 4,
+            "vocab_size": 500,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
     ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     ("qwen3_moe", {**EXPERTS, "num_experts": 8, "decoder_sparse_step": 2}),
     ("deepseek_v3", DEEPSEEK),
@@ -71,14 +81,18 @@ def multiplied_params(config) -> int:
 
 @pytest.mark.parametrize(("model_type", "overrides"), MODELS)
 def test_active_params_are_those_of_the_real_model(model_type, overrides):
-    config = AutoConfig.for_model(model_type, **(overrides if model_type == "gpt2" else {**SMALL, **overrides}))
+    config = AutoConfig.for_model(
+        model_type, **(overrides if model_type == "gpt2" else {**SMALL, **overrides})
+    )
     assert num_active_params(config) == multiplied_params(config)
     assert CostModel.from_model_config(config) == CostModel.from_model_config(config.to_dict())
 
 
 def test_a_and_b_of_a_7b_model():
     cost = CostModel.from_model_config(QWEN2_5_7B)
-    assert num_active_params(QWEN2_5_7B) == 7_070_285_824  # 7.62e9 less the 0.545e9 of the embedding table, norms and biases
+    assert (
+        num_active_params(QWEN2_5_7B) == 7_070_285_824
+    )  # 7.62e9 less the 0.545e9 of the embedding table, norms and biases
     assert cost == CostModel(linear=2.0 * 7_070_285_824, quadratic=2.0 * 28 * 28 * 128)
 
 
@@ -94,8 +108,12 @@ def test_beyond_the_window_work_grows_in_a_line():
     cost = CostModel(linear=0, quadratic=2, window=100, windowed_share=0.75)
     assert cost.of([50])[0] == 2 * 50**2
     assert cost.of([300])[0] == 2 * (0.25 * 300**2 + 0.75 * 100 * (600 - 100))
-    pairs = sum(min(position + 1, 100) for position in range(3000))  # what each token sees, itself included
-    assert CostModel(linear=0, quadratic=2, window=100).of([3000])[0] == pytest.approx(4 * pairs, rel=0.02)
+    pairs = sum(
+        min(position + 1, 100) for position in range(3000)
+    )  # what each token sees, itself included
+    assert CostModel(linear=0, quadratic=2, window=100).of([3000])[0] == pytest.approx(
+        4 * pairs, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,11 @@ def test_beyond_the_window_work_grows_in_a_line():
         ({"sliding_window": 128, "use_sliding_window": False}, None, 1.0),
         ({"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 3}, 128, 0.25),
         ({"sliding_window": 128, "sliding_window_pattern": 2}, 128, 0.5),
-        ({"sliding_window": 128, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, 128, 0.75),
+        (
+            {"sliding_window": 128, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+            128,
+            0.75,
+        ),
         ({"sliding_window": None}, None, 1.0),
     ],
 )
@@ -117,22 +139,35 @@ def test_windowed_layers_are_read_from_the_config(extra, window, share):
 
 def test_layers_of_linear_attention_add_no_quadratic_work():
     mixed = {**SMALL, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-    assert CostModel.from_model_config(mixed).quadratic == CostModel.from_model_config(SMALL).quadratic / 4
+    assert (
+        CostModel.from_model_config(mixed).quadratic
+        == CostModel.from_model_config(SMALL).quadratic / 4
+    )
 
 
 def test_a_nested_text_config_is_used():
-    assert CostModel.from_model_config({"text_config": SMALL, "hidden_size": 7}) == CostModel.from_model_config(SMALL)
+    assert CostModel.from_model_config(
+        {"text_config": SMALL, "hidden_size": 7}
+    ) == CostModel.from_model_config(SMALL)
 
 
 def test_a_config_without_the_needed_keys_is_refused_by_name():
     with pytest.raises(ValueError, match="vocab_size"):
-        CostModel.from_model_config({key: value for key, value in SMALL.items() if key != "vocab_size"})
+        CostModel.from_model_config(
+            {key: value for key, value in SMALL.items() if key != "vocab_size"}
+        )
     with pytest.raises(ValueError, match="mapping or an object"):
         CostModel.from_model_config("meta-llama/Llama-3.2-1B")
 
 
 @pytest.mark.parametrize(
-    "values", [{"linear": -1}, {"linear": 0, "quadratic": 0}, {"window": 0}, {"windowed_share": 1.5, "window": 4}]
+    "values",
+    [
+        {"linear": -1},
+        {"linear": 0, "quadratic": 0},
+        {"window": 0},
+        {"windowed_share": 1.5, "window": 4},
+    ],
 )
 def test_senseless_weights_are_refused(values):
     with pytest.raises(ValueError):

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.padded import form_padded
 
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048)
+LENGTHS = np.clip(
+    np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048
+)
 
 
-def formed(lengths: list[int] | np.ndarray, capacity: int, *, evened: bool = True, **options: int) -> list[list[int]]:
+def formed(
+    lengths: list[int] | np.ndarray, capacity: int, *, evened: bool = True, **options: int
+) -> list[list[int]]:
     """Bins of rows, balanced by tokens or only filled."""
     values = np.asarray(lengths, dtype=np.int64)
     work = values.astype(np.float64) if evened else None
@@ -44,7 +48,9 @@ def test_worked_example() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(20, 60), st.booleans())
-def test_the_number_is_the_smallest_there_is(lengths: list[int], capacity: int, evened: bool) -> None:
+def test_the_number_is_the_smallest_there_is(
+    lengths: list[int], capacity: int, evened: bool
+) -> None:
     bins = formed(lengths, capacity, evened=evened)
     assert len(bins) == fewest(lengths, capacity)
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
@@ -52,8 +58,12 @@ def test_the_number_is_the_smallest_there_is(lengths: list[int], capacity: int, 
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 90), max_size=40), st.integers(1, 6), st.integers(1, 9), st.booleans())
-def test_multiples_and_row_limits_hold(lengths: list[int], bins_multiple: int, max_rows: int, evened: bool) -> None:
+@given(
+    st.lists(st.integers(1, 90), max_size=40), st.integers(1, 6), st.integers(1, 9), st.booleans()
+)
+def test_multiples_and_row_limits_hold(
+    lengths: list[int], bins_multiple: int, max_rows: int, evened: bool
+) -> None:
     bins = formed(lengths, 64, evened=evened, bins_multiple=bins_multiple, max_rows=max_rows)
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
     assert len(bins) % bins_multiple == 0 or len(bins) == len(lengths)
@@ -64,7 +74,10 @@ def test_multiples_and_row_limits_hold(lengths: list[int], bins_multiple: int, m
 def test_the_dearest_is_as_cheap_as_it_can_be() -> None:
     """Evened under the same number of microbatches, the largest is near the mean and no worse than plain filling."""
     lengths = np.minimum(LENGTHS, 700)
-    filled, even = (sizes(formed(lengths, 4096, evened=evened, bins_multiple=8), lengths) for evened in (False, True))
+    filled, even = (
+        sizes(formed(lengths, 4096, evened=evened, bins_multiple=8), lengths)
+        for evened in (False, True)
+    )
     assert len(filled) == len(even) and max(even) <= max(filled)
     assert max(even) <= 1.15 * np.mean(even)
 

@@ -18,7 +18,9 @@ from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
 from nemo_like.data.planning.spec import Layout, Sync
 
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048)
+LENGTHS = np.clip(
+    np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048
+)
 
 
 @st.composite
@@ -88,42 +90,65 @@ def test_no_microbatch_is_above_the_cap_except_one_row_or_group_alone(
         assert len(microbatch.lengths) == len(microbatch.padded_lengths) == len(microbatch.rows)
         if microbatch.num_tokens > (spec.max_tokens or 1 << 60):
             assert spec.oversize == "singleton"
-            assert len(microbatch.rows) == 1 or len({(groups or lengths)[row] for row in microbatch.rows}) == 1
+            assert (
+                len(microbatch.rows) == 1
+                or len({(groups or lengths)[row] for row in microbatch.rows}) == 1
+            )
         assert spec.max_rows is None or len(microbatch.rows) <= spec.max_rows
-        for row, length, padded in zip(microbatch.rows, microbatch.lengths, microbatch.padded_lengths, strict=True):
+        for row, length, padded in zip(
+            microbatch.rows, microbatch.lengths, microbatch.padded_lengths, strict=True
+        ):
             assert length <= padded
-            assert length == lengths[row] or (spec.oversize == "truncate" and 1 <= length < lengths[row])
+            assert length == lengths[row] or (
+                spec.oversize == "truncate" and 1 <= length < lengths[row]
+            )
             num_truncated += length < lengths[row]
     assert plan.num_truncated == num_truncated
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_ranks_run_the_same_number_of_microbatches_in_a_step(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+def test_ranks_run_the_same_number_of_microbatches_in_a_step(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
     lengths, spec, _ = case
     plan = planned(case)
     assert {len(rank) for rank in plan.ranks} == {plan.num_microbatches}
     assert plan.num_steps == -(-len(lengths) // (spec.global_batch_size or max(len(lengths), 1)))
     for start, stop in pairwise(plan.step_offsets):
         assert stop > start and (stop - start) % spec.microbatch_multiple == 0
-        num_dummies = sum(microbatch.is_dummy for rank in plan.ranks for microbatch in rank[start:stop])
+        num_dummies = sum(
+            microbatch.is_dummy for rank in plan.ranks for microbatch in rank[start:stop]
+        )
         assert (
-            spec.max_rows is not None or num_dummies == 0 or spec.oversize == "drop" or is_short_of_items(case, plan, start, stop)
+            spec.max_rows is not None
+            or num_dummies == 0
+            or spec.oversize == "drop"
+            or is_short_of_items(case, plan, start, stop)
         )
     for microbatch in microbatches(plan):
         assert not microbatch.is_dummy or microbatch == Microbatch((), (), (), spec.dummy_tokens)
 
 
-def is_short_of_items(case: tuple[list[int], PlanSpec, list[int] | None], plan: BatchPlan, start: int, stop: int) -> bool:
+def is_short_of_items(
+    case: tuple[list[int], PlanSpec, list[int] | None], plan: BatchPlan, start: int, stop: int
+) -> bool:
     """Whether the step has fewer rows (or groups) than microbatches."""
     groups = case[2] or range(len(case[0]))
-    items = {groups[row] for rank in plan.ranks for microbatch in rank[start:stop] for row in microbatch.rows}
+    items = {
+        groups[row]
+        for rank in plan.ranks
+        for microbatch in rank[start:stop]
+        for row in microbatch.rows
+    }
     return len(items) < (stop - start) * plan.spec.num_ranks
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_the_same_lengths_groups_and_spec_give_the_same_plan(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+def test_the_same_lengths_groups_and_spec_give_the_same_plan(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
     plan = planned(case)
     assert plan == planned(case) and hash(plan) == hash(planned(case))
     again = BatchPlan.from_json(plan.to_json())
@@ -132,7 +157,9 @@ def test_the_same_lengths_groups_and_spec_give_the_same_plan(case: tuple[list[in
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_no_row_crosses_a_global_batch_and_groups_stay_together(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+def test_no_row_crosses_a_global_batch_and_groups_stay_together(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
     lengths, spec, groups = case
     plan = planned(case)
     rows_per_step = spec.global_batch_size or max(len(lengths), 1)
@@ -162,11 +189,16 @@ def test_padded_lengths_and_totals_are_multiples_of_what_cp_and_tp_need(
         if spec.layout == "packed":
             assert microbatch.is_dummy or padded <= microbatch.num_tokens < padded + total
             for length, row in zip(microbatch.lengths, microbatch.padded_lengths, strict=True):
-                assert row == -(-length // lcm(spec.sequence_length_round, chunks)) * lcm(spec.sequence_length_round, chunks)
+                assert row == -(-length // lcm(spec.sequence_length_round, chunks)) * lcm(
+                    spec.sequence_length_round, chunks
+                )
         else:
             assert microbatch.is_dummy or padded == microbatch.num_tokens
             assert len(set(microbatch.padded_lengths)) <= 1
-            assert all(row % lcm(spec.sequence_length_round, total) == 0 for row in microbatch.padded_lengths)
+            assert all(
+                row % lcm(spec.sequence_length_round, total) == 0
+                for row in microbatch.padded_lengths
+            )
 
 
 @settings(max_examples=100, deadline=None)
@@ -183,8 +215,12 @@ def test_another_budget_keeps_rows_on_their_ranks_and_steps(
         local = other.rank_plan(rank, shard_rows)
         for step in range(plan.num_steps):
             before, after = plan.rank_plan(rank).step(step), local.step(step)
-            assert sorted(row for m in before for row in m.rows) == sorted(row for m in after for row in m.rows)
-            kept = {row: length for m in before for row, length in zip(m.rows, m.lengths, strict=True)}
+            assert sorted(row for m in before for row in m.rows) == sorted(
+                row for m in after for row in m.rows
+            )
+            kept = {
+                row: length for m in before for row, length in zip(m.rows, m.lengths, strict=True)
+            }
             for microbatch in after:
                 within = microbatch.num_tokens <= (other.spec.max_tokens or 1 << 60)
                 assert within or len(microbatch.rows) == 1 or other is plan
@@ -194,17 +230,22 @@ def test_another_budget_keeps_rows_on_their_ranks_and_steps(
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_a_rank_plan_is_the_same_microbatches_over_consecutive_rows(case: tuple[list[int], PlanSpec, list[int] | None]) -> None:
+def test_a_rank_plan_is_the_same_microbatches_over_consecutive_rows(
+    case: tuple[list[int], PlanSpec, list[int] | None],
+) -> None:
     plan = planned(case)
-    assert sorted([row for rank in range(plan.spec.num_ranks) for row in plan.rows_of_rank(rank)] + list(plan.dropped)) == list(
-        range(len(case[0]))
-    )
+    assert sorted(
+        [row for rank in range(plan.spec.num_ranks) for row in plan.rows_of_rank(rank)]
+        + list(plan.dropped)
+    ) == list(range(len(case[0])))
     for rank in range(plan.spec.num_ranks):
         rank_plan, next_row = plan.rank_plan(rank), 0
         for local, of_batch in zip(rank_plan.microbatches, plan.ranks[rank], strict=True):
             assert local.rows == tuple(range(next_row, next_row + len(local.rows)))
             assert tuple(plan.rows_of_rank(rank)[list(local.rows)].tolist()) == of_batch.rows
-            assert (local.lengths, local.padded_lengths, local.num_tokens) == of_batch_numbers(of_batch)
+            assert (local.lengths, local.padded_lengths, local.num_tokens) == of_batch_numbers(
+                of_batch
+            )
             next_row += len(local.rows)
         assert rank_plan.num_steps == plan.num_steps and rank_plan.step_offsets == plan.step_offsets
 
@@ -216,7 +257,9 @@ def of_batch_numbers(microbatch: Microbatch) -> tuple[tuple[int, ...], tuple[int
 def test_worked_example_packed() -> None:
     plan = plan_batch([5, 3, 4, 4], PlanSpec(max_tokens=8, num_ranks=2))
     assert sorted(sorted(microbatch.rows) for microbatch in microbatches(plan)) == [[0, 1], [2, 3]]
-    assert plan.step_offsets == (0, 1) and {microbatch.num_tokens for microbatch in microbatches(plan)} == {8}
+    assert plan.step_offsets == (0, 1) and {
+        microbatch.num_tokens for microbatch in microbatches(plan)
+    } == {8}
 
 
 def test_no_balance_deals_the_packers_bins_in_turn() -> None:
@@ -227,14 +270,21 @@ def test_no_balance_deals_the_packers_bins_in_turn() -> None:
         assert [list(plan.ranks[b % 4][b // 4].rows) for b in range(len(bins))] == bins
 
 
-@pytest.mark.parametrize("algorithm", [name for name in PackingAlgorithm if name != "best_fit_decreasing"])
+@pytest.mark.parametrize(
+    "algorithm", [name for name in PackingAlgorithm if name != "best_fit_decreasing"]
+)
 def test_a_chosen_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingAlgorithm) -> None:
     in_turn, by_work = (
-        plan_batch(LENGTHS, PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance=balance))
+        plan_batch(
+            LENGTHS, PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance=balance)
+        )
         for balance in ("none", "flops")
     )
     assert {m.rows for m in microbatches(in_turn)} == {m.rows for m in microbatches(by_work)}
-    assert by_work.metrics()["packing/rank_imbalance_flops"] <= in_turn.metrics()["packing/rank_imbalance_flops"]
+    assert (
+        by_work.metrics()["packing/rank_imbalance_flops"]
+        <= in_turn.metrics()["packing/rank_imbalance_flops"]
+    )
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -245,26 +295,37 @@ def test_balance_evens_what_it_is_told_to(layout: Layout, sync: Sync) -> None:
     tokens = plan_batch(LENGTHS, replace(spec, balance="tokens")).metrics()
     none = plan_batch(LENGTHS, replace(spec, balance="none")).metrics()
     assert flops["packing/rank_imbalance_flops"] < min(1.02, none["packing/rank_imbalance_flops"])
-    assert tokens["packing/rank_imbalance_tokens"] < min(1.02, none["packing/rank_imbalance_tokens"])
+    assert tokens["packing/rank_imbalance_tokens"] < min(
+        1.02, none["packing/rank_imbalance_tokens"]
+    )
 
 
 def test_largest_first_runs_the_microbatches_of_a_rank_by_size() -> None:
     for layout in ("packed", "padded"):
-        spec = PlanSpec(layout=layout, max_tokens=2048, num_ranks=4, microbatch_order="largest_first")
+        spec = PlanSpec(
+            layout=layout, max_tokens=2048, num_ranks=4, microbatch_order="largest_first"
+        )
         for rank in plan_batch(LENGTHS, spec).ranks:
             sizes = [microbatch.num_tokens for microbatch in rank]
             assert sizes == sorted(sizes, reverse=True)
 
 
 def test_rows_at_a_time_are_in_the_given_order() -> None:
-    plan = plan_batch([3, 9, 2, 5, 7, 1, 8], PlanSpec(layout="padded", max_rows=2, num_ranks=2, global_batch_size=4))
+    plan = plan_batch(
+        [3, 9, 2, 5, 7, 1, 8],
+        PlanSpec(layout="padded", max_rows=2, num_ranks=2, global_batch_size=4),
+    )
     assert [[m.rows for m in rank] for rank in plan.ranks] == [[(0, 1), (4,)], [(2, 3), (5, 6)]]
     assert plan.ranks[0][0].padded_lengths == (9, 9) and plan.ranks[1][1].num_tokens == 16
     assert plan.step_offsets == (0, 1, 2)
 
 
 def test_fewer_rows_than_ranks_leave_dummies() -> None:
-    for spec in (PlanSpec(max_tokens=16), PlanSpec(layout="padded", max_tokens=16), PlanSpec(layout="padded", max_rows=2)):
+    for spec in (
+        PlanSpec(max_tokens=16),
+        PlanSpec(layout="padded", max_tokens=16),
+        PlanSpec(layout="padded", max_rows=2),
+    ):
         plan = plan_batch([5, 9], replace(spec, num_ranks=4, cp_size=2))
         assert plan.num_microbatches == 1
         assert sorted(m.rows for m in microbatches(plan)) == [(), (), (0,), (1,)]
@@ -273,7 +334,10 @@ def test_fewer_rows_than_ranks_leave_dummies() -> None:
 
 
 def test_an_empty_batch_is_a_plan_without_steps() -> None:
-    for spec in (PlanSpec(max_tokens=16, num_ranks=2), PlanSpec(layout="padded", max_rows=2, num_ranks=2)):
+    for spec in (
+        PlanSpec(max_tokens=16, num_ranks=2),
+        PlanSpec(layout="padded", max_rows=2, num_ranks=2),
+    ):
         plan = plan_batch([], spec)
         assert (plan.num_steps, plan.num_microbatches, plan.ranks) == (0, 0, ((), ()))
         assert plan.rank_plan(1).microbatches == () and len(plan.rows_of_rank(1)) == 0
@@ -300,8 +364,13 @@ def test_metrics_are_those_of_the_packing_over_real_tokens() -> None:
     positions = sum(microbatch.num_tokens for microbatch in microbatches(plan))
     assert metrics["packing/padding_share"] == pytest.approx(1 - LENGTHS.sum() / positions)
     by_rank = [sum(sum(microbatch.padded_lengths) for microbatch in rank) for rank in plan.ranks]
-    assert metrics["packing/rank_imbalance_tokens"] == pytest.approx(max(by_rank) / np.mean(by_rank))
-    work = [sum(spec.cost.of(microbatch.padded_lengths).sum() for microbatch in rank) for rank in plan.ranks]
+    assert metrics["packing/rank_imbalance_tokens"] == pytest.approx(
+        max(by_rank) / np.mean(by_rank)
+    )
+    work = [
+        sum(spec.cost.of(microbatch.padded_lengths).sum() for microbatch in rank)
+        for rank in plan.ranks
+    ]
     assert metrics["packing/rank_imbalance_flops"] == pytest.approx(max(work) / np.mean(work))
     assert metrics["packing/num_microbatches"] == plan.num_microbatches
 
@@ -309,12 +378,16 @@ def test_metrics_are_those_of_the_packing_over_real_tokens() -> None:
 def test_imbalance_over_steps_is_weighted_by_work() -> None:
     """Steps of tokens (6, 2) and (1, 1): ratios 1.5 and 1, work 8 and 2, so (1.5 * 8 + 1 * 2) / 10."""
     spec = PlanSpec(layout="padded", max_rows=1, num_ranks=2, global_batch_size=2)
-    assert plan_batch([6, 2, 1, 1], spec).metrics()["packing/rank_imbalance_tokens"] == pytest.approx(1.4)
+    assert plan_batch([6, 2, 1, 1], spec).metrics()[
+        "packing/rank_imbalance_tokens"
+    ] == pytest.approx(1.4)
 
 
 def test_a_score_budget_below_a_row_is_an_error_or_runs_it_alone() -> None:
     plan = plan_batch([30, 5, 6], PlanSpec(max_tokens=32))
-    with pytest.raises(ValueError, match=r"row 0 has 30 tokens .* policy.sequence_packing.logprob_mb_tokens = 16"):
+    with pytest.raises(
+        ValueError, match=r"row 0 has 30 tokens .* policy.sequence_packing.logprob_mb_tokens = 16"
+    ):
         plan.with_budget(16)
     alone = replace(plan, spec=replace(plan.spec, oversize="singleton")).with_budget(16)
     assert [m.rows for m in alone.ranks[0]] == [(0,), (2, 1)]
@@ -342,9 +415,17 @@ def test_ranks_and_steps_out_of_range_are_named() -> None:
 
 def test_large_batches_keep_every_promise() -> None:
     """One case above every threshold of compiled code, with several steps and ranks."""
-    lengths = np.clip(np.random.default_rng(1).lognormal(np.log(300), 0.9, 12_000).astype(np.int64), 4, 2048)
+    lengths = np.clip(
+        np.random.default_rng(1).lognormal(np.log(300), 0.9, 12_000).astype(np.int64), 4, 2048
+    )
     for algorithm in PackingAlgorithm:
-        spec = PlanSpec(max_tokens=2048, num_ranks=4, global_batch_size=6000, algorithm=algorithm, microbatch_multiple=2)
+        spec = PlanSpec(
+            max_tokens=2048,
+            num_ranks=4,
+            global_batch_size=6000,
+            algorithm=algorithm,
+            microbatch_multiple=2,
+        )
         plan = plan_batch(lengths, spec)
         assert np.array_equal(np.sort(plan.rows), np.arange(12_000))
         assert plan.num_tokens.max() <= 2048 and plan.num_steps == 2

@@ -24,14 +24,40 @@ SEGFAULT = "hello\nFatal Python error: Segmentation fault\n\nStack (most recent 
         (SIGKILL, "", 1, "the kernel killed it because memory ran out", "train_mb_tokens"),
         (SIGKILL, SEGFAULT, 0, "it crashed (Segmentation fault)", "cluster.backend=local"),
         (SIGKILL, "Fatal Python error: Bus error\n", 0, "/dev/shm", "/dev/shm"),
-        (SIGKILL, "terminate called after throwing an instance of 'c10::Error'\n", 0, "c10::Error", "native library"),
-        (f"{LOST} exits unexpectedly. Worker exits with an exit code 5.", "", 0, "exit code 5", "sys.exit"),
-        ("1 worker(s) were killed due to the node running low on memory.", "", 0, "Ray killed it", "workers_per_node"),
+        (
+            SIGKILL,
+            "terminate called after throwing an instance of 'c10::Error'\n",
+            0,
+            "c10::Error",
+            "native library",
+        ),
+        (
+            f"{LOST} exits unexpectedly. Worker exits with an exit code 5.",
+            "",
+            0,
+            "exit code 5",
+            "sys.exit",
+        ),
+        (
+            "1 worker(s) were killed due to the node running low on memory.",
+            "",
+            0,
+            "Ray killed it",
+            "workers_per_node",
+        ),
         (f"{LOST} exits. The process receives a SIGTERM.", "", 0, "SIGTERM", "job scheduler"),
-        ("The actor is dead because it was killed by `ray.kill`.", "", 0, "ray.kill", "Nothing in this run"),
+        (
+            "The actor is dead because it was killed by `ray.kill`.",
+            "",
+            0,
+            "ray.kill",
+            "Nothing in this run",
+        ),
     ],
 )
-def test_the_cause_is_told_from_the_traces(report: str, log: str, num_oom_kills: int, cause: str, key: str) -> None:
+def test_the_cause_is_told_from_the_traces(
+    report: str, log: str, num_oom_kills: int, cause: str, key: str
+) -> None:
     diagnosis = diagnose(report, Evidence(log_tail=log), num_oom_kills)
     assert diagnosis is not None
     told, advice = diagnosis
@@ -62,7 +88,9 @@ def test_evidence_is_read_from_the_log_and_the_process_table(tmp_path: Path) -> 
 
 
 def test_exceptions_with_a_known_way_out_have_advice() -> None:
-    slow = RuntimeError("[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv")
+    slow = RuntimeError(
+        "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"
+    )
     assert "cluster.collective_timeout_s" in advise(slow)
     assert "train_mb_tokens" in advise(torch.OutOfMemoryError("CUDA out of memory"))
     assert "train_mb_tokens" in advise(MemoryError())
@@ -72,8 +100,18 @@ def test_exceptions_with_a_known_way_out_have_advice() -> None:
 @pytest.mark.parametrize(
     ("error", "is_collective"),
     [
-        (RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:28593."), True),
-        (RuntimeError("[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"), True),
+        (
+            RuntimeError(
+                "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:28593."
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[.../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"
+            ),
+            True,
+        ),
         (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."), True),
         (torch.distributed.DistNetworkError("The client socket has timed out after 60000ms"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

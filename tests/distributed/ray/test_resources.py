@@ -41,8 +41,16 @@ def test_numbers_that_name_no_place_are_refused(key: str) -> None:
         (demand(workers_per_node=3), [node("a", 2), node("b", 2)], False),
         (demand(num_nodes=2, workers_per_node=2), [node("a", 4)], False),
         (demand(num_nodes=2, workers_per_node=2), [node("a", 2), node("b", 2)], True),
-        (demand(workers_per_node=2, generation_workers=2), [node("a", 2), node("b", 1), node("c", 1)], True),
-        (demand(workers_per_node=2, generation_workers=3), [node("a", 2), node("b", 1), node("c", 1)], False),
+        (
+            demand(workers_per_node=2, generation_workers=2),
+            [node("a", 2), node("b", 1), node("c", 1)],
+            True,
+        ),
+        (
+            demand(workers_per_node=2, generation_workers=3),
+            [node("a", 2), node("b", 1), node("c", 1)],
+            False,
+        ),
         (demand(workers_per_node=10, cpus_per_worker=0.1), [node("a", 1)], True),
         (demand(gpus_per_node=2), [node("a", 8, 1), node("b", 8, 2)], True),
         (demand(gpus_per_node=2), [node("a", 8)], False),
@@ -63,7 +71,9 @@ def test_the_advice_fits_or_says_what_to_add(
     cpus: list[int], num_nodes: int, workers_per_node: int, cpus_per_worker: float
 ) -> None:
     nodes = [node(str(index), count) for index, count in enumerate(cpus)]
-    asked = demand(num_nodes=num_nodes, workers_per_node=workers_per_node, cpus_per_worker=cpus_per_worker)
+    asked = demand(
+        num_nodes=num_nodes, workers_per_node=workers_per_node, cpus_per_worker=cpus_per_worker
+    )
     advice = asked.advise(nodes)
     if asked.fits(nodes):
         assert "Others hold" in advice
@@ -73,7 +83,11 @@ def test_the_advice_fits_or_says_what_to_add(
         assert "add nodes" in advice
     for key, asked_for in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
         for largest in map(int, re.findall(rf"lower cluster.{key} to (\d+)", advice)):
-            kept = {"num_nodes": num_nodes, "workers_per_node": workers_per_node, "cpus_per_worker": cpus_per_worker}
+            kept = {
+                "num_nodes": num_nodes,
+                "workers_per_node": workers_per_node,
+                "cpus_per_worker": cpus_per_worker,
+            }
             assert 0 < largest < asked_for
             assert demand(**kept | {key: largest}).fits(nodes)
             assert not demand(**kept | {key: largest + 1}).fits(nodes)

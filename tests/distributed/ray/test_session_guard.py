@@ -23,7 +23,9 @@ from nemo_like.distributed.ray.session_guard import SessionFolder, remove_sessio
 ROOT = Path(__file__).parents[3]
 
 
-def start_python(script: str, stderr: TextIO | None = None, **environment: str) -> subprocess.Popen[str]:
+def start_python(
+    script: str, stderr: TextIO | None = None, **environment: str
+) -> subprocess.Popen[str]:
     """A driver in a process group of its own, as a shell starts it."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
@@ -113,7 +115,9 @@ def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path) -> None:
     with errors.open("w") as file:
         driver = start_python(script, stderr=file)
     assert driver.wait(60) == 1
-    assert errors.read_text().count("error: the raylet (pid ") == 1, "and nothing when a cluster is shut down"
+    assert errors.read_text().count("error: the raylet (pid ") == 1, (
+        "and nothing when a cluster is shut down"
+    )
 
 
 def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
@@ -155,12 +159,16 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_has_open(tmp_path: Path):
+def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_has_open(
+    tmp_path: Path,
+):
     folder = tmp_path / "nemo_like_ray_test"
     folder.mkdir()
     with (folder / "agent.log").open("w") as log:
         sleep, descriptors = shutil.which("sleep"), (log.fileno(),)
-        agent = subprocess.Popen(["ray::DashboardAgent", "60"], executable=sleep, pass_fds=descriptors)
+        agent = subprocess.Popen(
+            ["ray::DashboardAgent", "60"], executable=sleep, pass_fds=descriptors
+        )
         reader = subprocess.Popen(["sleep", "60"], pass_fds=descriptors)
     try:
         # The kernel shows the command line a moment after the new program has begun.
@@ -175,7 +183,9 @@ def test_a_ray_process_with_another_title_belongs_to_the_session_whose_log_it_ha
             process.wait()
 
 
-def test_a_head_that_dies_while_ray_starts_is_one_message(tmp_path: Path, short_folder: Path) -> None:
+def test_a_head_that_dies_while_ray_starts_is_one_message(
+    tmp_path: Path, short_folder: Path
+) -> None:
     """Ray itself waits 60 s for it and then ends the process without a message."""
     script = f"""
         import os, signal, threading, time

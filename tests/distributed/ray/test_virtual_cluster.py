@@ -31,10 +31,14 @@ from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
         ("somewhere", "it is not of the form host:port"),
     ],
 )
-def test_a_wrong_ray_address_is_told_at_once(address: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_ray_address_is_told_at_once(
+    address: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not ray.is_initialized()
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ClusterError, match=rf"RAY_ADDRESS.*{re.escape(address)}.*{re.escape(problem)}"):
+    with pytest.raises(
+        ClusterError, match=rf"RAY_ADDRESS.*{re.escape(address)}.*{re.escape(problem)}"
+    ):
         RayVirtualCluster(ClusterConfig())
     assert not ray.is_initialized()
 
@@ -56,7 +60,12 @@ def test_one_worker_per_node_means_different_nodes(two_nodes: Cluster) -> None:
 def test_split_generation_has_bundles_of_its_own(two_nodes: Cluster) -> None:
     with RayVirtualCluster(ClusterConfig(workers_per_node=2, generation_workers=2)) as cluster:
         assert (cluster.num_policy_workers, cluster.num_generation_workers) == (2, 2)
-        assert {bundle.index for bundle in cluster.policy_bundles + cluster.generation_bundles} == {0, 1, 2, 3}
+        assert {bundle.index for bundle in cluster.policy_bundles + cluster.generation_bundles} == {
+            0,
+            1,
+            2,
+            3,
+        }
     with RayVirtualCluster(ClusterConfig(generation_workers=2), generates=False) as cluster:
         assert cluster.generation_bundles == cluster.policy_bundles
 
@@ -65,15 +74,23 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
     reports: list[str] = []
     start = time.monotonic()
     with pytest.raises(ClusterError) as caught:
-        RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=3, placement_timeout_s=3), report=reports.append)
+        RayVirtualCluster(
+            ClusterConfig(num_nodes=2, workers_per_node=3, placement_timeout_s=3),
+            report=reports.append,
+        )
     assert 3 <= time.monotonic() - start < 10
     message = str(caught.value)
     assert "gave up after 3 s (cluster.placement_timeout_s)" in message
-    assert "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3 (cluster.cpus_per_worker 1)" in message
+    assert (
+        "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3 (cluster.cpus_per_worker 1)"
+        in message
+    )
     assert message.count("has 2 CPU + 2 GPU free of 2 CPU + 2 GPU") == 2
     assert message.endswith("To go on, add nodes, or lower cluster.workers_per_node to 2.")
     assert reports
-    assert "waiting for room on the Ray cluster, for which nodes must join the cluster" in reports[0]
+    assert (
+        "waiting for room on the Ray cluster, for which nodes must join the cluster" in reports[0]
+    )
 
 
 def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
@@ -81,7 +98,9 @@ def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
     reports: list[str] = []
     timer = threading.Timer(3.0, first.shutdown)
     timer.start()
-    with RayVirtualCluster(ClusterConfig(workers_per_node=2, placement_timeout_s=30), report=reports.append) as second:
+    with RayVirtualCluster(
+        ClusterConfig(workers_per_node=2, placement_timeout_s=30), report=reports.append
+    ) as second:
         assert second.num_policy_workers == 2
     timer.join()
     assert "has 0 CPU + 2 GPU free of 2 CPU + 2 GPU" in reports[0]

@@ -29,12 +29,16 @@ TOPOLOGY = Topology(dp=2, tp=2)
 
 @pytest.fixture(scope="module")
 def cluster(two_nodes: Cluster) -> Iterator[RayVirtualCluster]:
-    config = ClusterConfig(num_nodes=2, workers_per_node=2, cpus_per_worker=0.5, collective_timeout_s=60)
+    config = ClusterConfig(
+        num_nodes=2, workers_per_node=2, cpus_per_worker=0.5, collective_timeout_s=60
+    )
     with RayVirtualCluster(config) as cluster:
         yield cluster
 
 
-def plain_group(cluster: RayVirtualCluster, topology: Topology = TOPOLOGY, **kwargs: object) -> RayWorkerGroup:
+def plain_group(
+    cluster: RayVirtualCluster, topology: Topology = TOPOLOGY, **kwargs: object
+) -> RayWorkerGroup:
     return RayWorkerGroup(cluster, PlainWorker, kwargs, name="policy", topology=topology)
 
 
@@ -52,7 +56,9 @@ def test_contexts_follow_the_nodes(group: RayWorkerGroup) -> None:
     nodes = [location.node_id for location in group.locations]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert {context.init_method for context in contexts} == {contexts[0].init_method}
-    assert {(context.world_size, context.device, context.num_threads) for context in contexts} == {(4, "cpu", 1)}
+    assert {(context.world_size, context.device, context.num_threads) for context in contexts} == {
+        (4, "cpu", 1)
+    }
     assert set(threads) == {"1"}
     assert len({location.pid for location in group.locations}) == 4
 
@@ -75,13 +81,18 @@ def test_a_put_value_is_passed_to_many_calls_without_another_copy(group: RayWork
     shards = [Counted(np.full(10, dp, dtype=np.float32)) for dp in (1, 2)]
     handles = [group.put(shard) for shard in shards]
     for _ in range(3):
-        assert [one.total for one in group.run_all_workers_sharded_data("look", handles)] == [10.0, 20.0]
+        assert [one.total for one in group.run_all_workers_sharded_data("look", handles)] == [
+            10.0,
+            20.0,
+        ]
     assert [shard.num_pickled for shard in shards] == [1, 1]
 
 
 def test_only_output_ranks_are_fetched(group: RayWorkerGroup) -> None:
     # Ranks 1 and 3 return a value that fails the test when this process loads it.
-    handles = [group.submit_all("rank_or_tripwire", rank % 2 == 0, os.getpid())[rank] for rank in range(4)]
+    handles = [
+        group.submit_all("rank_or_tripwire", rank % 2 == 0, os.getpid())[rank] for rank in range(4)
+    ]
     group.wait(handles)
     assert group.get([handles[0], handles[2]]) == [0, 2]
 
@@ -93,17 +104,25 @@ def test_a_handle_goes_from_worker_to_worker_past_the_driver(group: RayWorkerGro
 
 
 def test_an_argument_per_dp_rank_is_required(group: RayWorkerGroup) -> None:
-    with pytest.raises(ValueError, match="argument 1 of add has 3 items; the policy group has dp 2"):
+    with pytest.raises(
+        ValueError, match="argument 1 of add has 3 items; the policy group has dp 2"
+    ):
         group.run_all_workers_sharded_data("add", [1, 2], [1, 2, 3])
 
 
 def test_a_group_takes_no_more_workers_than_there_is_room_for(cluster: RayVirtualCluster) -> None:
-    with pytest.raises(ValueError, match=r"policy group has 8 workers .*the cluster has room for 4"):
+    with pytest.raises(
+        ValueError, match=r"policy group has 8 workers .*the cluster has room for 4"
+    ):
         plain_group(cluster, Topology(dp=8))
 
 
-def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(cluster: RayVirtualCluster) -> None:
-    rewards = RayWorkerGroup(cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), placement="anywhere")
+def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(
+    cluster: RayVirtualCluster,
+) -> None:
+    rewards = RayWorkerGroup(
+        cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), placement="anywhere"
+    )
     assert rewards.run_all_workers("multiply", 1) == [0, 1]
     rewards.shutdown()
     rewards.shutdown()
@@ -115,12 +134,18 @@ def test_each_gpu_has_one_policy_worker_and_the_generator_beside_it(group: RayWo
     topology = Topology(dp=2)
     with RayVirtualCluster(ClusterConfig(gpus_per_node=2, cpus_per_worker=0.25)) as cluster:
         policy = plain_group(cluster, topology)
-        generation = RayWorkerGroup(cluster, PlainWorker, {}, name="generation", topology=topology, placement="generation")
+        generation = RayWorkerGroup(
+            cluster, PlainWorker, {}, name="generation", topology=topology, placement="generation"
+        )
         seen = policy.run_all_workers("describe")
         assert [context.device for context, *_ in seen] == ["cuda:0"] * 2
         assert sorted(gpus for *_, gpus in seen) == ["0", "1"]
-        assert [gpus for *_, gpus in generation.run_all_workers("describe")] == [gpus for *_, gpus in seen]
-        assert {location.node_id for location in policy.locations + generation.locations} == {policy.locations[0].node_id}
+        assert [gpus for *_, gpus in generation.run_all_workers("describe")] == [
+            gpus for *_, gpus in seen
+        ]
+        assert {location.node_id for location in policy.locations + generation.locations} == {
+            policy.locations[0].node_id
+        }
         policy.shutdown()
         generation.shutdown()
 
@@ -131,10 +156,15 @@ def test_an_exception_of_a_constructor_surfaces(cluster: RayVirtualCluster) -> N
     assert (caught.value.rank, caught.value.method, caught.value.group) == (1, "__init__", "policy")
     assert isinstance(caught.value.cause, KeyError)
     assert "raise KeyError" in caught.value.traceback_text
-    assert str(caught.value) == "worker 1 of the policy group failed in `__init__`: KeyError: 'no such weight'"
+    assert (
+        str(caught.value)
+        == "worker 1 of the policy group failed in `__init__`: KeyError: 'no such weight'"
+    )
 
 
-def test_exceptions_and_results_that_cannot_travel_are_told_in_words(cluster: RayVirtualCluster) -> None:
+def test_exceptions_and_results_that_cannot_travel_are_told_in_words(
+    cluster: RayVirtualCluster,
+) -> None:
     with pytest.raises(WorkerError, match=r"worker 0 .* RuntimeError: Unpicklable: no \(really\)"):
         plain_group(cluster, Topology()).run_all_workers("fail_unpicklable")
     with pytest.raises(WorkerError, match=r"cannot pickle 'frame' object"):
@@ -155,7 +185,10 @@ def test_a_crash_is_named_with_the_last_lines_of_the_log(cluster: RayVirtualClus
 def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtualCluster) -> None:
     group = plain_group(cluster, Topology(dp=2))
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker 1 .*`fail_while_others_wait`: ValueError: row 7 is bad on rank 1"):
+    with pytest.raises(
+        WorkerError,
+        match=r"worker 1 .*`fail_while_others_wait`: ValueError: row 7 is bad on rank 1",
+    ):
         group.run_all_workers("fail_while_others_wait", 1)
     assert time.monotonic() - start < 10
     for location in group.locations:
@@ -214,7 +247,9 @@ def test_a_hung_worker_is_told_from_a_slow_one(
 
 
 def collective_group(cluster: RayVirtualCluster, topology: Topology) -> RayWorkerGroup:
-    return RayWorkerGroup(cluster, CollectiveWorker, {"topology": topology}, name="policy", topology=topology)
+    return RayWorkerGroup(
+        cluster, CollectiveWorker, {"topology": topology}, name="policy", topology=topology
+    )
 
 
 def kill_in(seconds: float, pid: int) -> None:
@@ -224,7 +259,9 @@ def kill_in(seconds: float, pid: int) -> None:
 def test_collectives_cross_nodes_until_a_worker_is_killed(cluster: RayVirtualCluster) -> None:
     """One process group over both nodes; then rank 2 is killed in the middle of a collective."""
     group = collective_group(cluster, TOPOLOGY)
-    assert {(threads, device) for threads, device, _ in group.run_all_workers("describe")} == {(1, "cpu")}
+    assert {(threads, device) for threads, device, _ in group.run_all_workers("describe")} == {
+        (1, "cpu")
+    }
     assert all(interface for *_, interface in group.run_all_workers("describe"))
     assert group.run_all_workers("sum_along", "dp", 10.0) == [22.0, 24.0, 22.0, 24.0]
     assert group.run_all_workers("sum_along", "tp", 10.0) == [21.0, 21.0, 25.0, 25.0]
@@ -236,7 +273,9 @@ def test_collectives_cross_nodes_until_a_worker_is_killed(cluster: RayVirtualClu
         group.run_all_workers("all_reduce_forever")
     assert time.monotonic() - start < 15
     message = str(caught.value)
-    assert message.startswith(f"worker 2 of the policy group (pid {location.pid} on node {location.ip}) died in `all_")
+    assert message.startswith(
+        f"worker 2 of the policy group (pid {location.pid} on node {location.ip}) died in `all_"
+    )
     assert "policy.sequence_packing.train_mb_tokens" in message
     for other in group.locations:
         wait_for_end(other.pid)
@@ -256,7 +295,9 @@ def wait_for_end(pid: int, timeout_s: float = 10.0) -> None:
 
 
 def test_a_broken_collective_waits_for_what_broke_it(cluster: RayVirtualCluster) -> None:
-    with pytest.raises(WorkerError, match=r"worker 1 .*: ValueError: row 7 is bad on rank 1") as caught:
+    with pytest.raises(
+        WorkerError, match=r"worker 1 .*: ValueError: row 7 is bad on rank 1"
+    ) as caught:
         collective_group(cluster, Topology(dp=2)).run_all_workers("fail_after_leaving", 1)
     assert isinstance(caught.value.cause, ValueError)
     assert "raise ValueError" in caught.value.traceback_text

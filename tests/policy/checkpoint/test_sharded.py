@@ -32,7 +32,11 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 def random_bits(shape: tuple[int, ...], seed: int) -> Tensor:
     """Any float32 there is, infinities and NaNs among them."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
+    return (
+        torch.randint(-(2**31), 2**31, shape, generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -67,7 +71,10 @@ def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: An
 
 
 def whole(model: dict[str, Tensor]) -> list[Block]:
-    return [Block(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in model.items()]
+    return [
+        Block(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        for name, tensor in model.items()
+    ]
 
 
 def cut(block: Block, draw: Callable[..., Any]) -> Iterator[Block]:
@@ -79,7 +86,10 @@ def cut(block: Block, draw: Callable[..., Any]) -> Iterator[Block]:
     place = draw(st.integers(0, block.tensor.shape[dim]))
     for start, stop in ((0, place), (place, block.tensor.shape[dim])):
         offset = (*block.offset[:dim], block.offset[dim] + start, *block.offset[dim + 1 :])
-        yield from cut(block._replace(offset=offset, tensor=block.tensor.narrow(dim, start, stop - start)), draw)
+        yield from cut(
+            block._replace(offset=offset, tensor=block.tensor.narrow(dim, start, stop - start)),
+            draw,
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,7 +106,10 @@ def test_any_part_reads_back_to_the_bit_however_it_was_cut(tmp_path_factory, dat
         assert (reader.num_optimizer_steps, reader.has_moments, reader.shapes) == (3, True, SHAPES)
         reader.check_model(SHAPES)
         for name, tensor in model.items():
-            spans = [sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size)))) for size in tensor.shape]
+            spans = [
+                sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+                for size in tensor.shape
+            ]
             part = tensor[tuple(slice(*span) for span in spans)]
             assert same_bits(reader.read(name, [start for start, _ in spans], part.shape), part)
             assert same_bits(reader.read(name, (0,) * tensor.ndim, tensor.shape), tensor)
@@ -128,12 +141,18 @@ def test_blocks_fill_file_after_file_and_a_large_one_is_cut(tmp_path, monkeypatc
 
 
 def test_a_checkpoint_without_moments_has_none(tmp_path):
-    weights = {name: tensor for name, tensor in random_model().items() if name.startswith("weight/")}
+    weights = {
+        name: tensor for name, tensor in random_model().items() if name.startswith("weight/")
+    }
     save_blocks(tmp_path, [whole(weights)], has_moments=False, num_optimizer_steps=0)
     with open_checkpoint(tmp_path) as reader:
         assert (reader.has_moments, reader.num_optimizer_steps) == (False, 0)
-        assert same_bits(reader.read("weight/norm.weight", (0,), (5,)), weights["weight/norm.weight"])
-        with pytest.raises(CheckpointError, match=r"has 0 of the 5 values of exp_avg/norm\.weight at \[0\]"):
+        assert same_bits(
+            reader.read("weight/norm.weight", (0,), (5,)), weights["weight/norm.weight"]
+        )
+        with pytest.raises(
+            CheckpointError, match=r"has 0 of the 5 values of exp_avg/norm\.weight at \[0\]"
+        ):
             reader.read("exp_avg/norm.weight", (0,), (5,))
 
 
@@ -199,7 +218,11 @@ def test_an_incomplete_folder_is_refused(tmp_path):
 def test_an_odd_manifest_is_one_checkpoint_error(tmp_path: Path, change: Any) -> None:
     save_blocks(tmp_path, [whole(random_model())])
     path = tmp_path / "manifest.json"
-    path.write_text(change if isinstance(change, str) else json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_text(
+        change
+        if isinstance(change, str)
+        else json.dumps({**json.loads(path.read_text()), **change})
+    )
     problem = checkpoint_problem(tmp_path)
     assert problem is not None and len(problem) < 1000
 
@@ -207,7 +230,14 @@ def test_an_odd_manifest_is_one_checkpoint_error(tmp_path: Path, change: Any) ->
 @pytest.mark.parametrize(
     "blocks",
     [
-        *("[" * 100_000, "[]", '{"x": 1}', '{"weight/norm.weight@0": {"name": "weight/norm.weight"}}', "{", None),
+        *(
+            "[" * 100_000,
+            "[]",
+            '{"x": 1}',
+            '{"weight/norm.weight@0": {"name": "weight/norm.weight"}}',
+            "{",
+            None,
+        ),
         *(
             json.dumps({"weight/norm.weight@0": {"name": "weight/norm.weight", "offset": offset}})
             for offset in ([9], [-1], ["0"], [0, 0], [[]])
@@ -215,12 +245,18 @@ def test_an_odd_manifest_is_one_checkpoint_error(tmp_path: Path, change: Any) ->
     ],
 )
 def test_an_odd_weight_file_is_one_checkpoint_error(tmp_path: Path, blocks: str | None) -> None:
-    model = {name: tensor for name, tensor in random_model().items() if name == "weight/norm.weight"}
+    model = {
+        name: tensor for name, tensor in random_model().items() if name == "weight/norm.weight"
+    }
     shapes = {"norm.weight": (5,)}
     save_blocks(tmp_path, [whole(model)], shapes=shapes, has_moments=False)
     path = tmp_path / "rank_00000_000.safetensors"
     assert checkpoint_problem(tmp_path) is None
-    save_file({"weight/norm.weight@0": torch.ones(5)}, path, metadata=None if blocks is None else {"blocks": blocks})
+    save_file(
+        {"weight/norm.weight@0": torch.ones(5)},
+        path,
+        metadata=None if blocks is None else {"blocks": blocks},
+    )
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["files"] = {path.name: path.stat().st_size}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
@@ -243,11 +279,20 @@ def test_blocks_that_are_not_the_model_leave_no_checkpoint(tmp_path):
     refused(r"wrote 0 of the 5 values of exp_avg/norm\.weight", others)
     refused(r"wrote 3 of the 5 values of exp_avg/norm\.weight", others, [half])
     refused(r"wrote 10 of the 5 values of exp_avg/norm\.weight", blocks, [norm])
-    refused(r"two blocks of exp_avg/norm\.weight .* overlap", [*others, half], [norm._replace(tensor=norm.tensor[:2])])
+    refused(
+        r"two blocks of exp_avg/norm\.weight .* overlap",
+        [*others, half],
+        [norm._replace(tensor=norm.tensor[:2])],
+    )
     refused(r"two blocks at one place: exp_avg/norm\.weight@0", [*blocks, half])
     refused(r"at \[3\], shape \[5\], lies outside \[5\]", [*others, norm._replace(offset=(3,))])
-    refused(r"full shape \[6\]; the checkpoint's is \(5,\)", [*others, norm._replace(full_shape=(6,))])
-    refused(r"block of bias has full shape \[5\]; the checkpoint's is None", [*blocks, norm._replace(name="bias")])
+    refused(
+        r"full shape \[6\]; the checkpoint's is \(5,\)", [*others, norm._replace(full_shape=(6,))]
+    )
+    refused(
+        r"block of bias has full shape \[5\]; the checkpoint's is None",
+        [*blocks, norm._replace(name="bias")],
+    )
 
 
 def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
@@ -255,9 +300,14 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
     save_blocks(tmp_path, [blocks[:2], blocks[2:4], blocks[4:]])
     again = {name: tensor.flip(0) for name, tensor in random_model().items()}
     save_blocks(tmp_path, [whole(again)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "rank_00000_000.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "manifest.json",
+        "rank_00000_000.safetensors",
+    ]
     with open_checkpoint(tmp_path) as reader:
-        assert same_bits(reader.read("exp_avg/norm.weight", (0,), (5,)), again["exp_avg/norm.weight"])
+        assert same_bits(
+            reader.read("exp_avg/norm.weight", (0,), (5,)), again["exp_avg/norm.weight"]
+        )
 
 
 def test_writing_and_reading_report_activity(tmp_path: Path) -> None:

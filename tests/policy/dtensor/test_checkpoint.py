@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_like.checkpoint_manifest import CheckpointError
-from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig, SequencePackingConfig
+from nemo_like.config.schema import (
+    OptimizerConfig,
+    PolicyConfig,
+    SchedulerConfig,
+    SequencePackingConfig,
+)
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups as mesh
 from nemo_like.distributed.parallel_layout import Topology
@@ -42,7 +47,12 @@ def train_steps(
     lines = []
     for step in steps:
         batch = random_batch([7, 12, 3, 9], seed=step)
-        spec = plan_spec(config, purpose="train", topology=Topology(dp=worker_context.world_size), cost=worker.info().cost)
+        spec = plan_spec(
+            config,
+            purpose="train",
+            topology=Topology(dp=worker_context.world_size),
+            cost=worker.info().cost,
+        )
         shard = batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
         (metrics,) = worker.train(shard, None, NllLoss())
         metrics.pop("policy/rank_time_worst_over_mean")
@@ -77,15 +87,21 @@ def config(model_dir) -> PolicyConfig:
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(config, tmp_path):
     straight = train_and_save(context(), config, range(4), None, tmp_path / "straight")
     train_and_save(context(), config, range(2), None, tmp_path / "half")
-    resumed = train_and_save(context(), config, range(2, 4), tmp_path / "half", tmp_path / "resumed")
+    resumed = train_and_save(
+        context(), config, range(2, 4), tmp_path / "half", tmp_path / "resumed"
+    )
     assert resumed == straight[2:]
     assert_same_checkpoint(tmp_path / "resumed", tmp_path / "straight")
 
 
-def test_two_ranks_resume_bit_for_bit_and_one_rank_takes_their_checkpoint_over(config, rank_pool, tmp_path):
+def test_two_ranks_resume_bit_for_bit_and_one_rank_takes_their_checkpoint_over(
+    config, rank_pool, tmp_path
+):
     def run(steps: range, load: Path | None, name: str) -> list[dict[str, float]]:
         paths = (load, tmp_path / name)
-        return run_ranks(rank_pool, train_and_save, 2, tmp_path / f"meeting {name}", config, steps, *paths)[0]
+        return run_ranks(
+            rank_pool, train_and_save, 2, tmp_path / f"meeting {name}", config, steps, *paths
+        )[0]
 
     straight = run(range(4), None, "straight")
     run(range(2), None, "half")
@@ -96,14 +112,22 @@ def test_two_ranks_resume_bit_for_bit_and_one_rank_takes_their_checkpoint_over(c
     assert_same_checkpoint(tmp_path / "one rank", tmp_path / "half")
     run(range(0), tmp_path / "one rank", "two again")
     assert_same_checkpoint(tmp_path / "two again", tmp_path / "half")
-    taken_over = train_and_save(context(), config, range(2, 4), tmp_path / "half", tmp_path / "over")
-    assert [line["policy/loss"] for line in taken_over] == pytest.approx([line["policy/loss"] for line in straight[2:]], rel=1e-5)
-    assert [line["policy/lr"] for line in taken_over] == [line["policy/lr"] for line in straight[2:]]
+    taken_over = train_and_save(
+        context(), config, range(2, 4), tmp_path / "half", tmp_path / "over"
+    )
+    assert [line["policy/loss"] for line in taken_over] == pytest.approx(
+        [line["policy/loss"] for line in straight[2:]], rel=1e-5
+    )
+    assert [line["policy/lr"] for line in taken_over] == [
+        line["policy/lr"] for line in straight[2:]
+    ]
 
 
 def test_a_checkpoint_from_before_the_first_step_has_no_moments(config, tmp_path):
     train_and_save(context(), config, range(0), None, tmp_path / "start")
-    assert json.loads((tmp_path / "start" / "manifest.json").read_text())["num_optimizer_steps"] == 0
+    assert (
+        json.loads((tmp_path / "start" / "manifest.json").read_text())["num_optimizer_steps"] == 0
+    )
     first = train_and_save(context(), config, range(2), None, tmp_path / "a")
     assert train_and_save(context(), config, range(2), tmp_path / "start", tmp_path / "b") == first
 

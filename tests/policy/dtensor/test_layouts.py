@@ -36,13 +36,26 @@ from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parameters import local
 from nemo_like.policy.worker import PolicyWorker
-from tests.policy.tiny import ARCHITECTURES, context, random_batch, row_loss, run_ranks, saved_tensors
+from tests.policy.tiny import (
+    ARCHITECTURES,
+    context,
+    random_batch,
+    row_loss,
+    run_ranks,
+    saved_tensors,
+)
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 TOLERANCE = 1e-5
-BASE = PolicyConfig(model_name="", train_global_batch_size=len(LENGTHS), logprob_chunk_size=16, max_grad_norm=0.5)
-PACKED = dataclasses.replace(BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48))
-DYNAMIC = dataclasses.replace(BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48))
+BASE = PolicyConfig(
+    model_name="", train_global_batch_size=len(LENGTHS), logprob_chunk_size=16, max_grad_norm=0.5
+)
+PACKED = dataclasses.replace(
+    BASE, sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=48)
+)
+DYNAMIC = dataclasses.replace(
+    BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48)
+)
 CHECKPOINTED = dataclasses.replace(PACKED, activation_checkpointing=True)
 TRAINED = dataclasses.replace(PACKED, optimizer=OptimizerConfig(lr=1e-3))
 
@@ -66,7 +79,9 @@ def models(model_dir, tmp_path_factory) -> Callable[[str], str]:
     biased = tmp_path_factory.mktemp("llama_biased")
     _, sizes = ARCHITECTURES["llama"]
     torch.manual_seed(0)
-    config = LlamaConfig(**{**sizes.to_dict(), "attention_bias": True, "mlp_bias": True, "pad_token_id": 40})
+    config = LlamaConfig(
+        **{**sizes.to_dict(), "attention_bias": True, "mlp_bias": True, "pad_token_id": 40}
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,11 +97,18 @@ class Rank:
     def __init__(self, worker_context: WorkerContext, parallel: ParallelConfig) -> None:
         self.rank = worker_context.rank
         self.parallel = parallel
-        self.topology = Topology.from_world_size(worker_context.world_size, cp=parallel.context, tp=parallel.tensor)
+        self.topology = Topology.from_world_size(
+            worker_context.world_size, cp=parallel.context, tp=parallel.tensor
+        )
 
     def worker(self, config: PolicyConfig) -> PolicyWorker:
         engine = DTensorEngine(
-            config, torch.device("cpu"), self.topology, self.rank, sequence_parallel=self.parallel.sequence, trainable=True
+            config,
+            torch.device("cpu"),
+            self.topology,
+            self.rank,
+            sequence_parallel=self.parallel.sequence,
+            trainable=True,
         )
         return PolicyWorker(config, engine, None)
 
@@ -101,13 +123,18 @@ class Rank:
         return batch.shard(plan_batch(batch["length"], spec))[self.topology.dp_rank(self.rank)]
 
 
-def gradients(worker: PolicyWorker, shard: SlicedDataDict) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def gradients(
+    worker: PolicyWorker, shard: SlicedDataDict
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradient of one step that leaves every weight as it is, and the step's metrics."""
     engine: Any = worker._policy
     found: dict[str, np.ndarray] = {}
 
     def step(lr: float, *, is_loss_finite: bool = True) -> float:
-        found.update((name, tensor.clone().numpy()) for name, tensor in engine.full_gradients(list(engine.weight_shapes())))
+        found.update(
+            (name, tensor.clone().numpy())
+            for name, tensor in engine.full_gradients(list(engine.weight_shapes()))
+        )
         return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
@@ -119,12 +146,21 @@ def gradients(worker: PolicyWorker, shard: SlicedDataDict) -> tuple[dict[str, np
 def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
     """Gradient in both layouts, and recomputed; scores and isolation."""
     worker = rank.worker(dataclasses.replace(PACKED, model_name=model))
-    shards = {name: rank.shard(config, batch) for name, config in (("packed", PACKED), ("dynamic", DYNAMIC))}
+    shards = {
+        name: rank.shard(config, batch)
+        for name, config in (("packed", PACKED), ("dynamic", DYNAMIC))
+    }
     found: dict[str, Any] = {name: gradients(worker, shard) for name, shard in shards.items()}
-    found["checkpointed"] = gradients(rank.worker(dataclasses.replace(CHECKPOINTED, model_name=model)), shards["packed"])
+    found["checkpointed"] = gradients(
+        rank.worker(dataclasses.replace(CHECKPOINTED, model_name=model)), shards["packed"]
+    )
     scores = {name: worker.score(shard)["prev_logprobs"] for name, shard in shards.items()}
     rows = {name: [np.asarray(row) for row in shard["input_ids"]] for name, shard in shards.items()}
-    found["scores"] = [(ids, row) for name in shards for ids, row in zip(rows[name], map(np.asarray, scores[name]), strict=True)]
+    found["scores"] = [
+        (ids, row)
+        for name in shards
+        for ids, row in zip(rows[name], map(np.asarray, scores[name]), strict=True)
+    ]
     found["isolation"] = [worker.probe_isolation()]
     worker.config = DYNAMIC
     found["isolation"].append(worker.probe_isolation())
@@ -143,11 +179,20 @@ def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
 def held_by_every_tp_rank(worker: PolicyWorker) -> dict[str, np.ndarray]:
     """This rank's part of the weights that tensor parallelism does not cut."""
     engine: Any = worker._policy
-    return {weight.name: local(weight.parameter).clone().numpy() for weight in engine._weights if weight.cut.dim is None}
+    return {
+        weight.name: local(weight.parameter).clone().numpy()
+        for weight in engine._weights
+        if weight.cut.dim is None
+    }
 
 
 def program(
-    worker_context: WorkerContext, parallel: ParallelConfig, models: Mapping[str, str], trained: str, straight: Path, out: Path
+    worker_context: WorkerContext,
+    parallel: ParallelConfig,
+    models: Mapping[str, str],
+    trained: str,
+    straight: Path,
+    out: Path,
 ) -> dict[str, Any]:
     """All that a layout is asked to do."""
     rank = Rank(worker_context, parallel)
@@ -156,7 +201,9 @@ def program(
         batch = random_batch(LENGTHS)
         found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # as a model too large to stay whole does it
+            patch.setattr(
+                dtensor_model, "WHOLE_BYTES_ON_CPU", 0
+            )  # as a model too large to stay whole does it
             config = dataclasses.replace(TRAINED, model_name=trained)
             worker = rank.worker(config)
             found["losses"] = train(worker, rank, range(2))
@@ -166,16 +213,25 @@ def program(
             found["held by every tp rank"] = held_by_every_tp_rank(worker)
             worker.load(straight / "half")
             found["resumed"] = train(worker, rank, range(2, 4))
-            other = Rank(worker_context, ParallelConfig() if parallel.tensor > 1 else ParallelConfig(tensor=2))
+            other = Rank(
+                worker_context,
+                ParallelConfig() if parallel.tensor > 1 else ParallelConfig(tensor=2),
+            )
             moved = other.worker(config)
             moved.load(out / "half")
             found["moved"] = train(moved, other, range(2, 4))
-            found["bfloat16"] = train(rank.worker(dataclasses.replace(config, precision="bfloat16")), rank, range(4))
+            found["bfloat16"] = train(
+                rank.worker(dataclasses.replace(config, precision="bfloat16")), rank, range(4)
+            )
             worker.sleep()
             worker.wake()
             worker.export_hf(out / "hf")
-            buckets = [worker.weight_bucket(index) for index in range(worker.num_weight_buckets(4000))]
-        found["weights"] = {name: tensor.numpy() for bucket in buckets if bucket for name, tensor in bucket.decode()}
+            buckets = [
+                worker.weight_bucket(index) for index in range(worker.num_weight_buckets(4000))
+            ]
+        found["weights"] = {
+            name: tensor.numpy() for bucket in buckets if bucket for name, tensor in bucket.decode()
+        }
         return found
     finally:
         mesh.destroy()
@@ -194,27 +250,38 @@ def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
     return losses, out
 
 
-def expected_of(model: str, batch: BatchedDataDict) -> tuple[dict[str, np.ndarray], float, dict[bytes, np.ndarray]]:
+def expected_of(
+    model: str, batch: BatchedDataDict
+) -> tuple[dict[str, np.ndarray], float, dict[bytes, np.ndarray]]:
     """Gradient, loss, and log-probs of each row's trained tokens, by plain transformers on unpadded rows."""
     reference = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     loss = row_loss(reference, batch)
     loss.backward()
     scores = {}
-    for ids, mask, trained in zip(batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True):
+    for ids, mask, trained in zip(
+        batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
+    ):
         input_ids = torch.from_numpy(ids.astype(np.int64))[None]
         with torch.no_grad():
             log_probs = reference(input_ids).logits[0].log_softmax(-1)
         row = np.zeros(len(ids), dtype=np.float32)
         row[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
         scores[ids.tobytes()] = row * mask * trained
-    named = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    named = {
+        name: parameter.grad.numpy()
+        for name, parameter in reference.named_parameters()
+        if parameter.grad is not None
+    }
     return named, loss.item(), scores
 
 
 def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> tuple[float, str]:
     """The largest relative error in the 2-norm, and the tensor it is of; the names must agree."""
     assert found.keys() == expected.keys()
-    return max((float(np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])), name) for name in expected)
+    return max(
+        (float(np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])), name)
+        for name in expected
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -223,7 +290,17 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
     names = MODELS if world_size == 2 else MODELS_OF_FOUR_RANKS
     straight_losses, straight_dir = straight
     paths = {name: models(name) for name in names}
-    ranks = run_ranks(rank_pool, program, world_size, meeting, parallel, paths, models("qwen3_tied"), straight_dir, tmp_path)
+    ranks = run_ranks(
+        rank_pool,
+        program,
+        world_size,
+        meeting,
+        parallel,
+        paths,
+        models("qwen3_tied"),
+        straight_dir,
+        tmp_path,
+    )
     batch = random_batch(LENGTHS)
     for name in names:
         gradient, loss, scores = expected_of(paths[name], batch)
@@ -234,7 +311,10 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
             for rank in ranks:
                 metrics = rank[name][how][1]
                 assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (name, how)
-                assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (name, how)
+                assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (
+                    name,
+                    how,
+                )
         for rank in ranks:
             assert len(rank[name]["scores"]) > 0
             for ids, row in rank[name]["scores"]:
@@ -247,7 +327,9 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
                 assert np.array_equal(rank["held by every tp rank"][name], expected), name
 
 
-def assert_trained_alike(ranks: list[dict[str, Any]], losses: list[float], straight: Path, out: Path) -> None:
+def assert_trained_alike(
+    ranks: list[dict[str, Any]], losses: list[float], straight: Path, out: Path
+) -> None:
     """Four steps; the last two after a checkpoint of one process, and of this layout in another; what left the engine."""
     for rank in ranks:
         assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
@@ -256,10 +338,15 @@ def assert_trained_alike(ranks: list[dict[str, Any]], losses: list[float], strai
         assert rank["bfloat16"] == pytest.approx(losses, rel=1e-2)
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         for when in ("half", "end"):
-            found, expected = ({n: t.numpy() for n, t in saved_tensors(d / when, kind).items()} for d in (out, straight))
+            found, expected = (
+                {n: t.numpy() for n, t in saved_tensors(d / when, kind).items()}
+                for d in (out, straight)
+            )
             error, where = worst(found, expected)
             assert error < TOLERANCE, (kind, when, where)
-    weights = {name: tensor.numpy() for name, tensor in saved_tensors(straight / "end", "weight").items()}
+    weights = {
+        name: tensor.numpy() for name, tensor in saved_tensors(straight / "end", "weight").items()
+    }
     assert worst(ranks[0]["weights"], weights)[0] < TOLERANCE
     assert all(rank["weights"] == {} for rank in ranks[1:])
     exported = AutoModelForCausalLM.from_pretrained(out / "hf")

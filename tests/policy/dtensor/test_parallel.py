@@ -33,7 +33,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def cuts_of(config: PreTrainedConfig, *, rank: int = 1, size: int = 2, sequence: bool = False) -> dict[str, Cut]:
+def cuts_of(
+    config: PreTrainedConfig, *, rank: int = 1, size: int = 2, sequence: bool = False
+) -> dict[str, Cut]:
     """The cuts of a model without memory; its collectives, never called, have no group."""
     group: Any = None
     with torch.device("meta"):
@@ -48,7 +50,9 @@ def cuts_of(config: PreTrainedConfig, *, rank: int = 1, size: int = 2, sequence:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_heads_channels_and_vocabulary_are_cut_and_the_rest_is_whole(sequence):
-    cuts = cuts_of(Qwen3Config(**SIZES, attention_bias=True, tie_word_embeddings=True), sequence=sequence)
+    cuts = cuts_of(
+        Qwen3Config(**SIZES, attention_bias=True, tie_word_embeddings=True), sequence=sequence
+    )
     layer = "model.layers.1"
     assert cuts[f"{layer}.self_attn.q_proj.weight"] == Cut((64, 32), 0, 32, 64)
     assert cuts[f"{layer}.self_attn.k_proj.bias"] == Cut((32,), 0, 16, 32)
@@ -76,7 +80,11 @@ def test_the_ranks_parts_are_the_whole():
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (LlamaConfig(**SIZES), 4, "2 key-value heads, which 4 tensor-parallel ranks cannot share evenly"),
+        (
+            LlamaConfig(**SIZES),
+            4,
+            "2 key-value heads, which 4 tensor-parallel ranks cannot share evenly",
+        ),
         (Qwen3Config(**{**SIZES, "num_attention_heads": 6}), 4, "6 attention heads"),
         (GPT2Config(vocab_size=67, n_embd=32, n_layer=1, n_head=4), 2, "no tensor-parallel plan"),
         (Olmo2Config(**SIZES), 2, r"q_proj, a Linear, to be colwise_gather_output"),
@@ -85,20 +93,28 @@ def test_the_ranks_parts_are_the_whole():
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_way_out(config, size, message):
-    with pytest.raises(ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"):
+    with pytest.raises(
+        ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"
+    ):
         cuts_of(config, rank=0, size=size)
 
 
 def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
     config = Qwen3Config(**SIZES)
-    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if "norm" not in name}
+    plan = {
+        name: style
+        for name, style in (config.base_model_tp_plan or {}).items()
+        if "norm" not in name
+    }
     monkeypatch.setattr(Qwen3Config, "base_model_tp_plan", plan)
     with pytest.raises(ConfigError, match=r"does not say how Qwen3Attention holds q_norm\.weight"):
         cuts_of(config)
 
 
 def test_a_pipeline_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor has no pipeline"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor has no pipeline"
+    ):
         DTensorEngine(
             PolicyConfig(model_name=""),
             torch.device("cpu"),

@@ -46,7 +46,9 @@ class RecordingEngine(MegatronEngine):
     gradients: dict[str, np.ndarray]
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
-        self.gradients = {name: tensor.numpy() for name, tensor in self.full_gradients(list(self.weight_shapes()))}
+        self.gradients = {
+            name: tensor.numpy() for name, tensor in self.full_gradients(list(self.weight_shapes()))
+        }
         return super().optimizer_step(lr, is_loss_finite=is_loss_finite)
 
 
@@ -82,16 +84,22 @@ class Rank:
             sequence_parallel=self.parallel.sequence,
             sync=worker.info().sync,
         )
-        return batch.shard(plan_batch(batch["length"], spec))[self.topology.dp_rank(self.context.rank)]
+        return batch.shard(plan_batch(batch["length"], spec))[
+            self.topology.dp_rank(self.context.rank)
+        ]
 
 
 @contextmanager
 def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     """In a process group of Megatron's axes."""
-    topology = Topology.from_world_size(context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor)
+    topology = Topology.from_world_size(
+        context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
+    )
     device = mesh.init_process_group(context)
     try:
-        megatron_groups.join(topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert)
+        megatron_groups.join(
+            topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert
+        )
         yield Rank(context, parallel, topology, device)
     finally:
         mesh.destroy()
@@ -113,7 +121,9 @@ class StepResult:
     metrics: dict[str, float]
 
 
-def take_steps(context: WorkerContext, parallel: ParallelConfig, steps: Sequence[Step]) -> list[StepResult]:
+def take_steps(
+    context: WorkerContext, parallel: ParallelConfig, steps: Sequence[Step]
+) -> list[StepResult]:
     """Each step on a model of its own, all in one process group."""
     results = []
     with joined(context, parallel) as rank:
@@ -122,7 +132,11 @@ def take_steps(context: WorkerContext, parallel: ParallelConfig, steps: Sequence
             (metrics,) = worker.train(rank.shard(step.config, worker, step.batch), None, step.loss)
             engine = worker._policy
             assert isinstance(engine, RecordingEngine)
-            results.append(StepResult(engine.gradients, {name: metric.value for name, metric in metrics.items()}))
+            results.append(
+                StepResult(
+                    engine.gradients, {name: metric.value for name, metric in metrics.items()}
+                )
+            )
     return results
 
 

@@ -24,9 +24,29 @@ from nemo_like.policy.engine import TokenScores
 from nemo_like.policy.megatron import engine as megatron_engine
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.model import SegmentAttention
-from tests.policy.megatron.ranks import Step, as_tensors, joined, meeting_in, of_model, open_pool, take_steps
-from tests.policy.test_filtered_policy import DYNAMIC, FILTERED_LOSS, PACKED, filtered, gradients_by_definition
-from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, POLICY_GRADIENT, TOLERANCE, assert_same_metrics
+from tests.policy.megatron.ranks import (
+    Step,
+    as_tensors,
+    joined,
+    meeting_in,
+    of_model,
+    open_pool,
+    take_steps,
+)
+from tests.policy.test_filtered_policy import (
+    DYNAMIC,
+    FILTERED_LOSS,
+    PACKED,
+    filtered,
+    gradients_by_definition,
+)
+from tests.policy.test_gradient_equality import (
+    LAYOUTS,
+    LENGTHS,
+    POLICY_GRADIENT,
+    TOLERANCE,
+    assert_same_metrics,
+)
 from tests.policy.tiny import random_batch, relative_error, row_loss, run_ranks
 
 PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
@@ -64,11 +84,17 @@ def transformers_gradients(model_name: str) -> tuple[dict[str, Tensor], float]:
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager")
     loss = row_loss(model, random_batch(LENGTHS))
     loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}, loss.item()
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }, loss.item()
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(parallel, model_dir, expected, pool, tmp_path):
+def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
+    parallel, model_dir, expected, pool, tmp_path
+):
     cases = [
         ("qwen3_window", "packed, 4 microbatches"),
         ("qwen3_window", "packed with activation checkpointing"),
@@ -76,13 +102,19 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(parall
         ("llama_tied", "packed, 2 microbatches"),
         ("llama", "padded, 2 rows"),
     ]
-    steps = [Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS)) for architecture, layout in cases]
+    steps = [
+        Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
+        for architecture, layout in cases
+    ]
     world_size, degrees = PARALLEL[parallel]
     ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
     for index, (architecture, layout) in enumerate(cases):
         gradients, loss = expected(architecture)
         norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (architecture, layout)
+        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (
+            architecture,
+            layout,
+        )
         assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
         for results in ranks:
             assert results[index].metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
@@ -91,38 +123,77 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(parall
 def test_layers_and_heads_that_do_not_divide_evenly(pool, tmp_path):
     """Three layers on two stages, two tensor ranks for one head of keys and values, and a token that is not trained."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes: dict[str, Any] = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 16
-    config = LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=1, rope_parameters=rope, initializer_range=0.2)
+    config = LlamaConfig(
+        **sizes,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        rope_parameters=rope,
+        initializer_range=0.2,
+    )
     batch = random_batch(LENGTHS)
     config.pad_token_id = int(batch["input_ids"].values[3])
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     steps = [Step(of_model(LAYOUTS["packed, 2 microbatches"], str(tmp_path / "model")), batch)]
     gradients, _ = transformers_gradients(str(tmp_path / "model"))
-    assert not gradients["model.embed_tokens.weight"][config.pad_token_id].any(), "transformers leaves this row alone"
-    for parallel in (ParallelConfig(tensor=2, pipeline=2), ParallelConfig(tensor=2, pipeline=2, sequence=True)):
+    assert not gradients["model.embed_tokens.weight"][config.pad_token_id].any(), (
+        "transformers leaves this row alone"
+    )
+    for parallel in (
+        ParallelConfig(tensor=2, pipeline=2),
+        ParallelConfig(tensor=2, pipeline=2, sequence=True),
+    ):
         ranks = run_ranks(pool, take_steps, 4, meeting_in(tmp_path), parallel, steps)
         assert relative_error(as_tensors(ranks[0][0].gradients), gradients) < TOLERANCE
 
 
 def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_dir, pool, tmp_path):
-    steps = [Step(of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")), random_batch(LENGTHS), POLICY_GRADIENT)]
+    steps = [
+        Step(
+            of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")),
+            random_batch(LENGTHS),
+            POLICY_GRADIENT,
+        )
+    ]
     (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
     for parallel in ("tp2", "tp2 x cp2 + sp", "pp2 x cp2", "dp2"):
         world_size, degrees = PARALLEL[parallel]
         ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
-        assert relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients)) < TOLERANCE, parallel
+        assert (
+            relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients))
+            < TOLERANCE
+        ), parallel
         assert_same_metrics(ranks[-1][0].metrics, alone[0].metrics)
 
 
 @pytest.mark.parametrize("parallel", ["dp2", "pp2 x cp2"])
 def test_a_rank_without_rows_runs_dummies_and_changes_nothing(parallel, model_dir, pool, tmp_path):
-    steps = [Step(of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen2")), random_batch(LENGTHS[:1]))]
+    steps = [
+        Step(
+            of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen2")),
+            random_batch(LENGTHS[:1]),
+        )
+    ]
     (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
     world_size, degrees = PARALLEL[parallel]
     ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
-    assert relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients)) < TOLERANCE
+    assert (
+        relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients))
+        < TOLERANCE
+    )
     assert_same_metrics(ranks[-1][0].metrics, alone[0].metrics)
 
 
@@ -141,14 +212,20 @@ def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay
         engine: Any = worker._policy
         if context.rank == 0:
             engine._model.register_forward_hook(lambda *_: time.sleep(delay_s))
-        (metrics,) = worker.train(rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss())
+        (metrics,) = worker.train(
+            rank.shard(config, worker, random_batch(LENGTHS[:4])), None, NllLoss()
+        )
         assert engine.gather_over_world(context.rank) == [0, 1]
     return metrics["policy/rank_time_worst_over_mean"].value
 
 
 def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, pool, tmp_path) -> None:
-    config = dataclasses.replace(of_model(LAYOUTS["padded, 1 row"], model_dir("llama")), train_global_batch_size=4)
-    for imbalance in run_ranks(pool, train_beside_a_slow_rank, 2, meeting_in(tmp_path), config, 1.0):
+    config = dataclasses.replace(
+        of_model(LAYOUTS["padded, 1 row"], model_dir("llama")), train_global_batch_size=4
+    )
+    for imbalance in run_ranks(
+        pool, train_beside_a_slow_rank, 2, meeting_in(tmp_path), config, 1.0
+    ):
         assert imbalance > 1.2
 
 
@@ -157,17 +234,24 @@ def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) ->
     batch = random_batch(LENGTHS)
     expected, loss, _ = gradients_by_definition(model_dir("qwen3_tied"), batch)
     layouts = (PACKED, DYNAMIC)
-    steps = [Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS) for layout in layouts]
+    steps = [
+        Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS) for layout in layouts
+    ]
     for name in ("tp2", "tp2 + sp", "cp2", "pp2"):
         world_size, degrees = PARALLEL[name]
         ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
         for index, layout in enumerate(layouts):
-            assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (name, layout)
+            assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (
+                name,
+                layout,
+            )
             found = as_tensors(ranks[0][index].gradients)
             assert relative_error(found, expected) < TOLERANCE, (name, layout)
 
 
-def look_around(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> dict[str, Any]:
+def look_around(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
+) -> dict[str, Any]:
     """What a rank sees of one model: scores, whole weights, and what other calls of the engine give."""
     seen: dict[str, Any] = {}
     with joined(context, parallel) as rank:
@@ -177,7 +261,10 @@ def look_around(context: WorkerContext, parallel: ParallelConfig, config: Policy
         scores = worker.score(shard)
         seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
         seen["scores"] = {name: list(column) for name, column in scores.items()}
-        seen["weights"] = {name: tensor.numpy() for name, tensor in engine.full_weights(list(engine.weight_shapes()))}
+        seen["weights"] = {
+            name: tensor.numpy()
+            for name, tensor in engine.full_weights(list(engine.weight_shapes()))
+        }
         place = rank.topology.coordinates(context.rank)
         seen["sum"] = engine.sum_over_dp([1.0, float(place.dp)])
         seen["gathered"] = engine.gather_over_dp_cp(context.rank)
@@ -195,30 +282,47 @@ def test_scores_weights_and_groups(model_dir, pool, tmp_path):
         ranks = run_ranks(pool, look_around, world_size, meeting_in(tmp_path), degrees, config)
         rows = ranks[-1]["rows"]
         assert len(rows["input_ids"]) == len(LENGTHS), "dp is 1: every row is on every rank"
-        for found, row in zip(ranks[-1]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True):
+        for found, row in zip(
+            ranks[-1]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
+        ):
             assert_same_scores(model, found, *row)
         for name, parameter in model.named_parameters():
             assert np.array_equal(ranks[0]["weights"][name], parameter.detach().numpy()), name
-        topology = Topology.from_world_size(world_size, pp=degrees.pipeline, cp=degrees.context, tp=degrees.tensor)
+        topology = Topology.from_world_size(
+            world_size, pp=degrees.pipeline, cp=degrees.context, tp=degrees.tensor
+        )
         for ranks_of_group in topology.groups("dp", "cp"):
             assert all(ranks[rank]["gathered"] == list(ranks_of_group) for rank in ranks_of_group)
         assert ranks[0]["sum"] == [1.0, 0.0]
-        assert ranks[0]["cp"] == [value for cp in range(degrees.context) for value in (float(cp), -1.0)]
+        assert ranks[0]["cp"] == [
+            value for cp in range(degrees.context) for value in (float(cp), -1.0)
+        ]
         assert ranks[0]["sync"] == ("microbatch" if degrees.pipeline > 1 else "step")
         if degrees.pipeline > 1:
             assert ranks[0]["scores"] == {}, "only the last stage has scores"
 
 
 @torch.no_grad()
-def assert_same_scores(model: Any, found: np.ndarray, row: np.ndarray, mask: np.ndarray, is_trained: bool) -> None:
+def assert_same_scores(
+    model: Any, found: np.ndarray, row: np.ndarray, mask: np.ndarray, is_trained: bool
+) -> None:
     input_ids = torch.from_numpy(row.astype(np.int64))[None]
-    logprobs = model(input_ids).logits[0, :-1].log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
+    logprobs = (
+        model(input_ids)
+        .logits[0, :-1]
+        .log_softmax(-1)
+        .gather(1, input_ids[0, 1:, None])
+        .squeeze(1)
+        .numpy()
+    )
     trained = mask[1:].astype(bool) & is_trained
     assert found[0] == 0
     np.testing.assert_allclose(found[1:], np.where(trained, logprobs, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def accumulate(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> dict[str, Any]:
+def accumulate(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
+) -> dict[str, Any]:
     """The gradient of a batch in one call of `run`, and in two; and how often attention ran forward."""
     calls = 0
     attend = SegmentAttention.forward
@@ -237,7 +341,10 @@ def accumulate(context: WorkerContext, parallel: ParallelConfig, config: PolicyC
         for name, sizes in {"one call": [2], "two calls": [1, 1]}.items():
             worker = rank.worker(config)
             shard = rank.shard(config, worker, random_batch(LENGTHS[:4]))
-            microbatches = [worker._rows(shard, shard.plan.spec).inputs(each) for each in shard.plan.microbatches]
+            microbatches = [
+                worker._rows(shard, shard.plan.spec).inputs(each)
+                for each in shard.plan.microbatches
+            ]
             assert len(microbatches) == sum(sizes)
             engine = worker._policy
             assert isinstance(engine, MegatronEngine)
@@ -245,16 +352,26 @@ def accumulate(context: WorkerContext, parallel: ParallelConfig, config: PolicyC
             while sizes:
                 part, microbatches = microbatches[: sizes[0]], microbatches[sizes.pop(0) :]
                 engine.run(part, loss, backward=True)
-            results[name] = {key: value.numpy() for key, value in engine.full_gradients(list(engine.weight_shapes()))}
+            results[name] = {
+                key: value.numpy()
+                for key, value in engine.full_gradients(list(engine.weight_shapes()))
+            }
             results["forwards"] = calls
     return results
 
 
 def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, pool, tmp_path):
-    config = dataclasses.replace(of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")), train_global_batch_size=4)
-    config = dataclasses.replace(config, sequence_packing=dataclasses.replace(config.sequence_packing, train_mb_tokens=32))
+    config = dataclasses.replace(
+        of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")), train_global_batch_size=4
+    )
+    config = dataclasses.replace(
+        config, sequence_packing=dataclasses.replace(config.sequence_packing, train_mb_tokens=32)
+    )
     plain = run_ranks(pool, accumulate, 2, meeting_in(tmp_path), ParallelConfig(context=2), config)
-    assert relative_error(as_tensors(plain[0]["two calls"]), as_tensors(plain[0]["one call"])) < TOLERANCE
+    assert (
+        relative_error(as_tensors(plain[0]["two calls"]), as_tensors(plain[0]["one call"]))
+        < TOLERANCE
+    )
     recomputed = run_ranks(
         pool,
         accumulate,
@@ -264,4 +381,7 @@ def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, 
         dataclasses.replace(config, activation_checkpointing=True),
     )
     assert recomputed[0]["forwards"] == 2 * plain[0]["forwards"]
-    assert relative_error(as_tensors(recomputed[0]["one call"]), as_tensors(plain[0]["one call"])) < TOLERANCE
+    assert (
+        relative_error(as_tensors(recomputed[0]["one call"]), as_tensors(plain[0]["one call"]))
+        < TOLERANCE
+    )

@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
@@ -37,19 +45,32 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
 
 def test_the_installed_megatron_is_the_release_whose_modules_are_listed():
-    assert megatron.core.__version__ == megatron_cpu.VERSION, "walk megatron_cpu.MODULES again for the new release"
+    assert megatron.core.__version__ == megatron_cpu.VERSION, (
+        "walk megatron_cpu.MODULES again for the new release"
+    )
 
 
 @pytest.mark.parametrize("module", megatron_cpu.MODULES)
 def test_every_listed_module_still_asks_for_cuda(module):
     source = inspect.getsource(importlib.import_module(module))
-    asks = ("current_device()", "torch.cuda.synchronize", "torch.cuda.Stream()", "device='cuda'", 'device="cuda"')
-    assert any(words in source for words in asks), "this release needs no stand-in here: take the module off the list"
+    asks = (
+        "current_device()",
+        "torch.cuda.synchronize",
+        "torch.cuda.Stream()",
+        "device='cuda'",
+        'device="cuda"',
+    )
+    assert any(words in source for words in asks), (
+        "this release needs no stand-in here: take the module off the list"
+    )
 
 
 def test_another_release_is_refused_on_cpu(monkeypatch):
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    with pytest.raises(ConfigError, match=r"megatron-core 0\.16\.1 and 0\.99\.0 is installed.*use policy\.engine=dtensor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"megatron-core 0\.16\.1 and 0\.99\.0 is installed.*use policy\.engine=dtensor",
+    ):
         megatron_cpu.install()
 
 
@@ -65,7 +86,10 @@ def test_type_names_are_changed_only_inside():
     ("config", "said"),
     [
         (Qwen2MoeConfig(), "model_type qwen2_moe"),
-        (Qwen3MoeConfig(norm_topk_prob=True, num_experts_per_tok=1), "norm_topk_prob with num_experts_per_tok 1"),
+        (
+            Qwen3MoeConfig(norm_topk_prob=True, num_experts_per_tok=1),
+            "norm_topk_prob with num_experts_per_tok 1",
+        ),
         (GemmaConfig(), "model_type gemma"),
         (LlamaConfig(attention_bias=True), "attention_bias True"),
         (LlamaConfig(mlp_bias=True), "mlp_bias True"),
@@ -76,7 +100,9 @@ def test_type_names_are_changed_only_inside():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_that_would_be_computed_otherwise_is_refused(config, said):
-    with pytest.raises(ConfigError, match=f"policy.model_name=some/model has .*{said}.*use policy.engine=dtensor"):
+    with pytest.raises(
+        ConfigError, match=f"policy.model_name=some/model has .*{said}.*use policy.engine=dtensor"
+    ):
         check_model_config(config, "some/model")
 
 
@@ -91,7 +117,9 @@ def test_supported_models_pass():
 
 
 def test_windows_are_those_of_the_layers():
-    config = Qwen2Config(num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    config = Qwen2Config(
+        num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    )
     assert layer_windows(config) == [None, 8, 8]
     assert layer_windows(LlamaConfig(num_hidden_layers=2)) == [None, None]
 
@@ -102,7 +130,9 @@ def test_a_model_is_read_from_several_files(model_dir, tmp_path):
     parts = {"a.safetensors": list(tensors)[:half], "b.safetensors": list(tensors)[half:]}
     for file_name, names in parts.items():
         save_file({name: tensors[name] for name in names}, tmp_path / file_name)
-    index = {"weight_map": {name: file_name for file_name, names in parts.items() for name in names}}
+    index = {
+        "weight_map": {name: file_name for file_name, names in parts.items() for name in names}
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_model(str(tmp_path)) as files:
         files.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -110,8 +140,13 @@ def test_a_model_is_read_from_several_files(model_dir, tmp_path):
             offset, shape = (0,) * tensor.ndim, tuple(tensor.shape)
             assert torch.equal(files.read(name, offset, shape), tensor)
         embedding = tensors["model.embed_tokens.weight"]
-        assert torch.equal(files.read("model.embed_tokens.weight", (5, 2), (3, 4)), embedding[5:8, 2:6])
-        with pytest.raises(ConfigError, match=r"have model.norm.weight in shape \[32\]; its config.json asks for \[33\]"):
+        assert torch.equal(
+            files.read("model.embed_tokens.weight", (5, 2), (3, 4)), embedding[5:8, 2:6]
+        )
+        with pytest.raises(
+            ConfigError,
+            match=r"have model.norm.weight in shape \[32\]; its config.json asks for \[33\]",
+        ):
             files.check({"model.norm.weight": (33,)})
         with pytest.raises(ConfigError, match="have no lm_head"):
             files.check({"lm_head.bias": (67,)})
@@ -121,7 +156,10 @@ def test_a_model_is_read_from_several_files(model_dir, tmp_path):
 
 
 def test_a_model_without_safetensors_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"), open_model(str(tmp_path)):
+    with (
+        pytest.raises(ConfigError, match=r"neither model\.safetensors nor"),
+        open_model(str(tmp_path)),
+    ):
         pass
 
 
@@ -145,7 +183,12 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
         after = worker.score(shard)
         num_buckets = worker.num_weight_buckets(20_000)
         buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
-        decoded = {name: tensor.numpy() for bucket in buckets if bucket is not None for name, tensor in bucket.decode()}
+        decoded = {
+            name: tensor.numpy()
+            for bucket in buckets
+            if bucket is not None
+            for name, tensor in bucket.decode()
+        }
     finally:
         mesh.destroy()
     return {"before": before, "after": after, "weights": decoded, "info": info}
@@ -163,6 +206,9 @@ def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, pool, tmp
     model = AutoModelForCausalLM.from_pretrained(config.model_name)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {name: array.shape for name, array in first["weights"].items()} == shapes
-    assert not np.array_equal(first["weights"]["model.norm.weight"], model.get_parameter("model.norm.weight").detach().numpy())
+    assert not np.array_equal(
+        first["weights"]["model.norm.weight"],
+        model.get_parameter("model.norm.weight").detach().numpy(),
+    )
     assert first["info"].num_params == sum(parameter.numel() for parameter in model.parameters())
     assert first["info"].sync == "microbatch"

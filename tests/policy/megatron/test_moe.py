@@ -25,8 +25,20 @@ from nemo_like.policy.megatron import model as megatron_model
 from nemo_like.policy.megatron.param_map import geometry_of, place_of
 from nemo_like.policy.megatron.parameters import open_model
 from nemo_like.policy.optim import build_optimizer
-from tests.policy.megatron.ranks import Step, as_tensors, joined, meeting_in, of_model, open_pool, take_steps
-from tests.policy.megatron.test_engine import assert_same_scores, look_around, transformers_gradients
+from tests.policy.megatron.ranks import (
+    Step,
+    as_tensors,
+    joined,
+    meeting_in,
+    of_model,
+    open_pool,
+    take_steps,
+)
+from tests.policy.megatron.test_engine import (
+    assert_same_scores,
+    look_around,
+    transformers_gradients,
+)
 from tests.policy.megatron.test_optimizer import CONFIG, NUM_STEPS, train, train_dtensor
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import MIXTURES, random_batch, relative_error, row_loss, run_ranks
@@ -37,7 +49,10 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
     "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
     "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
-    "tp2 x dp2 x ep2 + sp": (4, ParallelConfig(tensor=2, expert=2, sequence=True)),  # two ranks hold each expert
+    "tp2 x dp2 x ep2 + sp": (
+        4,
+        ParallelConfig(tensor=2, expert=2, sequence=True),
+    ),  # two ranks hold each expert
     "tp2 x cp2 x ep4 + sp": (4, ParallelConfig(tensor=2, context=2, expert=4, sequence=True)),
 }
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
@@ -52,40 +67,59 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Callable[[str], str]) -> dict[str, tuple[dict[str, Tensor], float]]:
-    return {architecture: transformers_gradients(model_dir(architecture)) for architecture in MIXTURES}
+    return {
+        architecture: transformers_gradients(model_dir(architecture)) for architecture in MIXTURES
+    }
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-def test_experts_have_the_gradient_of_transformers_wherever_they_live(parallel, model_dir, expected, pool, tmp_path):
+def test_experts_have_the_gradient_of_transformers_wherever_they_live(
+    parallel, model_dir, expected, pool, tmp_path
+):
     cases = [
         ("qwen3_moe", "packed, 4 microbatches"),
         ("qwen3_moe", "dynamic, 4 microbatches, rounded"),
         ("qwen3_moe_mixed", "packed with activation checkpointing"),
         ("qwen3_moe_mixed", "dynamic, 2 microbatches"),
     ]
-    steps = [Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS)) for architecture, layout in cases]
+    steps = [
+        Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
+        for architecture, layout in cases
+    ]
     world_size, degrees = PARALLEL[parallel]
     ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
     for index, (architecture, layout) in enumerate(cases):
         gradients, loss = expected[architecture]
         norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (architecture, layout)
+        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (
+            architecture,
+            layout,
+        )
         assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
         for results in ranks:
             assert results[index].metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
 
 
 def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, pool, tmp_path):
-    steps = [Step(of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe")), random_batch(LENGTHS[:1]))]
+    steps = [
+        Step(
+            of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe")),
+            random_batch(LENGTHS[:1]),
+        )
+    ]
     (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
     ranks = run_ranks(pool, take_steps, 2, meeting_in(tmp_path), ParallelConfig(expert=2), steps)
     found, wanted = as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients)
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():  # an expert that no token chose has a gradient of 0
-        assert torch.allclose(found[name], gradient, rtol=TOLERANCE, atol=float(TOLERANCE * gradient.norm())), name
+        assert torch.allclose(
+            found[name], gradient, rtol=TOLERANCE, atol=float(TOLERANCE * gradient.norm())
+        ), name
 
 
-def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_engine(model_dir, pool, tmp_path):
+def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_engine(
+    model_dir, pool, tmp_path
+):
     config = of_model(CALM, model_dir("qwen3_moe"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     optimizer = build_optimizer(model.parameters(), config.optimizer)
@@ -99,7 +133,9 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
         losses.append(loss.item())
     saved = tmp_path / "half way"
     world_size, parallel = PARALLEL["tp2 x dp2 x ep2 + sp"]
-    half = run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, None, saved)
+    half = run_ranks(
+        pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, None, saved
+    )
     assert half[0].losses == pytest.approx(losses[:2], rel=TOLERANCE)
     for place in ("one rank", "pp2 x ep2"):
         world_size, parallel = PARALLEL[place]
@@ -107,14 +143,21 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
         assert ranks[-1].losses == pytest.approx(losses[2:], rel=TOLERANCE), place
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, place
-    (other_engine,) = run_ranks(pool, train_dtensor, 1, meeting_in(tmp_path), ParallelConfig(), config, saved, None)
+    (other_engine,) = run_ranks(
+        pool, train_dtensor, 1, meeting_in(tmp_path), ParallelConfig(), config, saved, None
+    )
     assert other_engine == pytest.approx(losses[2:], rel=TOLERANCE)
     exported = AutoModelForCausalLM.from_pretrained(saved / "hf")
     for name, parameter in exported.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), half[0].weights[name]), name
     exported.save_pretrained(tmp_path / "by transformers")
-    found, expected = (load_file(folder / "model.safetensors") for folder in (saved / "hf", tmp_path / "by transformers"))
-    assert found.keys() == expected.keys() and "model.layers.0.mlp.experts.3.up_proj.weight" in found
+    found, expected = (
+        load_file(folder / "model.safetensors")
+        for folder in (saved / "hf", tmp_path / "by transformers")
+    )
+    assert (
+        found.keys() == expected.keys() and "model.layers.0.mlp.experts.3.up_proj.weight" in found
+    )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -124,7 +167,9 @@ def test_scores_and_whole_weights(model_dir, pool, tmp_path):
     world_size, parallel = PARALLEL["tp2 x ep2 + sp"]
     ranks = run_ranks(pool, look_around, world_size, meeting_in(tmp_path), parallel, config)
     rows = ranks[0]["rows"]
-    for found, row in zip(ranks[0]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True):
+    for found, row in zip(
+        ranks[0]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
+    ):
         assert_same_scores(model, found, *row)
     for name, parameter in model.named_parameters():
         assert np.array_equal(ranks[0]["weights"][name], parameter.detach().numpy()), name
@@ -135,7 +180,9 @@ def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> Isolatio
     """The start-up probe, also of a model whose attention ignores where rows end."""
     attend = megatron_model.varlen_attention
 
-    def leaking(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, **keys: Any) -> Tensor:
+    def leaking(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, **keys: Any
+    ) -> Tensor:
         whole = torch.tensor([0, len(query)], dtype=bounds.dtype)
         return attend(query, key, value, whole, len(query), **keys)
 
@@ -148,9 +195,26 @@ def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> Isolatio
 def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
     """With many experts a changed token changes the sizes of products that other rows are part of, and so their last bits."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 67, "hidden_size": 256, "intermediate_size": 64, "moe_intermediate_size": 128}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
-    mixture = Qwen3MoeConfig(**sizes, **heads, num_experts=64, num_experts_per_tok=8, norm_topk_prob=True, initializer_range=0.1)
+    sizes: dict[str, Any] = {
+        "vocab_size": 67,
+        "hidden_size": 256,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 128,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+    }
+    mixture = Qwen3MoeConfig(
+        **sizes,
+        **heads,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+    )
     Qwen3MoeForCausalLM(mixture).save_pretrained(tmp_path / "model")
     config = of_model(LAYOUTS["packed, 1 microbatch"], str(tmp_path / "model"))
     (report,) = run_ranks(pool, probe, 1, meeting_in(tmp_path), config, False)
@@ -160,14 +224,22 @@ def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
-@pytest.mark.parametrize(("pp", "dp", "tp", "ep"), [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 4)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "ep"), [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 4)]
+)
 def test_the_ranks_pieces_are_the_whole_model_once(architecture, pp, dp, tp, ep):
     model_class, model_config = MIXTURES[architecture]
     with torch.device("meta"):
         model = model_class(model_config)
     model.tie_weights()
-    topology, geometry = Topology(pp=pp, dp=dp, tp=tp), geometry_of(model_config, pp=pp, tp=tp, ep=ep)
-    counts = {name: np.zeros(tuple(parameter.shape), dtype=int) for name, parameter in model.named_parameters()}
+    topology, geometry = (
+        Topology(pp=pp, dp=dp, tp=tp),
+        geometry_of(model_config, pp=pp, tp=tp, ep=ep),
+    )
+    counts = {
+        name: np.zeros(tuple(parameter.shape), dtype=int)
+        for name, parameter in model.named_parameters()
+    }
     for rank in range(topology.world_size):
         for entry in geometry.table(*place_of(topology, ep, rank)).values():
             for piece in entry.pieces if entry.is_owner else ():
@@ -183,9 +255,14 @@ def test_experts_are_read_one_by_one_or_stacked_and_a_missing_one_is_named(model
     weights = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in weights.items()}
     apart = load_file(source / "model.safetensors")
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in apart, "transformers writes experts one by one"
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in apart, (
+        "transformers writes experts one by one"
+    )
     (tmp_path / "stacked").mkdir()
-    save_file({name: parameter.detach() for name, parameter in weights.items()}, tmp_path / "stacked" / "model.safetensors")
+    save_file(
+        {name: parameter.detach() for name, parameter in weights.items()},
+        tmp_path / "stacked" / "model.safetensors",
+    )
     for directory in (source, tmp_path / "stacked"):
         with open_model(str(directory)) as files:
             files.check(shapes)
@@ -197,14 +274,23 @@ def test_experts_are_read_one_by_one_or_stacked_and_a_missing_one_is_named(model
     del apart["model.layers.1.mlp.experts.3.up_proj.weight"]
     (tmp_path / "less").mkdir()
     save_file(apart, tmp_path / "less" / "model.safetensors")
-    with open_model(str(tmp_path / "less")) as files, pytest.raises(ConfigError, match=r"have no .*experts\.3\.up_proj\.weight"):
+    with (
+        open_model(str(tmp_path / "less")) as files,
+        pytest.raises(ConfigError, match=r"have no .*experts\.3\.up_proj\.weight"),
+    ):
         files.check(shapes)
 
 
 def test_bfloat16_trains_shared_experts_to_about_the_same_losses(model_dir, pool, tmp_path):
     config = dataclasses.replace(of_model(CALM, model_dir("qwen3_moe_mixed")), precision="bfloat16")
     (exact,) = run_ranks(
-        pool, train, 1, meeting_in(tmp_path), ParallelConfig(), dataclasses.replace(config, precision="float32"), 2
+        pool,
+        train,
+        1,
+        meeting_in(tmp_path),
+        ParallelConfig(),
+        dataclasses.replace(config, precision="float32"),
+        2,
     )
     ranks = run_ranks(pool, train, 2, meeting_in(tmp_path), ParallelConfig(expert=2), config, 2)
     assert ranks[0].losses == pytest.approx(exact.losses, rel=0.05)

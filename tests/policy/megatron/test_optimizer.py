@@ -71,21 +71,31 @@ def adamw(model_dir: Callable[[str], str]) -> Callable[[str], Any]:
 
     @cache
     def compute(architecture: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-        model = AutoModelForCausalLM.from_pretrained(model_dir(architecture), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir(architecture), attn_implementation="eager"
+        )
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}], lr=0.02, betas=(0.8, 0.9)
+            [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}],
+            lr=0.02,
+            betas=(0.8, 0.9),
         )
         losses, norms = [], []
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
             loss = row_loss(model, random_batch(LENGTHS))
             loss.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.max_grad_norm)))
+            norms.append(
+                float(torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.max_grad_norm))
+            )
             optimizer.step()
             losses.append(loss.item())
-        return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return (
+            losses,
+            norms,
+            {name: parameter.detach() for name, parameter in model.named_parameters()},
+        )
 
     return compute
 
@@ -113,17 +123,28 @@ def train(
         return Trained(
             losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],
             norms=[each["policy/grad_norm"].value for each in metrics],
-            weights={name: tensor.float().numpy() for name, tensor in engine.full_weights(list(engine.weight_shapes()))},
-            counts={float(state["step"]) for part in engine._trained._parts for state in part.inner.state.values()},
+            weights={
+                name: tensor.float().numpy()
+                for name, tensor in engine.full_weights(list(engine.weight_shapes()))
+            },
+            counts={
+                float(state["step"])
+                for part in engine._trained._parts
+                for state in part.inner.state.values()
+            },
         )
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama_tied"])
-def test_four_steps_are_those_of_adamw_with_decay_on_matrices_only(architecture, model_dir, adamw, pool, tmp_path):
+def test_four_steps_are_those_of_adamw_with_decay_on_matrices_only(
+    architecture, model_dir, adamw, pool, tmp_path
+):
     losses, norms, weights = adamw(architecture)
     for place, (world_size, parallel) in PLACES.items():
         config = of_model(CONFIG, model_dir(architecture))
-        ranks = run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, NUM_STEPS)
+        ranks = run_ranks(
+            pool, train, world_size, meeting_in(tmp_path), parallel, config, NUM_STEPS
+        )
         assert ranks[-1].losses == pytest.approx(losses, rel=TOLERANCE), place
         assert ranks[0].norms == pytest.approx(norms, rel=10 * TOLERANCE), place
         assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, place
@@ -134,23 +155,46 @@ def test_a_checkpoint_of_one_layout_continues_in_every_other(model_dir, adamw, p
     config = of_model(CONFIG, model_dir("llama_tied"))
     for saved in ("one rank", "tp2 x pp2 x dp2"):
         world_size, parallel = PLACES[saved]
-        run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, None, tmp_path / saved)
+        run_ranks(
+            pool,
+            train,
+            world_size,
+            meeting_in(tmp_path),
+            parallel,
+            config,
+            2,
+            None,
+            tmp_path / saved,
+        )
         for place, (num_ranks, degrees) in PLACES.items():
-            ranks = run_ranks(pool, train, num_ranks, meeting_in(tmp_path), degrees, config, 2, tmp_path / saved)
+            ranks = run_ranks(
+                pool, train, num_ranks, meeting_in(tmp_path), degrees, config, 2, tmp_path / saved
+            )
             assert ranks[-1].losses == pytest.approx(losses[2:], rel=TOLERANCE), (saved, place)
-            assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, (saved, place)
-            assert set().union(*(rank.counts for rank in ranks)) == {NUM_STEPS}, "no two pieces share a step counter"
+            assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, (
+                saved,
+                place,
+            )
+            assert set().union(*(rank.counts for rank in ranks)) == {NUM_STEPS}, (
+                "no two pieces share a step counter"
+            )
 
 
 def train_dtensor(
-    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig, start: Path | None, out: Path | None
+    context: WorkerContext,
+    parallel: ParallelConfig,
+    config: PolicyConfig,
+    start: Path | None,
+    out: Path | None,
 ) -> list[float]:
     """The losses of two steps of the other engine."""
     worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
     try:
         if start is not None:
             worker.load(start)
-        topology = Topology.from_world_size(context.world_size, cp=parallel.context, tp=parallel.tensor)
+        topology = Topology.from_world_size(
+            context.world_size, cp=parallel.context, tp=parallel.tensor
+        )
         batch = random_batch(LENGTHS)
         spec = plan_spec(config, purpose="train", topology=topology, cost=worker.info().cost)
         shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(context.rank)]
@@ -166,11 +210,24 @@ def test_a_checkpoint_of_either_engine_continues_in_the_other(model_dir, adamw, 
     losses, _, _ = adamw("qwen3")
     config = of_model(CONFIG, model_dir("qwen3"))
     saved = tmp_path / "megatron"
-    run_ranks(pool, train, 8, meeting_in(tmp_path), PLACES["tp2 x pp2 x dp2"][1], config, 2, None, saved)
+    run_ranks(
+        pool, train, 8, meeting_in(tmp_path), PLACES["tp2 x pp2 x dp2"][1], config, 2, None, saved
+    )
     for place, (world_size, parallel) in DTENSOR.items():
-        ranks = run_ranks(pool, train_dtensor, world_size, meeting_in(tmp_path), parallel, config, saved, None)
+        ranks = run_ranks(
+            pool, train_dtensor, world_size, meeting_in(tmp_path), parallel, config, saved, None
+        )
         assert ranks[0] == pytest.approx(losses[2:], rel=TOLERANCE), place
-        run_ranks(pool, train_dtensor, world_size, meeting_in(tmp_path), parallel, config, None, tmp_path / place)
+        run_ranks(
+            pool,
+            train_dtensor,
+            world_size,
+            meeting_in(tmp_path),
+            parallel,
+            config,
+            None,
+            tmp_path / place,
+        )
         degrees = PLACES["tp2 x cp2 + sp"][1]
         back = run_ranks(pool, train, 4, meeting_in(tmp_path), degrees, config, 2, tmp_path / place)
         assert back[0].losses == pytest.approx(losses[2:], rel=TOLERANCE), place
@@ -180,20 +237,44 @@ def test_saving_and_loading_is_exact_and_the_export_is_the_model(model_dir, pool
     config = of_model(CONFIG, model_dir("qwen2"))
     for place in ("tp2 x cp2 + sp", "tp2 x pp2 x dp2"):
         world_size, parallel = PLACES[place]
-        ranks = run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, None, tmp_path / place)
+        ranks = run_ranks(
+            pool,
+            train,
+            world_size,
+            meeting_in(tmp_path),
+            parallel,
+            config,
+            2,
+            None,
+            tmp_path / place,
+        )
         other_size, other = PLACES["dp2"]
         loaded = run_ranks(
-            pool, train, other_size, meeting_in(tmp_path), other, config, 0, tmp_path / place, tmp_path / f"{place} again"
+            pool,
+            train,
+            other_size,
+            meeting_in(tmp_path),
+            other,
+            config,
+            0,
+            tmp_path / place,
+            tmp_path / f"{place} again",
         )
         model = AutoModelForCausalLM.from_pretrained(tmp_path / place / "hf")
         for name, parameter in model.named_parameters():
             assert np.array_equal(parameter.detach().numpy(), ranks[0].weights[name]), name
             assert np.array_equal(loaded[0].weights[name], ranks[0].weights[name]), name
-        with open_checkpoint(tmp_path / place) as first, open_checkpoint(tmp_path / f"{place} again") as second:
+        with (
+            open_checkpoint(tmp_path / place) as first,
+            open_checkpoint(tmp_path / f"{place} again") as second,
+        ):
             assert first.num_optimizer_steps == second.num_optimizer_steps == 2
             for name, shape in first.shapes.items():
                 for kind in ("weight", "exp_avg", "exp_avg_sq"):
-                    parts = [reader.read(f"{kind}/{name}", (0,) * len(shape), shape) for reader in (first, second)]
+                    parts = [
+                        reader.read(f"{kind}/{name}", (0,) * len(shape), shape)
+                        for reader in (first, second)
+                    ]
                     assert torch.equal(*parts), (kind, name)
 
 
@@ -203,15 +284,39 @@ def test_bfloat16_computes_in_half_precision_on_float32_masters(model_dir, adamw
     original = AutoModelForCausalLM.from_pretrained(config.model_name)
     for place in ("dp2", "tp2 x pp2 x dp2"):
         world_size, parallel = PLACES[place]
-        run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, 0, None, tmp_path / f"{place} begun")
+        run_ranks(
+            pool,
+            train,
+            world_size,
+            meeting_in(tmp_path),
+            parallel,
+            config,
+            0,
+            None,
+            tmp_path / f"{place} begun",
+        )
         with open_checkpoint(tmp_path / f"{place} begun") as reader:
             assert not reader.has_moments
             for name, parameter in original.named_parameters():
                 found = reader.read(f"weight/{name}", (0,) * parameter.ndim, tuple(parameter.shape))
-                assert torch.equal(found, parameter.detach()), "masters are the files' numbers, not rounded ones"
-        ranks = run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, NUM_STEPS, None, tmp_path / place)
+                assert torch.equal(found, parameter.detach()), (
+                    "masters are the files' numbers, not rounded ones"
+                )
+        ranks = run_ranks(
+            pool,
+            train,
+            world_size,
+            meeting_in(tmp_path),
+            parallel,
+            config,
+            NUM_STEPS,
+            None,
+            tmp_path / place,
+        )
         assert ranks[-1].losses == pytest.approx(losses, rel=0.05), place
         with open_checkpoint(tmp_path / place) as reader:
             master = reader.read("weight/model.norm.weight", (0,), (32,))
         assert not torch.equal(master, master.bfloat16().float()), "masters keep float32 precision"
-        assert torch.equal(torch.from_numpy(ranks[0].weights["model.norm.weight"]), master.bfloat16().float())
+        assert torch.equal(
+            torch.from_numpy(ranks[0].weights["model.norm.weight"]), master.bfloat16().float()
+        )

@@ -38,7 +38,9 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 4)])
 def test_the_owners_pieces_are_the_whole_model_once(name, pp, tp):
     geometry = geometry_of(CONFIGS[name], pp=pp, tp=tp)
-    counts = {weight: np.zeros(shape, dtype=int) for weight, shape in shapes_of(CONFIGS[name]).items()}
+    counts = {
+        weight: np.zeros(shape, dtype=int) for weight, shape in shapes_of(CONFIGS[name]).items()
+    }
     for stage, tp_rank in itertools.product(range(pp), range(tp)):
         for entry in geometry.table(stage, tp_rank).values():
             filled = np.zeros(entry.shape, dtype=int)
@@ -66,7 +68,10 @@ def test_layers_that_do_not_divide_go_to_the_first_stages():
     geometry = geometry_of(CONFIGS["llama"], pp=3)
     assert [list(geometry.layers(stage)) for stage in range(3)] == [[0, 1], [2, 3], [4]]
     assert "decoder.layers.0.mlp.linear_fc2.weight" in geometry.table(2, 0)
-    assert geometry.table(2, 0)["decoder.layers.0.mlp.linear_fc2.weight"].pieces[0].name == "model.layers.4.mlp.down_proj.weight"
+    assert (
+        geometry.table(2, 0)["decoder.layers.0.mlp.linear_fc2.weight"].pieces[0].name
+        == "model.layers.4.mlp.down_proj.weight"
+    )
 
 
 def test_the_vocabulary_is_padded_on_the_last_ranks_and_padding_has_no_piece():
@@ -75,7 +80,9 @@ def test_the_vocabulary_is_padded_on_the_last_ranks_and_padding_has_no_piece():
     entry = geometry.table(0, 3)["embedding.word_embeddings.weight"]
     assert entry.shape == (4, 8)
     assert [piece.shape for piece in entry.pieces] == [(1, 8)]
-    wide = Geometry(**{**vars(geometry), "vocabulary": 5, "tp": 4})  # 2 to a rank: the last has none
+    wide = Geometry(
+        **{**vars(geometry), "vocabulary": 5, "tp": 4}
+    )  # 2 to a rank: the last has none
     assert wide.table(0, 3)["embedding.word_embeddings.weight"].pieces == ()
 
 
