@@ -37,6 +37,7 @@ test-gpu: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 # The real model of two examples, from the GGUF file that setup installed.

@@ -1,12 +1,14 @@
-"""What forming a step's batch costs the driver: our plan + shard against a padded gather, in one run.
+"""What forming a step's batch costs the driver: our plan + shard against a padded gather, in one
+run.
 
     python benchmarks/driver_cost.py                     # 4096 rows of up to 8192 tokens, 7 columns, 8 ranks
     python benchmarks/driver_cost.py --ray               # and hand the shards to Ray's object store
 
-`bytes` are what the driver's heap was given (tracemalloc, which NumPy reports to), over the bytes of the real tokens of all
-columns; `peak` is the highest they stood at any time. The padded way is the field's usual one: columns [B, S], rows
-brought into the plan's order by one gather over all of them, shards cut as views. Both carry the same columns and obey the
-same plan. Ray's store is memory of its own, shared with the workers, and takes each byte that is put into it once.
+`bytes` are what the driver's heap was given (tracemalloc, which NumPy reports to), over the bytes
+of the real tokens of all columns; `peak` is the highest they stood at any time. The padded way is
+the field's usual one: columns [B, S], rows brought into the plan's order by one gather over all of
+them, shards cut as views. Both carry the same columns and obey the same plan. Ray's store is memory
+of its own, shared with the workers, and takes each byte that is put into it once.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         None if arguments.lengths is None else read_lengths(arguments.lengths, arguments.columns)
     )
     print(
-        f"{'lengths':<12} {'way':<16} {'ms':>8} {'bytes':>7} {'peak':>7} {'GB':>6}   (bytes and peak over the real tokens')"
+        f"{'lengths':<12} {'way':<16} {'ms':>8} {'bytes':>7} {'peak':>7} {'GB':>6}   (bytes and"
+        f" peak over the real tokens')"
     )
     for kind in KINDS:
         lengths = np.minimum(
@@ -89,7 +92,8 @@ def _compare(kind: str, lengths: np.ndarray, arguments: argparse.Namespace) -> N
     for name, way in ways.items():
         cost = _measured(way, arguments.repeats)
         print(
-            f"{kind:<12} {name:<16} {cost.seconds * 1e3:8.1f} {cost.allocated / real:7.2f} {cost.peak / real:7.2f}"
+            f"{kind:<12} {name:<16} {cost.seconds * 1e3:8.1f} {cost.allocated / real:7.2f}"
+            f" {cost.peak / real:7.2f}"
             f" {cost.peak / 1e9:6.2f}",
             flush=True,
         )

@@ -1,11 +1,13 @@
-"""Kill runs at random places, resume them, and compare what they leave with an uninterrupted run, bit for bit.
+"""Kill runs at random places, resume them, and compare what they leave with an uninterrupted run,
+bit for bit.
 
     python -m benchmarks.fault_injection --kills 50 --seed 0 --algorithm both --out report.json
 
-Runs are real: SFT and GRPO of the demo's task through the command line, each on a Ray cluster of its own. An attempt is
-killed with SIGKILL (one of the driver, a policy, generation or reward worker, the raylet, the GCS) during start-up, a
-step, or the writing of a checkpoint; the next attempt resumes, and is killed as well. When a run is complete it is
-compared with the reference. The exit code is 0 if everything held.
+Runs are real: SFT and GRPO of the demo's task through the command line, each on a Ray cluster of
+its own. An attempt is killed with SIGKILL (one of the driver, a policy, generation or reward
+worker, the raylet, the GCS) during start-up, a step, or the writing of a checkpoint; the next
+attempt resumes, and is killed as well. When a run is complete it is compared with the reference.
+The exit code is 0 if everything held.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ class Bench:
         self.save_s = sorted(saves)[len(saves) // 2] if saves else 0.1
 
     def run_killed(self, number: int, plan: list[tuple[str, str]]) -> tuple[list[Kill], list[str]]:
-        """One run, killed as `plan` says (phase, target) and resumed until it is complete; the plan loses what was used.
+        """One run, killed as `plan` says (phase, target) and resumed until it is complete; the plan
+        loses what was used.
 
         Returns the attempts, and how the run differs from the reference.
         """
@@ -290,7 +293,9 @@ class Attempt:
         )
 
     def note_shared_memory(self) -> None:
-        """Remember the shared memory of all processes, to find out later whether it is still there."""
+        """Remember the shared memory of all processes, to find out later whether it is still
+        there.
+        """
         self._shared_memory |= fault_processes.shared_memory(fault_processes.marked(self._mark))
 
     def errors(self) -> str:
@@ -314,7 +319,9 @@ class Attempt:
 
 
 def compare(reference: Path, run: Path) -> list[str]:
-    """How what `run` left differs from what `reference` left: metrics but clocks, rollouts, lengths, weights."""
+    """How what `run` left differs from what `reference` left: metrics but clocks, rollouts,
+    lengths, weights.
+    """
     differences = []
     expected, found = (_without_clocks(_metrics(path)) for path in (reference, run))
     if expected != found:
@@ -322,7 +329,8 @@ def compare(reference: Path, run: Path) -> list[str]:
             line.get("step") for line, other in zip(expected, found, strict=False) if line != other
         ]
         differences.append(
-            f"metrics.jsonl: {len(found)} lines instead of {len(expected)}, different at steps {steps}"
+            f"metrics.jsonl: {len(found)} lines instead of {len(expected)}, different at steps"
+            f" {steps}"
         )
     names = {path.relative_to(root) for root in (reference, run) for path in _kept_files(root)}
     for name in sorted(names):
@@ -365,13 +373,17 @@ def _message(errors: str) -> str:
 def _line(number: int, kill: Kill) -> str:
     outcome = "; ".join(kill.problems) or "ok"
     return (
-        f"{kill.algorithm} run {kill.run} attempt {number}: {kill.target or 'nothing'} killed after {kill.after_s:.1f} s"
-        f" ({kill.phase or 'ended before'}), exit {kill.exit_code} after {kill.seconds_to_exit:.1f} s: {outcome}"
+        f"{kill.algorithm} run {kill.run} attempt {number}: {kill.target or 'nothing'} killed after"
+        f" {kill.after_s:.1f} s"
+        f" ({kill.phase or 'ended before'}), exit {kill.exit_code} after {kill.seconds_to_exit:.1f}"
+        f" s: {outcome}"
     )
 
 
 def make_plan(num_kills: int, algorithm: str, rng: random.Random) -> list[tuple[str, str]]:
-    """Phase and target of each kill: every combination as often as the others, but for one, in random order."""
+    """Phase and target of each kill: every combination as often as the others, but for one, in
+    random order.
+    """
     combinations = [(phase, target) for phase in PHASES for target in TARGETS[algorithm]]
     plan: list[tuple[str, str]] = []
     while len(plan) < num_kills:
@@ -392,7 +404,8 @@ def run_bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         bench = Bench(algorithm, folder, options, rng)
         bench.run_reference()
         print(
-            f"{algorithm}: start-up {bench.startup_s:.1f} s, step {bench.step_s:.2f} s, save {bench.save_s:.3f} s",
+            f"{algorithm}: start-up {bench.startup_s:.1f} s, step {bench.step_s:.2f} s, save"
+            f" {bench.save_s:.3f} s",
             flush=True,
         )
         num_kills = options.kills * (index + 1) // len(algorithms) - options.kills * index // len(
@@ -471,7 +484,8 @@ def main(argv: list[str] | None = None) -> int:
     if report["num_problems"] == 0 and options.folder is None:
         shutil.rmtree(folder)
     print(
-        f"{report['num_kills']} kills in {report['seconds']:.0f} s, {report['num_problems']} problems"
+        f"{report['num_kills']} kills in {report['seconds']:.0f} s, {report['num_problems']}"
+        f" problems"
     )
     return 0 if report["num_problems"] == 0 else 1
 

@@ -1,7 +1,8 @@
 """The processes of one run of the fault-injection benchmark, and what they leave behind.
 
-Every process that an attempt starts inherits one environment variable, so the attempt's processes are known from
-`/proc/<pid>/environ` whatever their parent is by now. Nothing else is ever signalled. Linux only.
+Every process that an attempt starts inherits one environment variable, so the attempt's processes
+are known from `/proc/<pid>/environ` whatever their parent is by now. Nothing else is ever
+signalled. Linux only.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def wait_gone(mark: str, timeout_s: float) -> list[Process]:
 
 
 def shared_memory(processes: Iterable[Process]) -> set[str]:
-    """Files in /dev/shm that the processes have mapped or open, or that carry the pid of one of them in the name."""
+    """Files in /dev/shm that the processes have mapped or open, or that carry the pid of one of
+    them in the name.
+    """
     found = set()
     pids = {process.pid for process in processes}
     for pid in pids:

@@ -1,15 +1,17 @@
-"""Packing and scheduling against naive loops and peers, in one run: time, bins, waiting, and what is proven of the best.
+"""Packing and scheduling against naive loops and peers, in one run: time, bins, waiting, and what
+is proven of the best.
 
     python benchmarks/packing.py --quick                                        # under a minute
     python benchmarks/packing.py --lengths traces/conv.csv --columns ContextTokens,GeneratedTokens
     python benchmarks/packing.py --nemo-rl ~/RL --verl ~/verl --trl ~/trl       # peers from their checkouts
     python benchmarks/packing.py --no-numba                                     # as where numba is not installed
 
-Times are CPU time of this one thread, which a busy machine disturbs least; compare them within one run. `lock` is the sum
-over microbatches of the dearest rank over the least it can be (`bounds.lockstep_bound`), `rank` the dearest rank's total
-over the larger of the mean rank and the dearest row, `rank_best` the same over the least it can be (`bounds.rank_bound`),
-`over` the microbatches above the cap, `M` microbatches per rank over the proven minimum. A plan that breaks the cap can be
-below 1. Work is 24576 L + L^2, what peers assume for a 7B model.
+Times are CPU time of this one thread, which a busy machine disturbs least; compare them within one
+run. `lock` is the sum over microbatches of the dearest rank over the least it can be
+(`bounds.lockstep_bound`), `rank` the dearest rank's total over the larger of the mean rank and the
+dearest row, `rank_best` the same over the least it can be (`bounds.rank_bound`), `over` the
+microbatches above the cap, `M` microbatches per rank over the proven minimum. A plan that breaks
+the cap can be below 1. Work is 24576 L + L^2, what peers assume for a 7B model.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     schedule(np.full(512, 7), 64, 8, work=work_of(np.full(512, 7)))
     get_packer("first_fit_decreasing", 64).pack_csr(np.full(4096, 7))
     print(
-        f"numba {'off' if arguments.no_numba else 'on'}; compiled or loaded in {time.process_time() - start:.1f} s"
+        f"numba {'off' if arguments.no_numba else 'on'}; compiled or loaded in"
+        f" {time.process_time() - start:.1f} s"
     )
     packing(report, sizes, trace, arguments)
     scheduling(report, sizes, seeds, trace, arguments)
@@ -98,7 +101,8 @@ def packing(
 ) -> None:
     """Bins and time of the packers; naive loops where they end within `--naive-limit` seconds."""
     report.title(
-        "Packers, capacity 8192: ms, bins over the L2 bound, and how many times the time of best fit decreasing"
+        "Packers, capacity 8192: ms, bins over the L2 bound, and how many times the time of best"
+        " fit decreasing"
     )
     for num_rows in sizes:
         for kind in KINDS:
@@ -153,7 +157,8 @@ def scheduling(
 ) -> None:
     """How level schedules are, over all distributions, both capacities and the seeds."""
     report.title(
-        f"Schedules: geometric mean (and worst) over {len(KINDS)} distributions x 2 capacities x {len(seeds)} seeds"
+        f"Schedules: geometric mean (and worst) over {len(KINDS)} distributions x 2 capacities x"
+        f" {len(seeds)} seeds"
     )
     for num_rows in sizes:
         for num_ranks in (8, 64):
@@ -195,7 +200,9 @@ def _schedulers(
 
 
 def measure(bins: RankBins, lengths: np.ndarray, capacity: int) -> dict[str, float]:
-    """The measures of one plan, from its rows alone; raises ValueError if a row is missing or twice in it."""
+    """The measures of one plan, from its rows alone; raises ValueError if a row is missing or twice
+    in it.
+    """
     num_ranks, num_microbatches = len(bins), max(map(len, bins))
     flat = np.array([i for rank in bins for bin_ in rank for i in bin_], dtype=np.int64)
     if sorted(flat.tolist()) != list(range(len(lengths))):
@@ -247,7 +254,8 @@ def _summary(cells: list[dict[str, float]]) -> dict[str, Any]:
 def overflow(report: Report, trials: int) -> None:
     """Random schedules of every kind, each bin against the cap."""
     report.title(
-        f"{trials} random schedules: bins above the cap, rows not exactly once, empty bins while rows are left"
+        f"{trials} random schedules: bins above the cap, rows not exactly once, empty bins while"
+        f" rows are left"
     )
     rng, over, wrong, empty = np.random.default_rng(0), 0, 0, 0
     for trial in range(trials):

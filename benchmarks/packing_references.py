@@ -1,7 +1,9 @@
-"""What `packing.py` measures against: length distributions, naive loops as systems write them, and peers' own code.
+"""What `packing.py` measures against: length distributions, naive loops as systems write them, and
+peers' own code.
 
-The loops here are plain on purpose: O(rows x bins), ranks in turn. Peers are loaded from checkouts named on the command
-line, function by function, so that neither their code nor their dependencies are needed here.
+The loops here are plain on purpose: O(rows x bins), ranks in turn. Peers are loaded from checkouts
+named on the command line, function by function, so that neither their code nor their dependencies
+are needed here.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ def lengths_of(
 ) -> np.ndarray:
     """Row lengths, int64 [num_rows], at most `capacity`.
 
-    rl: lognormal rollouts of median 1200, clipped at 8192. sft: a Pareto tail from 32. bimodal: nine tenths near 0.08 of
-    the capacity, one near 0.8. uniform: 1 to 8192. trace: the lengths file resampled, or without one, as of a chat
-    service, a mixture of short and long prompts.
+    rl: lognormal rollouts of median 1200, clipped at 8192. sft: a Pareto tail from 32. bimodal:
+    nine tenths near 0.08 of the capacity, one near 0.8. uniform: 1 to 8192. trace: the lengths file
+    resampled, or without one, as of a chat service, a mixture of short and long prompts.
     """
     rng = np.random.default_rng([seed, num_rows, KINDS.index(kind)])
     most = min(8192, capacity)
@@ -62,8 +64,8 @@ def lengths_of(
 
 
 def read_lengths(path: Path, columns: list[str]) -> np.ndarray:
-    """Lengths from a CSV (the named columns, or all whole numbers, added up), a JSONL file (fields likewise) or a list of
-    integers; raises ValueError naming the file where there are none."""
+    """Lengths from a CSV (the named columns, or all whole numbers, added up), a JSONL file (fields
+    likewise) or a list of integers; raises ValueError naming the file where there are none."""
     if path.suffix == ".csv":
         with path.open(newline="") as file:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
@@ -99,7 +101,9 @@ def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
 
 
 def naive_modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
-    """Johnson and Garey's phases with lists that are searched and popped, first fit decreasing last."""
+    """Johnson and Garey's phases with lists that are searched and popped, first fit decreasing
+    last.
+    """
     descending = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     large = [i for i in descending if 2 * lengths[i] > capacity]
     medium = [i for i in descending if 2 * lengths[i] <= capacity < 3 * lengths[i]]
@@ -135,7 +139,9 @@ def naive_modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bi
 
 
 def in_turn(bins: Bins, num_ranks: int) -> RankBins:
-    """Bin b to rank b % num_ranks; where bins run short, single rows of the fullest are split off first."""
+    """Bin b to rank b % num_ranks; where bins run short, single rows of the fullest are split off
+    first.
+    """
     bins = [list(bin_) for bin_ in bins]
     donors = sorted(bins, key=len, reverse=True)
     while len(bins) % num_ranks and any(len(bin_) > 1 for bin_ in donors):
@@ -145,13 +151,16 @@ def in_turn(bins: Bins, num_ranks: int) -> RankBins:
 
 
 def load_functions(path: Path, names: list[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """The named functions and classes of a source file, without running the rest of it; `scope` is what they may use."""
+    """The named functions and classes of a source file, without running the rest of it; `scope` is
+    what they may use.
+    """
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     missing = set(names) - {getattr(node, "name", None) for node in tree.body}
     if missing:
         raise ValueError(
-            f"{path} does not define {', '.join(sorted(missing))}; this benchmark knows another version of it"
+            f"{path} does not define {', '.join(sorted(missing))}; this benchmark knows another"
+            f" version of it"
         )
     # Annotations may name modules that are not there.
     code = compile("from __future__ import annotations\n" + ast.unparse(tree), str(path), "exec")
@@ -160,7 +169,9 @@ def load_functions(path: Path, names: list[str], scope: dict[str, Any]) -> dict[
 
 
 def nemo_rl(checkout: Path) -> Callable[[str, list[int], int, int], Bins]:
-    """`get_packer(...).pack` of a NeMo-RL checkout: (algorithm, lengths, capacity, multiple) to bins."""
+    """`get_packer(...).pack` of a NeMo-RL checkout: (algorithm, lengths, capacity, multiple) to
+    bins.
+    """
     path = checkout / "nemo_rl/data/packing/algorithms.py"
     spec = spec_from_file_location("peer_nemo_rl_packing", path)
     if spec is None or spec.loader is None:
@@ -177,8 +188,8 @@ def nemo_rl(checkout: Path) -> Callable[[str, list[int], int, int], Bins]:
 
 
 def verl(checkout: Path) -> Callable[[np.ndarray, int, int], RankBins]:
-    """verl's balancing: rows to ranks by Karmarkar-Karp with equal numbers, then each rank's into as many microbatches as
-    the rank with most tokens needs, by work alone."""
+    """verl's balancing: rows to ranks by Karmarkar-Karp with equal numbers, then each rank's into
+    as many microbatches as the rank with most tokens needs, by work alone."""
     names = ["karmarkar_karp", "get_seqlen_balanced_partitions"]
     scope = load_functions(checkout / "verl/utils/seqlen_balancing.py", names, {"heapq": heapq})
     partition = scope["get_seqlen_balanced_partitions"]
@@ -200,7 +211,9 @@ def verl(checkout: Path) -> Callable[[np.ndarray, int, int], RankBins]:
 
 
 def trl(checkout: Path) -> Callable[[list[int], int], Bins]:
-    """TRL's best fit decreasing: its segment tree in its placement loop, without the tokens it would copy."""
+    """TRL's best fit decreasing: its segment tree in its placement loop, without the tokens it
+    would copy.
+    """
     tree_class = load_functions(
         checkout / "trl/data_utils.py", ["_SegmentTree"], {"defaultdict": defaultdict}
     )["_SegmentTree"]

@@ -1,10 +1,13 @@
-"""How much longer the slowest rank works than the mean, before and after balancing, on the real training loop.
+"""How much longer the slowest rank works than the mean, before and after balancing, on the real
+training loop.
 
-    python benchmarks/rank_balance.py --lengths traces/conv.csv --columns ContextTokens,GeneratedTokens
+    python benchmarks/rank_balance.py --lengths traces/conv.csv --columns
+    ContextTokens,GeneratedTokens
 
-Each line is one `nemo-like sft` run of two data-parallel workers on Ray over the same rows in the same order; only the
-packing keys differ. `worst/mean` is `policy/rank_time_worst_over_mean` of the run's metrics (on a CPU the CPU time of forward
-and backward, which does not pass while a rank waits), its mean over the steps after the first; `step s` is wall time.
+Each line is one `nemo-like sft` run of two data-parallel workers on Ray over the same rows in the
+same order; only the packing keys differ. `worst/mean` is `policy/rank_time_worst_over_mean` of the
+run's metrics (on a CPU the CPU time of forward and backward, which does not pass while a rank
+waits), its mean over the steps after the first; `step s` is wall time.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     transformers_logging.disable_progress_bar()
     lengths = _lengths(arguments)
     print(
-        f"{len(lengths)} rows, {arguments.batch_size} a step: mean {lengths.mean():.0f}, median {np.median(lengths):.0f},"
+        f"{len(lengths)} rows, {arguments.batch_size} a step: mean {lengths.mean():.0f}, median"
+        f" {np.median(lengths):.0f},"
         f" longest {lengths.max()} tokens; budget {arguments.budget}; {arguments.ranks} ranks"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +114,9 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
 
 
 def _write(folder: Path, lengths: np.ndarray, arguments: argparse.Namespace) -> None:
-    """A random Llama and rows of exactly these lengths: 4 tokens are the template's and the prompt's, one ends the row."""
+    """A random Llama and rows of exactly these lengths: 4 tokens are the template's and the
+    prompt's, one ends the row.
+    """
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)

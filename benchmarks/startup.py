@@ -1,10 +1,11 @@
-"""CPU seconds of commands that start nothing: `--help`, `validate`, and what importing their libraries costs.
+"""CPU seconds of commands that start nothing: `--help`, `validate`, and what importing their
+libraries costs.
 
     python -m nemo_like.demo --prepare-only                    # writes runs/demo, which the first config reads
     python benchmarks/startup.py --config examples/configs/demo_sft.yaml
 
-User and system time of fresh processes, the least of `--repeats`; other load on the machine lengthens CPU time too, so
-the rows are measured in turns and the ratio to `import torch` is given.
+User and system time of fresh processes, the least of `--repeats`; other load on the machine
+lengthens CPU time too, so the rows are measured in turns and the ratio to `import torch` is given.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def cpu_seconds(command: Sequence[str]) -> float:
-    """User and system time of the command and its children; RuntimeError with its output if it fails."""
+    """User and system time of the command and its children; RuntimeError with its output if it
+    fails.
+    """
     before = os.times()
     done = subprocess.run(command, capture_output=True, text=True)
     after = os.times()

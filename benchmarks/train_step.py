@@ -1,16 +1,21 @@
-"""Real tokens per second of a training step: padded, dynamic and packed, on the same rows, in one run.
+"""Real tokens per second of a training step: padded, dynamic and packed, on the same rows, in one
+run.
 
     python benchmarks/train_step.py                                      # built-in lengths
-    python benchmarks/train_step.py --lengths traces/conv.csv --columns ContextTokens,GeneratedTokens --scale-to 1024
-    python benchmarks/train_step.py --jsonl gsm8k/train.jsonl --fields question,answer --tokenizer models/SmolLM2-135M-Instruct
-    python benchmarks/train_step.py --device cuda --model llama-1b --precision bfloat16 --budget 8192 --rows 512 \\
+    python benchmarks/train_step.py --lengths traces/conv.csv --columns
+    ContextTokens,GeneratedTokens --scale-to 1024 python benchmarks/train_step.py --jsonl
+    gsm8k/train.jsonl --fields question,answer --tokenizer models/SmolLM2-135M-Instruct python
+    benchmarks/train_step.py --device cuda --model llama-1b --precision bfloat16 --budget 8192
+    --rows 512 \\
         --lengths traces/conv.csv --scale-to 8192                        # tokens/s, MFU and peak memory of one GPU
 
-Every mode trains the same rows with the same model and the same token budget per microbatch, in this process; on a CPU the
-modes take turns, so that a noisy machine disturbs all of them alike, on a GPU they follow each other, so that each has the
-memory to itself. `transformers` is the loop people write: rows in the given order, so many at a time, padded to the longest
-among them, logits and all; `padded` pads every row to the longest of the batch, as a batch kept as one tensor does; `padded
-mb` takes the same number of rows at a time, padded to the longest among those. MFU counts the FLOPs of real tokens.
+Every mode trains the same rows with the same model and the same token budget per microbatch, in
+this process; on a CPU the modes take turns, so that a noisy machine disturbs all of them alike, on
+a GPU they follow each other, so that each has the memory to itself. `transformers` is the loop
+people write: rows in the given order, so many at a time, padded to the longest among them, logits
+and all; `padded` pads every row to the longest of the batch, as a batch kept as one tensor does;
+`padded mb` takes the same number of rows at a time, padded to the longest among those. MFU counts
+the FLOPs of real tokens.
 """
 
 from __future__ import annotations
@@ -75,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rng = np.random.default_rng(arguments.seed)
     rows = rng.choice(lengths, arguments.rows, replace=len(lengths) < arguments.rows)
     print(
-        f"{arguments.rows} rows: {rows.sum()} tokens, mean {rows.mean():.0f}, median {np.median(rows):.0f}, longest {rows.max()};"
-        f" budget {arguments.budget} tokens; {torch.get_num_threads()} threads; device {arguments.device}"
+        f"{arguments.rows} rows: {rows.sum()} tokens, mean {rows.mean():.0f}, median"
+        f" {np.median(rows):.0f}, longest {rows.max()};"
+        f" budget {arguments.budget} tokens; {torch.get_num_threads()} threads; device"
+        f" {arguments.device}"
     )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), arguments)
@@ -97,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load_lengths(arguments: argparse.Namespace) -> np.ndarray:
-    """int64: tokens of each row, from the file asked for or from a long-tailed stand-in (lognormal, median 180)."""
+    """int64: tokens of each row, from the file asked for or from a long-tailed stand-in (lognormal,
+    median 180).
+    """
     if arguments.lengths is not None:
         with arguments.lengths.open(newline="") as file:
             table = list(csv.DictReader(file))
@@ -227,7 +236,9 @@ class PolicyMode:
 
 
 class TransformersLoop:
-    """Plain transformers and AdamW: `budget // longest row` rows at a time, padded to the longest of them."""
+    """Plain transformers and AdamW: `budget // longest row` rows at a time, padded to the longest
+    of them.
+    """
 
     def __init__(self, model: Path, batch: BatchedDataDict, arguments: argparse.Namespace) -> None:
         self._model = LlamaForCausalLM.from_pretrained(

@@ -1,14 +1,17 @@
-"""Step folders that are complete or absent: written aside, listed in a manifest, renamed, named by `latest`.
+"""Step folders that are complete or absent: written aside, listed in a manifest, renamed, named by
+`latest`.
 
 The order of a save, each line durable before the next begins:
 
 1. the caller and the policy's ranks write their files into `checkpoints/.writing_step_<N>`;
-2. the driver checks that it sees every file that the ranks report, with its size, and writes `manifest.json` last;
+2. the driver checks that it sees every file that the ranks report, with its size, and writes
+   `manifest.json` last;
 3. the folder is renamed to `checkpoints/step_<N>`;
 4. `<run>/latest` is replaced by a file that names it;
 5. only now are older folders removed, down to `keep_latest`.
 
-So after a kill anywhere, `latest` names a complete checkpoint or does not exist. State is JSON; nothing is unpickled.
+So after a kill anywhere, `latest` names a complete checkpoint or does not exist. State is JSON;
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -59,9 +62,11 @@ _STEP = r"(0|[1-9][0-9]{0,17})"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a resumed loop needs besides the policy's own files; plain JSON values, floats restored exactly.
+    """What a resumed loop needs besides the policy's own files; plain JSON values, floats restored
+    exactly.
 
-    Example: `TrainingState(step=20, loader={"epoch": 1, "cursor": 64}, counters={"num_tokens": 81920.0})`.
+    Example: `TrainingState(step=20, loader={"epoch": 1, "cursor": 64}, counters={"num_tokens":
+    81920.0})`.
     """
 
     step: int
@@ -86,7 +91,8 @@ class TrainingState:
         if not isinstance(values, dict) or set(values) != set(expected):
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise CheckpointError(
-                f"{path} has {str(found)[:200]} where {sorted(expected)} are expected; another version wrote it"
+                f"{path} has {str(found)[:200]} where {sorted(expected)} are expected; another"
+                f" version wrote it"
             )
         for name, value in values.items():
             wanted = int if name == "step" else dict
@@ -110,7 +116,9 @@ class Checkpoint:
 
 
 class OpenCheckpoint:
-    """A step folder while it is written. `path` is the folder; every rank's files must be reported with `add`."""
+    """A step folder while it is written. `path` is the folder; every rank's files must be reported
+    with `add`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +131,8 @@ class OpenCheckpoint:
                 key = f"{subfolder}/{name}"
                 if key in self.reported:
                     raise CheckpointError(
-                        f"rank {rank} and an earlier rank both wrote {key}; {self.path} is discarded"
+                        f"rank {rank} and an earlier rank both wrote {key}; {self.path} is"
+                        f" discarded"
                     )
                 self.reported[key] = record
 
@@ -142,22 +151,27 @@ class Checkpointer:
         self._verified_step: int | None = None
 
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether `step` is due: every `save_period` steps and at the end, unless `latest` is this step already."""
+        """Whether `step` is due: every `save_period` steps and at the end, unless `latest` is this
+        step already.
+        """
         is_due = is_last or (self.config.save_period > 0 and step % self.config.save_period == 0)
         return self.config.enabled and is_due and not self._is_latest(step)
 
     @contextmanager
     def writing(self, step: int, *, prunes: bool = True) -> Iterator[OpenCheckpoint]:
-        """Give an empty folder; when the block ends it becomes checkpoint `step`, when the block raises it is removed.
+        """Give an empty folder; when the block ends it becomes checkpoint `step`, when the block
+        raises it is removed.
 
-        All processes that write into the folder must be done with it when the block ends, and report their files.
-        Raises CheckpointError if a file cannot be written or is not what was reported, and ValueError if `latest` is
-        this very step; earlier checkpoints stay as they were in both cases. `prunes=False` keeps the older checkpoints,
-        whatever `keep_latest` is, until the next one that prunes.
+        All processes that write into the folder must be done with it when the block ends, and
+        report their files. Raises CheckpointError if a file cannot be written or is not what was
+        reported, and ValueError if `latest` is this very step; earlier checkpoints stay as they
+        were in both cases. `prunes=False` keeps the older checkpoints, whatever `keep_latest` is,
+        until the next one that prunes.
         """
         if self._is_latest(step):
             raise ValueError(
-                f"{self._folder(step)} is the latest checkpoint already; call should_save({step}) first"
+                f"{self._folder(step)} is the latest checkpoint already; call should_save({step})"
+                f" first"
             )
         folder = self.path / f"{_WRITING}step_{step}"
         try:
@@ -178,11 +192,12 @@ class Checkpointer:
             self._prune(step)
 
     def find_latest(self, check: Callable[[Path], str | None] | None = None) -> Checkpoint | None:
-        """The checkpoint that `latest` names if it is complete, else the newest complete one, else None.
+        """The checkpoint that `latest` names if it is complete, else the newest complete one, else
+        None.
 
-        Every file is compared with its checksum; `check` may give one more reason against a folder. The reason why a
-        checkpoint is passed over is logged. None means that the run never had a checkpoint: raises CheckpointError if
-        there are checkpoints and none is complete.
+        Every file is compared with its checksum; `check` may give one more reason against a folder.
+        The reason why a checkpoint is passed over is logged. None means that the run never had a
+        checkpoint: raises CheckpointError if there are checkpoints and none is complete.
         """
         for leftover in sorted(self.path.glob(f"{_WRITING}*")):
             logger.warning("ignoring %s: its save was interrupted", leftover)
@@ -267,7 +282,9 @@ class Checkpointer:
         self._verified_step = step
 
     def _prune(self, step: int) -> None:
-        """Remove all but the newest `keep_latest` up to `step`; newer ones are from before the run went back."""
+        """Remove all but the newest `keep_latest` up to `step`; newer ones are from before the run
+        went back.
+        """
         listed = [
             kept
             for kept in self._steps()
@@ -309,9 +326,12 @@ class Checkpointer:
     def _disk_full_message(self, step: int, num_bytes: int) -> str:
         free = shutil.disk_usage(self.path).free
         return (
-            f"the checkpoint of step {step} was not written: the disk of {self.path} ran full. {num_bytes / 1e9:.2f} GB "
-            f"were written and removed again, {free / 1e9:.2f} GB are free now. {self._earlier()}. Free some space, lower "
-            f"checkpointing.keep_latest (now {self.config.keep_latest}), or set output_dir to another disk."
+            f"the checkpoint of step {step} was not written: the disk of {self.path} ran full."
+            f" {num_bytes / 1e9:.2f} GB "
+            f"were written and removed again, {free / 1e9:.2f} GB are free now. {self._earlier()}."
+            f" Free some space, lower "
+            f"checkpointing.keep_latest (now {self.config.keep_latest}), or set output_dir to"
+            f" another disk."
         )
 
     def _earlier(self) -> str:

@@ -1,4 +1,6 @@
-"""The manifest of a step folder: which files belong to it, their sizes and checksums, and whether they are all there."""
+"""The manifest of a step folder: which files belong to it, their sizes and checksums, and whether
+they are all there.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ class CheckpointError(RuntimeError):
 
 
 def write_manifest(folder: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
-    """Check that this process sees every reported file in `folder`, and write the manifest that lists all files.
+    """Check that this process sees every reported file in `folder`, and write the manifest that
+    lists all files.
 
-    `reported` is what the policy's ranks wrote, by path relative to `folder`, with sizes and checksums that each rank
-    computed itself; large files are not read again. Other files are small ones of the calling process, which are
-    read. Raises CheckpointError if nothing was reported, or if a reported file is missing or has another size.
+    `reported` is what the policy's ranks wrote, by path relative to `folder`, with sizes and
+    checksums that each rank computed itself; large files are not read again. Other files are small
+    ones of the calling process, which are read. Raises CheckpointError if nothing was reported, or
+    if a reported file is missing or has another size.
     """
     if not reported:
         raise CheckpointError(
-            f"no policy worker reported a file of the checkpoint of step {step}, so it would hold no weights"
+            f"no policy worker reported a file of the checkpoint of step {step}, so it would hold"
+            f" no weights"
         )
     for name, record in reported.items():
         _await_file(folder / name, record.size, step)
@@ -54,7 +59,9 @@ def write_manifest(folder: Path, step: int, reported: Mapping[str, FileRecord]) 
 
 
 def incomplete_reason(folder: Path, step: int) -> str | None:
-    """Why `folder` is not a complete checkpoint of `step`; None if it is. Reads every file that has a checksum."""
+    """Why `folder` is not a complete checkpoint of `step`; None if it is. Reads every file that has
+    a checksum.
+    """
     path = folder / MANIFEST
     if not path.exists():
         return (
@@ -87,7 +94,9 @@ def incomplete_reason(folder: Path, step: int) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint; raises CheckpointError if it is missing, broken or not a regular file."""
+    """Read a JSON file of a checkpoint; raises CheckpointError if it is missing, broken or not a
+    regular file.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
@@ -107,7 +116,8 @@ def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
         raise CheckpointError(f"it holds a {type(manifest).__name__} instead of an object")
     if manifest.get("format") not in _READ_FORMATS:
         raise CheckpointError(
-            f"it has format {str(manifest.get('format'))[:20]}; this version reads formats {_READ_FORMATS[0]} to {_FORMAT}"
+            f"it has format {str(manifest.get('format'))[:20]}; this version reads formats"
+            f" {_READ_FORMATS[0]} to {_FORMAT}"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
@@ -155,14 +165,18 @@ def _content_problem(path: Path, sha256: str | None) -> str | None:
 
 
 def _await_file(path: Path, size: int, step: int) -> None:
-    """Return when this process sees the file with its size; raises CheckpointError after a short time."""
+    """Return when this process sees the file with its size; raises CheckpointError after a short
+    time.
+    """
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while (found := _visible_size(path)) != size:
         if time.monotonic() >= deadline:
             state = "does not see it" if found is None else f"sees {found:,} bytes"
             raise CheckpointError(
-                f"the checkpoint of step {step} was not published: a policy worker wrote {size:,} bytes to {path}, but the"
-                f" driver {state}. Driver and workers must share the file system of output_dir; set output_dir to a"
+                f"the checkpoint of step {step} was not published: a policy worker wrote {size:,}"
+                f" bytes to {path}, but the"
+                f" driver {state}. Driver and workers must share the file system of output_dir; set"
+                f" output_dir to a"
                 " directory that all nodes share"
             )
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """The command line: `nemo-like sft | grpo | validate | check | plan | export | convert`.
 
-Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM, SIGHUP or
-`cluster.time_limit` and can be resumed, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
+SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -115,10 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _log_to_console()
     arguments, unknown = build_parser().parse_known_args(argv)
-    # argparse cannot mix options and trailing positionals freely; what is left over are overrides like `~a.b` or typos.
+    # argparse cannot mix options and trailing positionals freely; what is left over are overrides
+    # like `~a.b` or typos.
     if unknown:
         say_error(
-            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see nemo-like --help"
+            f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
+            f" nemo-like --help"
         )
         return 2
     arguments.owns_process = argv is None
@@ -180,7 +182,8 @@ def _train(config: RunConfig) -> int:
 
 
 def train(config: RunConfig) -> RunResult | int:
-    """Run SFT or GRPO; returns the result, or the exit code after a failure, whose message is printed.
+    """Run SFT or GRPO; returns the result, or the exit code after a failure, whose message is
+    printed.
 
     Raises ConfigError for wrong input.
     """
@@ -253,7 +256,9 @@ def say_error(text: str) -> None:
 
 
 def _failure_text(error: BaseException, traceback_text: str, log: Path | None) -> str:
-    """One message for an unexpected exception; its traceback goes to `log`, or to a new file if that cannot be written."""
+    """One message for an unexpected exception; its traceback goes to `log`, or to a new file if
+    that cannot be written.
+    """
     lines = str(error).strip().splitlines()
     reason = (
         f"{type(error).__name__}: {shortened(lines[0], _MAX_REASON)}"
@@ -297,7 +302,9 @@ def _how_to_continue(config: RunConfig) -> str:
 
 
 def _log_to_console() -> None:
-    """Warnings go to the console; what the package does in detail goes to the run's `logs/driver.log` only."""
+    """Warnings go to the console; what the package does in detail goes to the run's
+    `logs/driver.log` only.
+    """
     console = logging.StreamHandler()
     console.setLevel(os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"))
     logging.basicConfig(

@@ -1,7 +1,8 @@
-"""`make demo`: a tiny model learns arithmetic by SFT, then gets better at it by GRPO, on a local Ray cluster, from nothing.
+"""`make demo`: a tiny model learns arithmetic by SFT, then gets better at it by GRPO, on a local
+Ray cluster, from nothing.
 
-It writes under `runs/`, needs no network and no GPU, and ends with what was learned. The configs are the ones in
-`examples/configs`, unchanged.
+It writes under `runs/`, needs no network and no GPU, and ends with what was learned. The configs
+are the ones in `examples/configs`, unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
-    """Run one phase; after a failure say what is kept and how to continue, and return the exit code."""
+    """Run one phase; after a failure say what is kept and how to continue, and return the exit
+    code.
+    """
     try:
         result = train(config)
     except ConfigError as error:
@@ -116,7 +119,8 @@ def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> Non
     console.print(f"GRPO gained {100 * (after_grpo - before_grpo):+.1f} points of accuracy.")
     for result in (sft, grpo):
         console.print(
-            f"{result.run.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in {result.export}"
+            f"{result.run.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in"
+            f" {result.export}"
         )
 
 

@@ -1,16 +1,17 @@
-"""The task of `make demo`: adding two numbers, with a character-level tokenizer and a tiny model to learn it.
+"""The task of `make demo`: adding two numbers, with a character-level tokenizer and a tiny model to
+learn it.
 
-A problem is `607+58`. A completion may show its working, from the ones on as digit + digit + carry = sum, and ends with
-`#### ` and the answer:
+A problem is `607+58`. A completion may show its working, from the ones on as digit + digit + carry
+= sum, and ends with `#### ` and the answer:
 
     7+8+0=15
     0+5+1=06
     6+0+0=06
     #### 665
 
-A model this small can learn the steps but not the sum at one go. Two in five of the supervised completions show their
-working, so a supervised model answers most problems at once, and wrongly; that working pays is left to reinforcement
-learning to find out.
+A model this small can learn the steps but not the sum at one go. Two in five of the supervised
+completions show their working, so a supervised model answers most problems at once, and wrongly;
+that working pays is left to reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NUM_GRPO_ROWS = 4_000
 NUM_VALIDATION_ROWS = 200
 MAX_DIGITS = 4
 WORKED_SHARE = 0.4
-"""Share of the supervised completions that show their working. Below one half, so that the likelier answer does not."""
+"""Share of the supervised completions that show their working. Below one half, so that the likelier
+answer does not.
+"""
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
 _CHARACTERS = "0123456789+=# \n"
@@ -72,10 +75,12 @@ class Problem:
 
 
 def build_demo(directory: Path, seed: int) -> None:
-    """Write the untrained model and the data, the same for the same seed; files of an earlier demo are replaced.
+    """Write the untrained model and the data, the same for the same seed; files of an earlier demo
+    are replaced.
 
-    `model/` is a Hugging Face directory with tokenizer and chat template; `sft_train.jsonl` has prompt and completion,
-    `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three. No validation prompt is in the training data.
+    `model/` is a Hugging Face directory with tokenizer and chat template; `sft_train.jsonl` has
+    prompt and completion, `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three. No
+    validation prompt is in the training data.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -130,7 +135,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """A Llama of 0.4 million parameters with weights drawn from `seed`; the global generator is left as it was."""
+    """A Llama of 0.4 million parameters with weights drawn from `seed`; the global generator is
+    left as it was.
+    """
     config = LlamaConfig(
         vocab_size=len(_SPECIAL_TOKENS) + len(_CHARACTERS),
         hidden_size=128,
@@ -153,7 +160,9 @@ def build_model(seed: int) -> LlamaForCausalLM:
 
 
 def _draw(rng: random.Random, held_out: Collection[str]) -> Problem:
-    """A problem whose numbers have 1 to 4 digits, each count as likely, and whose prompt is not held out."""
+    """A problem whose numbers have 1 to 4 digits, each count as likely, and whose prompt is not
+    held out.
+    """
     while True:
         left, right = (_draw_number(rng) for _ in range(2))
         problem = Problem(left, right)

@@ -1,7 +1,9 @@
-"""Durable and atomic file writing. Every writer of a run uses it, so every failed write is the same kind of error.
+"""Durable and atomic file writing. Every writer of a run uses it, so every failed write is the same
+kind of error.
 
-A file is written aside, synchronised to disk and renamed, so that a reader or a kill finds the old content or the new.
-The temporary file is created exclusively: an existing symbolic link of its name is removed, never written through.
+A file is written aside, synchronised to disk and renamed, so that a reader or a kill finds the old
+content or the new. The temporary file is created exclusively: an existing symbolic link of its name
+is removed, never written through.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ class FileRecord:
 
 @contextmanager
 def reporting_write_errors(path: Path, what: str | None = None) -> Iterator[None]:
-    """Turn an OSError, or another library's error with the system's number, into a WriteError about `path`.
+    """Turn an OSError, or another library's error with the system's number, into a WriteError about
+    `path`.
 
-    `what` describes the content, e.g. "the metrics of step 2"; None means the path says enough. ConfigError and other
-    ValueErrors pass unchanged.
+    `what` describes the content, e.g. "the metrics of step 2"; None means the path says enough.
+    ConfigError and other ValueErrors pass unchanged.
     """
     try:
         yield
@@ -69,7 +72,9 @@ def reporting_write_errors(path: Path, what: str | None = None) -> Iterator[None
 
 
 def describe_write_error(path: Path, number: int, what: str | None = None) -> str:
-    """One sentence each for the file, the cause and what to do. `number` is the system's error number."""
+    """One sentence each for the file, the cause and what to do. `number` is the system's error
+    number.
+    """
     subject = f"{what} cannot be written to {path}" if what else f"{path} cannot be written"
     folder = path if path.is_dir() else path.parent
     move = "set output_dir to another file system"
@@ -95,7 +100,9 @@ def describe_write_error(path: Path, number: int, what: str | None = None) -> st
 
 
 def system_error_number(error: BaseException) -> int | None:
-    """The system's error number of a failed file operation, or of the failure that caused `error`; None if neither."""
+    """The system's error number of a failed file operation, or of the failure that caused `error`;
+    None if neither.
+    """
     for seen in _causes(error):
         if isinstance(seen, OSError) and not isinstance(seen, (ConnectionError, TimeoutError)):
             return seen.errno
@@ -106,7 +113,9 @@ def system_error_number(error: BaseException) -> int | None:
 
 
 def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bool:
-    """Whether a failed write is a full disk: by the error's number, by its text, or by the space left at `path`."""
+    """Whether a failed write is a full disk: by the error's number, by its text, or by the space
+    left at `path`.
+    """
     if any(
         system_error_number(seen) in _FULL or os.strerror(errno.ENOSPC) in str(seen)
         for seen in _causes(error)
@@ -121,7 +130,9 @@ def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bo
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what it was raised from, and so on; a worker's exception counts as the cause of the driver's."""
+    """`error`, what it was raised from, and so on; a worker's exception counts as the cause of the
+    driver's.
+    """
     seen: Any = error
     while isinstance(seen, BaseException):
         yield seen
@@ -130,9 +141,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 @contextmanager
 def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
-    """Give the path of a temporary file beside `path`; when the block ends, the file durably replaces `path`.
+    """Give the path of a temporary file beside `path`; when the block ends, the file durably
+    replaces `path`.
 
-    Raises WriteError. If the block raises, `path` stays as it was and the temporary file is removed.
+    Raises WriteError. If the block raises, `path` stays as it was and the temporary file is
+    removed.
     """
     aside = path.with_name(f".{path.name}.new")
     with reporting_write_errors(path, what):
@@ -149,7 +162,9 @@ def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes, what: str | None = None) -> FileRecord:
-    """Replace `path` durably and atomically; raises WriteError. The file gets the permissions of the umask."""
+    """Replace `path` durably and atomically; raises WriteError. The file gets the permissions of
+    the umask.
+    """
     with replacing(path, what) as aside:
         descriptor = os.open(
             aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
@@ -160,12 +175,16 @@ def write_bytes(path: Path, content: bytes, what: str | None = None) -> FileReco
 
 
 def write_text(path: Path, text: str, what: str | None = None) -> FileRecord:
-    """`write_bytes` of UTF-8 text. A lone surrogate, which UTF-8 cannot hold, becomes its JSON and YAML escape."""
+    """`write_bytes` of UTF-8 text. A lone surrogate, which UTF-8 cannot hold, becomes its JSON and
+    YAML escape.
+    """
     return write_bytes(path, text.encode("utf-8", errors="backslashreplace"), what)
 
 
 def write_json(path: Path, value: Any, what: str | None = None) -> FileRecord:
-    """Write plain JSON values; raises ValueError, naming the file, for anything JSON cannot hold (NaN, tensors)."""
+    """Write plain JSON values; raises ValueError, naming the file, for anything JSON cannot hold
+    (NaN, tensors).
+    """
     try:
         text = json.dumps(value, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
@@ -183,10 +202,12 @@ def write_json_lines(path: Path, records: Iterable[Any], what: str | None = None
 
 
 class AppendedFile:
-    """A file that grows by whole records. A record is with the operating system when `append` returns.
+    """A file that grows by whole records. A record is with the operating system when `append`
+    returns.
 
-    An append that fails leaves the file without a part of the record. Raises WriteError, also when the file was removed
-    or replaced: what is written to a removed file is lost without any error from the system.
+    An append that fails leaves the file without a part of the record. Raises WriteError, also when
+    the file was removed or replaced: what is written to a removed file is lost without any error
+    from the system.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,7 +220,9 @@ class AppendedFile:
         self._identity = (status.st_dev, status.st_ino)
 
     def append(self, content: bytes, what: str | None = None) -> None:
-        """Write `content` to the end of the file. `what` describes it in the message of a WriteError."""
+        """Write `content` to the end of the file. `what` describes it in the message of a
+        WriteError.
+        """
         self.check(what)
         with reporting_write_errors(self.path, what):
             size, left = os.fstat(self._descriptor).st_size, memoryview(content)
@@ -236,7 +259,9 @@ class AppendedFile:
 
 
 def finish_library_file(path: Path) -> FileRecord:
-    """Give a file that another library wrote the permissions of the umask, make it durable, and compute its record."""
+    """Give a file that another library wrote the permissions of the umask, make it durable, and
+    compute its record.
+    """
     with reporting_write_errors(path):
         os.chmod(path, 0o666 & ~_umask())
         sync_file(path)
@@ -257,7 +282,9 @@ def remove_file(path: Path) -> None:
 
 
 def remove_link(path: Path) -> None:
-    """Remove a symbolic link, so that a directory of this name is created and not written through it; raises OSError."""
+    """Remove a symbolic link, so that a directory of this name is created and not written through
+    it; raises OSError.
+    """
     if path.is_symlink():
         path.unlink()
 
@@ -272,7 +299,9 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk, on file systems that can do that; raises OSError."""
+    """Wait until the names in a directory are on disk, on file systems that can do that; raises
+    OSError.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:  # a directory that may be written but not listed
@@ -315,7 +344,9 @@ def _free_space(folder: Path) -> str:
 
 
 def _missing_part(folder: Path) -> str:
-    """The topmost directory on the way to `folder` that is not there; `folder` or the file itself if all are."""
+    """The topmost directory on the way to `folder` that is not there; `folder` or the file itself
+    if all are.
+    """
     for part in (*reversed(folder.parents), folder):
         if not part.is_dir():
             return str(part)

@@ -1,7 +1,8 @@
 """Metrics that merge exactly across microbatches, ranks and steps, and the timers that feed them.
 
-A metric is a value that knows how to combine with another of its kind, so a mean is always a sum over a weight and
-never a mean of means. This module knows nothing of where metrics go: that is `tracking`.
+A metric is a value that knows how to combine with another of its kind, so a mean is always a sum
+over a weight and never a mean of means. This module knows nothing of where metrics go: that is
+`tracking`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean kept as its two sums. Example: `Mean(6.0, 3.0).value == 2.0`; a zero weight has value 0."""
+    """A weighted mean kept as its two sums. Example: `Mean(6.0, 3.0).value == 2.0`; a zero weight
+    has value 0.
+    """
 
     total: float
     weight: float = 1.0
@@ -62,7 +65,9 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Combine metrics name by name; a name may be missing from some parts. Raises TypeError if one has two kinds."""
+    """Combine metrics name by name; a name may be missing from some parts. Raises TypeError if one
+    has two kinds.
+    """
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -71,7 +76,8 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
                 merged[name] = metric
             elif type(seen) is not type(metric):
                 raise TypeError(
-                    f"metric {name!r} is a {type(seen).__name__} in one part and a {type(metric).__name__} in another"
+                    f"metric {name!r} is a {type(seen).__name__} in one part and a"
+                    f" {type(metric).__name__} in another"
                 )
             else:
                 merged[name] = seen.merge(metric)  # type: ignore[arg-type]
@@ -84,7 +90,9 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 class Timers:
-    """Wall-clock seconds by phase. `with timers("train"): ...` adds to `timing/train_s`; `pop()` returns and clears."""
+    """Wall-clock seconds by phase. `with timers("train"): ...` adds to `timing/train_s`; `pop()`
+    returns and clears.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

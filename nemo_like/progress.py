@@ -1,7 +1,8 @@
-"""What a person sees while a run goes on: bars with an ETA on a terminal, plain lines in a log, samples, step lines.
+"""What a person sees while a run goes on: bars with an ETA on a terminal, plain lines in a log,
+samples, step lines.
 
-Nothing here computes a metric or writes a file. All that a run prints goes through one `Progress`, so that lines and
-bars do not run into each other.
+Nothing here computes a metric or writes a file. All that a run prints goes through one `Progress`,
+so that lines and bars do not run into each other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ STEP_LINE = (
     ("performance/tokens_per_s", "tokens/s", ",.0f"),
     ("timing/step_s", "step s", ".1f"),
 )
-"""Metrics of the one-line summary, in this order, where a step has them; all those of a validation follow."""
+"""Metrics of the one-line summary, in this order, where a step has them; all those of a validation
+follow.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class Sample:
 
 
 class Phase:
-    """How far one phase is; `advance` may be called from any thread. `done` was done before, by the run it resumes."""
+    """How far one phase is; `advance` may be called from any thread. `done` was done before, by the
+    run it resumes.
+    """
 
     def __init__(self, name: str, total: int | None, unit: str, done: int = 0) -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -73,7 +78,9 @@ class Phase:
         return (time.monotonic() - self._started_at) / done_here * max(self.total - self.done, 0)
 
     def status(self) -> str:
-        """Example: `128/512 rows, 0:07, 0:21 left`; only the time where there is nothing to count."""
+        """Example: `128/512 rows, 0:07, 0:21 left`; only the time where there is nothing to
+        count.
+        """
         elapsed, eta = _duration(time.monotonic() - self._started_at), self.eta_s()
         if self.total is None:
             return f"{self.done} {self.unit}, {elapsed}" if self.done else elapsed
@@ -83,10 +90,12 @@ class Phase:
 
 
 class Progress:
-    """Shows phases, step lines and samples on `stream`: with bars if it is a terminal, else as plain lines.
+    """Shows phases, step lines and samples on `stream`: with bars if it is a terminal, else as
+    plain lines.
 
-    Without a terminal a line appears every `interval_s` seconds for as long as a phase runs, even if nothing moves in
-    it, so that a log always says what is being waited for. Phases nest; one thread opens and closes them.
+    Without a terminal a line appears every `interval_s` seconds for as long as a phase runs, even
+    if nothing moves in it, so that a log always says what is being waited for. Phases nest; one
+    thread opens and closes them.
     """
 
     def __init__(
@@ -108,8 +117,8 @@ class Progress:
     ) -> Iterator[Phase]:
         """Show a phase while the block runs; the block calls `advance` on what it gets.
 
-        `total` is None where it is not known; `done` counts what a resumed run had done before, which says nothing of
-        the pace.
+        `total` is None where it is not known; `done` counts what a resumed run had done before,
+        which says nothing of the pace.
         """
         phase = Phase(name, total, unit, done)
         self._phases.append(phase)
@@ -128,7 +137,9 @@ class Progress:
         self.say(step_line(step, metrics, self._num_steps))
 
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
-        """Print decoded samples; trained text is green on a terminal and stands in ⟦ ⟧ elsewhere."""
+        """Print decoded samples; trained text is green on a terminal and stands in ⟦ ⟧
+        elsewhere.
+        """
         for index, sample in enumerate(samples, start=1):
             heading = f"{title} {index}/{len(samples)}"
             if self._is_terminal:
@@ -177,12 +188,16 @@ class Progress:
         )
 
     def _printable(self, text: str) -> str:
-        """`text` with control characters, and what the stream cannot encode, as escapes: models write anything."""
+        """`text` with control characters, and what the stream cannot encode, as escapes: models
+        write anything.
+        """
         return printable(text, self._console.encoding)
 
 
 def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
-    """One line of what matters of a step. Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s 1,200`."""
+    """One line of what matters of a step. Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s
+    1,200`.
+    """
     parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
     parts += [
         f"{label} {metrics[name]:{form}}" for name, label, form in STEP_LINE if name in metrics

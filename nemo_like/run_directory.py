@@ -1,6 +1,8 @@
-"""`<output_dir>/<run_name>`: its names, its lock, its config.yaml, and what a resume removes from it.
+"""`<output_dir>/<run_name>`: its names, its lock, its config.yaml, and what a resume removes from
+it.
 
-Nothing of an existing run changes before `start_run`, which is called when the run is known to be able to continue.
+Nothing of an existing run changes before `start_run`, which is called when the run is known to be
+able to continue.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ _BEFORE_RESUME = ".before_resume"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run's directory and the names inside it; checkpoints and `latest` belong to `Checkpointer(path)`."""
+    """A run's directory and the names inside it; checkpoints and `latest` belong to
+    `Checkpointer(path)`.
+    """
 
     path: Path
 
@@ -82,10 +86,11 @@ class RunDirectory:
 
 @contextmanager
 def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
-    """Create or open a run's directory and hold its lock inside the block. Files of an existing run are not changed.
+    """Create or open a run's directory and hold its lock inside the block. Files of an existing run
+    are not changed.
 
-    Raises ConfigError if a run of this name has written results and `resume` is off, if the name cannot be a
-    directory, if the directory cannot be made, or if another driver uses it.
+    Raises ConfigError if a run of this name has written results and `resume` is off, if the name
+    cannot be a directory, if the directory cannot be made, or if another driver uses it.
     """
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", run_name) is None:
         raise ConfigError(
@@ -106,16 +111,19 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
 
 
 def write_config(run: RunDirectory, config: Mapping[str, Any]) -> None:
-    """Replace config.yaml by the resolved configuration, given as plain values. Raises WriteError."""
+    """Replace config.yaml by the resolved configuration, given as plain values. Raises
+    WriteError.
+    """
     write_text(run.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
 def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | None) -> None:
-    """Write config.yaml and remove what an earlier process of the run recorded after `resumed_step`.
+    """Write config.yaml and remove what an earlier process of the run recorded after
+    `resumed_step`.
 
-    Call it when everything that can refuse the run has passed. Records of `*.jsonl` files stay up to `resumed_step`;
-    a line cut by a kill is removed. None means a start at step 0: metrics.jsonl is kept under another name then.
-    Raises WriteError.
+    Call it when everything that can refuse the run has passed. Records of `*.jsonl` files stay up
+    to `resumed_step`; a line cut by a kill is removed. None means a start at step 0: metrics.jsonl
+    is kept under another name then. Raises WriteError.
     """
     if resumed_step is None and run.metrics.exists() and run.metrics.stat().st_size > 0:
         aside = run.metrics.with_name(run.metrics.name + _BEFORE_RESUME)
@@ -138,7 +146,8 @@ def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | 
 
 
 def keep_records(path: Path, last_step: int) -> None:
-    """Keep the complete lines of a .jsonl file whose `step` is at most `last_step` (or that have none). Atomic.
+    """Keep the complete lines of a .jsonl file whose `step` is at most `last_step` (or that have
+    none). Atomic.
 
     Raises WriteError. A file from which nothing is to be removed is left as it is.
     """
@@ -196,7 +205,8 @@ def _make_directories(*folders: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"output_dir: cannot make {folder} ({error.strerror}); set output_dir to a place that can be written"
+                f"output_dir: cannot make {folder} ({error.strerror}); set output_dir to a place"
+                f" that can be written"
             ) from error
 
 
@@ -212,7 +222,8 @@ def _refuse_other_directory(run: RunDirectory) -> None:
         names and "config.yaml" not in names and any(_is_foreign(name) for name in names)
     ):
         raise ConfigError(
-            f"run_name: {run.path} exists and is not the directory of a run; choose another run_name"
+            f"run_name: {run.path} exists and is not the directory of a run; choose another"
+            f" run_name"
         )
 
 

@@ -1,8 +1,10 @@
-"""One driver per run directory: a lock file that survives SIGKILL and is recognised as stale afterwards.
+"""One driver per run directory: a lock file that survives SIGKILL and is recognised as stale
+afterwards.
 
-The file holds host, process id and process start time as JSON. It is created complete, by a hard link or exclusively,
-which is atomic on network file systems as well. The driver also holds an advisory lock (flock) on it, which the kernel
-releases when the process ends, however it ends. A lock of another machine is never taken over without the user.
+The file holds host, process id and process start time as JSON. It is created complete, by a hard
+link or exclusively, which is atomic on network file systems as well. The driver also holds an
+advisory lock (flock) on it, which the kernel releases when the process ends, however it ends. A
+lock of another machine is never taken over without the user.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Holder:
     host: str
     pid: int
     start_ticks: int
-    """Start of the process in clock ticks since boot: a process id that is reused has another one."""
+    """Start of the process in clock ticks since boot: a process id that is reused has another
+    one.
+    """
     boot_id: str
     """Identifies one boot of one machine; empty where the system does not tell."""
     started: str
@@ -63,7 +67,8 @@ class Holder:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of the run in `directory`, which must exist.
 
-    Raises ConfigError, naming host and process, if another driver holds it, and WriteError if it cannot be written.
+    Raises ConfigError, naming host and process, if another driver holds it, and WriteError if it
+    cannot be written.
     """
     path = directory / LOCK_NAME
     with reporting_write_errors(path):
@@ -108,7 +113,8 @@ def _acquire(path: Path) -> int:
                 or holder.is_alive_here
             ):
                 break
-            # A process that the dead driver started still has its descriptor, or another driver takes over right now.
+            # A process that the dead driver started still has its descriptor, or another driver
+            # takes over right now.
         finally:
             os.close(existing)
     raise ConfigError(
@@ -127,20 +133,24 @@ def _refusal(path: Path, holder: Holder | None, flock: str) -> str:
         return f"run_name: the run in {path.parent} is in use by {who}; wait for it or stop it, or choose another run_name"
     if flock == "taken":
         return (
-            f"run_name: the run in {path.parent} is in use by {who}, or by a process that it started; stop it, or choose"
+            f"run_name: the run in {path.parent} is in use by {who}, or by a process that it"
+            f" started; stop it, or choose"
             " another run_name"
         )
     is_this_host = holder.host == socket.gethostname()
     if is_this_host or (_is_same_boot(holder) and flock == "held"):
         return ""
     return (
-        f"run_name: the run in {path.parent} is locked by {who}, which this host ({socket.gethostname()}) cannot check. If"
+        f"run_name: the run in {path.parent} is locked by {who}, which this host"
+        f" ({socket.gethostname()}) cannot check. If"
         f" that process has ended, remove {path} and start again; otherwise choose another run_name"
     )
 
 
 def _create(path: Path, *, replace: bool = False) -> int | None:
-    """Create the lock file complete and locked; None if there is one already and `replace` is off."""
+    """Create the lock file complete and locked; None if there is one already and `replace` is
+    off.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(
         aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
@@ -163,7 +173,9 @@ def _create(path: Path, *, replace: bool = False) -> int | None:
 
 
 def _link(aside: Path, path: Path) -> bool:
-    """Give `aside` the name `path` too, if that is free. Where the file system has no hard links it is moved there."""
+    """Give `aside` the name `path` too, if that is free. Where the file system has no hard links it
+    is moved there.
+    """
     try:
         os.link(aside, path)
     except FileExistsError:
@@ -189,7 +201,8 @@ def _open(path: Path) -> int | None:
         return None
     except PermissionError as error:
         raise ConfigError(
-            f"run_name: {path} belongs to another user, so the run may be in use by that user; choose another run_name"
+            f"run_name: {path} belongs to another user, so the run may be in use by that user;"
+            f" choose another run_name"
         ) from error
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):
@@ -200,7 +213,9 @@ def _open(path: Path) -> int | None:
 
 
 def _flock(descriptor: int) -> str:
-    """ "held": by this process now; "taken": by another one; "unknown": the file system has no such locks."""
+    """ "held": by this process now; "taken": by another one; "unknown": the file system has no such
+    locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -256,9 +271,12 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; None if there is no such process, or only its zombie."""
+    """Start time of a live process in clock ticks since boot; None if there is no such process, or
+    only its zombie.
+    """
     try:
-        # The second field is the program's name in parentheses, which may hold spaces and parentheses itself.
+        # The second field is the program's name in parentheses, which may hold spaces and
+        # parentheses itself.
         fields = (
             Path(f"/proc/{pid}/stat")
             .read_text(encoding="utf-8", errors="replace")

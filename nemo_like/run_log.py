@@ -11,7 +11,9 @@ from nemo_like.files import AppendedFile, WriteError
 
 
 class RunLog(logging.Handler):
-    """A log file. Logging itself must not raise, so a failed write is kept, and raised by `check`."""
+    """A log file. Logging itself must not raise, so a failed write is kept, and raised by
+    `check`.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -32,7 +34,9 @@ class RunLog(logging.Handler):
             self.handleError(record)
 
     def check(self) -> None:
-        """Raise the WriteError of the first record that could not be written, or if the file was removed."""
+        """Raise the WriteError of the first record that could not be written, or if the file was
+        removed.
+        """
         if self._failure is not None:
             raise self._failure
         self._file.check()
@@ -44,7 +48,9 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def run_log(path: Path) -> Iterator[RunLog]:
-    """Everything logged inside the block also goes to `path`. Raises WriteError if the file cannot be opened."""
+    """Everything logged inside the block also goes to `path`. Raises WriteError if the file cannot
+    be opened.
+    """
     log = RunLog(path)
     logging.captureWarnings(True)
     logging.getLogger().addHandler(log)

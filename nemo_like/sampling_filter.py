@@ -31,7 +31,9 @@ class SamplingFilter:
     """
 
     top_k: int | None = None
-    """Keep the k most likely tokens, and every token as likely as the k-th; None, 0 or -1 is off."""
+    """Keep the k most likely tokens, and every token as likely as the k-th; None, 0 or -1 is
+    off.
+    """
     top_p: float = 1.0
     """Keep the fewest tokens with at least this mass, in (0, 1]; 1 is off."""
     min_p: float = 0.0

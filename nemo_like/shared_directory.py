@@ -1,4 +1,6 @@
-"""Whether all processes of a run see the same directory: each reads what the driver wrote and writes what it reads."""
+"""Whether all processes of a run see the same directory: each reads what the driver wrote and
+writes what it reads.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def check_shared(
 ) -> None:
     """Raise ConfigError unless the driver and every worker read and write the same `directory`.
 
-    `ask_workers(folder, token)` calls `answer(folder, token, rank)` in every worker and returns the answers in rank order.
-    `nodes` are the nodes' addresses by rank; it may be empty.
+    `ask_workers(folder, token)` calls `answer(folder, token, rank)` in every worker and returns the
+    answers in rank order. `nodes` are the nodes' addresses by rank; it may be empty.
     """
     with _probe_folder(directory) as (folder, token):
         answers = ask_workers(str(folder.resolve()), token)
@@ -41,14 +43,19 @@ def check_shared(
         else f" (and {len(problems) - 1} of the {len(answers)} workers more)"
     )
     raise ConfigError(
-        f"output_dir: policy worker {rank} on {node} and the driver on {socket.gethostname()} do not share"
-        f" {directory.resolve()}: {problem}{others}. Checkpoints and the exported model need a directory that the driver and"
-        " all policy workers read and write; set output_dir to one on a file system that all nodes mount at the same path"
+        f"output_dir: policy worker {rank} on {node} and the driver on {socket.gethostname()} do"
+        f" not share"
+        f" {directory.resolve()}: {problem}{others}. Checkpoints and the exported model need a"
+        f" directory that the driver and"
+        " all policy workers read and write; set output_dir to one on a file system that all nodes"
+        " mount at the same path"
     )
 
 
 def answer(folder: str, token: str, rank: int) -> str:
-    """A worker's part of `check_shared`: read the driver's file and write one; returns the problem, empty if there is none."""
+    """A worker's part of `check_shared`: read the driver's file and write one; returns the problem,
+    empty if there is none.
+    """
     path = Path(folder) / "driver"
     text = _read_soon(path, token)
     if text != token:

@@ -1,6 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, and wandb or mlflow on request.
 
-It computes no metric and formats nothing for people: the console line is a callable given to `Tracker`.
+It computes no metric and formats nothing for people: the console line is a callable given to
+`Tracker`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ConfigError, naming the extra to install, if a tracker is asked for whose package is missing."""
+    """Raise ConfigError, naming the extra to install, if a tracker is asked for whose package is
+    missing.
+    """
     for key, value, package in (
         ("wandb_project", config.wandb_project, "wandb"),
         ("mlflow_experiment", config.mlflow_experiment, "mlflow"),
@@ -52,10 +55,12 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Sends the metrics of each step to every place that is configured. Use it as a context manager.
+    """Sends the metrics of each step to every place that is configured. Use it as a context
+    manager.
 
-    A step is logged once, in rising order. `start_run` has removed the records after `resumed_step`, which the run is
-    about to write again. A number that is not finite is `null` in metrics.jsonl. Raises WriteError.
+    A step is logged once, in rising order. `start_run` has removed the records after
+    `resumed_step`, which the run is about to write again. A number that is not finite is `null` in
+    metrics.jsonl. Raises WriteError.
     """
 
     def __init__(
@@ -80,10 +85,13 @@ class Tracker:
             self._closing = on_failure.pop_all()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of one step; raises ValueError if `step` is not above the last one logged."""
+        """Record the numbers of one step; raises ValueError if `step` is not above the last one
+        logged.
+        """
         if step <= self._last_step:
             raise ValueError(
-                f"step {step} is logged after step {self._last_step}; merge a step's metrics into one call"
+                f"step {step} is logged after step {self._last_step}; merge a step's metrics into"
+                f" one call"
             )
         values = {name: float(value) for name, value in metrics.items()}
         self._warn_not_finite(step, values)
@@ -94,7 +102,9 @@ class Tracker:
             self._show(step, values)
 
     def sync(self) -> None:
-        """Wait until everything logged to files is on disk. Call it before a checkpoint of the same step is published."""
+        """Wait until everything logged to files is on disk. Call it before a checkpoint of the same
+        step is published.
+        """
         for sink in self._sinks:
             sink.sync()
 
@@ -138,7 +148,9 @@ def _open_sinks(
 
 
 class _JsonlSink:
-    """metrics.jsonl: one strict JSON object per step, with the operating system before `log` returns to the caller."""
+    """metrics.jsonl: one strict JSON object per step, with the operating system before `log`
+    returns to the caller.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = AppendedFile(path)
@@ -156,10 +168,13 @@ class _JsonlSink:
 
 
 class _TensorBoardSink:
-    """An event file. Written by the calling thread: the library's own thread would lose errors such as a full disk."""
+    """An event file. Written by the calling thread: the library's own thread would lose errors such
+    as a full disk.
+    """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        # Importing TensorBoard takes seconds of CPU time, and commands that only check a config use this module too.
+        # Importing TensorBoard takes seconds of CPU time, and commands that only check a config use
+        # this module too.
         from tensorboard.compat.proto.event_pb2 import (
             Event,  # pyright: ignore[reportAttributeAccessIssue]
             SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
@@ -172,7 +187,8 @@ class _TensorBoardSink:
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
         with reporting_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names, so a later file needs a later time.
+        # TensorBoard reads the files of a folder in the order of their names, so a later file needs
+        # a later time.
         stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*")]
         stamp = max([int(time.time()), *(int(each) + 1 for each in stamps if each.isdigit())])
         name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
@@ -202,7 +218,9 @@ class _TensorBoardSink:
 
 
 class _WandbSink:
-    """A wandb run. Its id is random and kept in `logs/wandb_run_id`: a resume continues it, another run never does."""
+    """A wandb run. Its id is random and kept in `logs/wandb_run_id`: a resume continues it, another
+    run never does.
+    """
 
     def __init__(self, project: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
@@ -230,7 +248,9 @@ class _WandbSink:
 
 
 class _MlflowSink:
-    """An mlflow run; its id is kept in `logs/mlflow_run_id`, so that a resumed run goes on in the same one."""
+    """An mlflow run; its id is kept in `logs/mlflow_run_id`, so that a resumed run goes on in the
+    same one.
+    """
 
     def __init__(self, experiment: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -254,7 +274,9 @@ class _MlflowSink:
 
 
 def _kept_id(path: Path, create: Callable[[], str]) -> str:
-    """The id that an earlier process of the run stored in `path`, or a new one, stored before it is used."""
+    """The id that an earlier process of the run stored in `path`, or a new one, stored before it is
+    used.
+    """
     with reporting_write_errors(path):
         if path.exists():
             return path.read_text(encoding="utf-8").strip()

@@ -1,8 +1,11 @@
-"""Check that the Ray job API answers, and write the runtime environment of a run. Called by `submit.sh`.
+"""Check that the Ray job API answers, and write the runtime environment of a run. Called by
+`submit.sh`.
 
-    prepare_submission.py ADDRESS START_DIR OUTPUT_FILE NUM_PACKAGES [PACKAGE_DIR ...] [VARIABLE ...]
+    prepare_submission.py ADDRESS START_DIR OUTPUT_FILE NUM_PACKAGES [PACKAGE_DIR ...] [VARIABLE
+    ...]
 
-The exit code is 1, with one message, if the API does not answer: `ray job submit` would print a traceback.
+The exit code is 1, with one message, if the API does not answer: `ray job submit` would print a
+traceback.
 """
 
 from __future__ import annotations
@@ -40,21 +43,25 @@ def api_problem(address: str) -> str | None:
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return (
-                f"the Ray job API at {address} refuses the token (HTTP {error.code}); use the one of the head, in"
+                f"the Ray job API at {address} refuses the token (HTTP {error.code}); use the one"
+                f" of the head, in"
                 " ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             )
         return f"{address} answers HTTP {error.code}, so it is no Ray job API; set RAY_API_SERVER_ADDRESS"
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         return (
-            f"there is no Ray job API at {address} ({reason}); start a head with ray_jobs/start_head.sh, open an ssh"
+            f"there is no Ray job API at {address} ({reason}); start a head with"
+            f" ray_jobs/start_head.sh, open an ssh"
             " tunnel to one, or set RAY_API_SERVER_ADDRESS"
         )
     return None
 
 
 def _token() -> str:
-    """The token as Ray finds it: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
+    """The token as Ray finds it: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or
+    ~/.ray/auth_token.
+    """
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if token:
         return token.strip()
@@ -68,7 +75,8 @@ def _is_local(address: str) -> bool:
 
 
 def runtime_env(start_dir: str, packages: list[str], names: list[str]) -> dict[str, object]:
-    """Return Ray's runtime environment: the variables that rewards and hubs need, and the packages to upload.
+    """Return Ray's runtime environment: the variables that rewards and hubs need, and the packages
+    to upload.
 
     Relative parts of the path variables are relative to `start_dir`.
     """

@@ -1,4 +1,6 @@
-"""Top-k, top-p and min-p by their definition, one distribution at a time in float64: the reference of several tests."""
+"""Top-k, top-p and min-p by their definition, one distribution at a time in float64: the reference
+of several tests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from nemo_like.sampling_filter import SamplingFilter
 
 
 def kept_tokens(logits: Sequence[float], token_filter: SamplingFilter) -> set[int]:
-    """The tokens that may be sampled: min_p, then top_k, then top_p; equal logits are kept or removed together."""
+    """The tokens that may be sampled: min_p, then top_k, then top_p; equal logits are kept or
+    removed together.
+    """
     values = np.asarray(logits, dtype=np.float64)
     weights = np.exp(values - values.max())
     kept = [

@@ -1,4 +1,6 @@
-"""The promise under test: `latest` names a whole checkpoint or nothing, whatever happens and wherever it happens."""
+"""The promise under test: `latest` names a whole checkpoint or nothing, whatever happens and
+wherever it happens.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def checkpointer_at(run: Path, *, save_period: int = 10, keep_latest: int = 2) -
 
 
 def save(checkpointer: Checkpointer, step: int) -> None:
-    """A checkpoint as the loop writes one: two files of a policy, whose content depends on the step, and the state."""
+    """A checkpoint as the loop writes one: two files of a policy, whose content depends on the
+    step, and the state.
+    """
     with checkpointer.writing(step) as checkpoint:
         checkpoint.add("policy", write_policy(checkpoint, step))
         TrainingState(step=step, loader={"epoch": 0, "cursor": step * 8}).save(checkpoint.path)

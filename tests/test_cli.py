@@ -1,4 +1,6 @@
-"""The command line: what a user sees for each kind of wrong input, always one message and exit code 2."""
+"""The command line: what a user sees for each kind of wrong input, always one message and exit code
+2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The demo's data and model: right sums, disjoint splits, rows of uneven length, the same files for the same seed."""
+"""The demo's data and model: right sums, disjoint splits, rows of uneven length, the same files for
+the same seed.
+"""
 
 from __future__ import annotations
 

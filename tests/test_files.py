@@ -1,4 +1,6 @@
-"""Durable writing: old or new content after a failure, one clear message, no write through links, the umask's permissions."""
+"""Durable writing: old or new content after a failure, one clear message, no write through links,
+the umask's permissions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is declared is what is there: dependencies, commands, make targets, the container's files."""
+"""What is declared is what is there: dependencies, commands, make targets, the container's
+files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ EXTRA_OF_IMPORT = {
 
 
 def imported_packages() -> set[str]:
-    """First parts of every absolute import in the package that is neither the standard library's nor our own."""
+    """First parts of every absolute import in the package that is neither the standard library's
+    nor our own.
+    """
     names: set[str] = set()
     for path in (ROOT / "nemo_like").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -122,7 +126,9 @@ def test_the_installed_version_is_the_packages() -> None:
 
 @pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "clean"])
 def test_make_has_the_target_and_each_works_from_nothing(target: str, tmp_path: Path) -> None:
-    """`make -n` prints what would be done in a fresh checkout; every target but clean installs first."""
+    """`make -n` prints what would be done in a fresh checkout; every target but clean installs
+    first.
+    """
     for name in ("Makefile", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     done = subprocess.run(["make", "-n", target], capture_output=True, text=True, cwd=tmp_path)

@@ -1,4 +1,6 @@
-"""The submit scripts: one for each example config, and clear about wrong use before anything is submitted."""
+"""The submit scripts: one for each example config, and clear about wrong use before anything is
+submitted.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def test_each_example_has_a_submit_script_that_names_it() -> None:
         script = ROOT / "ray_jobs" / f"submit_{config.stem}.sh"
         command = "grpo" if "grpo" in config.stem else "sft"
         assert (
-            f"submit.sh{'' if config.stem.startswith('demo') else chr(34)} {command} examples/configs/{config.name}"
-            in (script.read_text(encoding="utf-8"))
+            f"submit.sh{'' if config.stem.startswith('demo') else chr(34)} {command}"
+            f" examples/configs/{config.name}" in (script.read_text(encoding="utf-8"))
         )
 
 

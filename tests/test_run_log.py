@@ -1,4 +1,6 @@
-"""`logs/driver.log`: what is logged is there, and a write that fails is raised by `check`, not by logging."""
+"""`logs/driver.log`: what is logged is there, and a write that fails is raised by `check`, not by
+logging.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Commands import what they need and nothing else: which modules a fresh process holds when a command has ended."""
+"""Commands import what they need and nothing else: which modules a fresh process holds when a
+command has ended.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ LIBRARIES = HEAVY | {
     "jinja2",
 }
 
-# The command runs as `nemo-like` does, in a process of its own; the last line of its output is about the process.
+# The command runs as `nemo-like` does, in a process of its own; the last line of its output is
+# about the process.
 _SCRIPT = f"""
 import json, resource, sys
 from nemo_like.cli import main
@@ -105,8 +108,9 @@ def test_validate_imports_no_heavy_library_and_reports_the_same_as_with_torch(
     assert ended.code == 0, ended.output
     assert ended.loaded & HEAVY == set()
     assert ended.errors == ""
-    # 2 to 3 s on an idle machine, and four times `import torch` if torch and Ray are imported. Other load on the machine
-    # lengthens CPU time, so a slow one is measured against what it takes to import torch now.
+    # 2 to 3 s on an idle machine, and four times `import torch` if torch and Ray are imported.
+    # Other load on the machine lengthens CPU time, so a slow one is measured against what it takes
+    # to import torch now.
     assert ended.cpu_s < 6 or ended.cpu_s < 2 * cpu_of_importing_torch()
     assert "torch" in sys.modules
     shown = io.StringIO()

@@ -207,7 +207,9 @@ def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
 def test_after_a_resume_every_step_stands_once(
     tmp_path_factory: pytest.TempPathFactory, num_steps: int, resumed_step: int, cut: int
 ) -> None:
-    """Killed after `num_steps` with the last line cut by `cut` bytes, resumed at `resumed_step`, run on to step 10."""
+    """Killed after `num_steps` with the last line cut by `cut` bytes, resumed at `resumed_step`,
+    run on to step 10.
+    """
     tmp_path = tmp_path_factory.mktemp("resume")
     run = new_run(tmp_path)
     log_steps(run, range(1, num_steps + 1))

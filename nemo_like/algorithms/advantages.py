@@ -1,4 +1,6 @@
-"""Rewards of a prompt's group of completions become advantages. NumPy on the driver; nothing here is large."""
+"""Rewards of a prompt's group of completions become advantages. NumPy on the driver; nothing here
+is large.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from nemo_like.config.schema import AdvantageConfig
 def group_advantages(
     rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig
 ) -> np.ndarray:
-    """float32 [B] advantages from `rewards` [B] and `groups` int [B] (equal for completions of one prompt, any order).
+    """float32 [B] advantages from `rewards` [B] and `groups` int [B] (equal for completions of one
+    prompt, any order).
 
-    `group_mean`: A = R - mean(R). `leave_one_out` (RLOO): A = R - mean of the others = G/(G-1) * (R - mean(R)).
-    `group_std` divides by the group's sample standard deviation (n-1) plus eps. `leave_one_out_std` divides by the sample
-    standard deviation of the other completions plus eps, and does not divide where that is 0 (as NeMo-RL does with a
-    leave-one-out baseline). A group without spread gets exactly 0. Raises ValueError for a group of one, and with
+    `group_mean`: A = R - mean(R). `leave_one_out` (RLOO): A = R - mean of the others = G/(G-1) * (R
+    - mean(R)). `group_std` divides by the group's sample standard deviation (n-1) plus eps.
+    `leave_one_out_std` divides by the sample standard deviation of the other completions plus eps,
+    and does not divide where that is 0 (as NeMo-RL does with a leave-one-out baseline). A group
+    without spread gets exactly 0. Raises ValueError for a group of one, and with
     `leave_one_out_std` for a group of two, whose others have no standard deviation.
     """
     if len(rewards) == 0:
@@ -33,8 +37,10 @@ def group_advantages(
     spread = std > 1e-8 * np.maximum(1.0, np.abs(means))
     if config.normalize == "leave_one_out_std" and sizes.min() < 3:
         raise ValueError(
-            "a prompt has only two completions, so the standard deviation of the others is not defined;"
-            " set grpo.num_generations_per_prompt to 3 or more, or grpo.advantage.normalize to group_std"
+            "a prompt has only two completions, so the standard deviation of the others is not"
+            " defined;"
+            " set grpo.num_generations_per_prompt to 3 or more, or grpo.advantage.normalize to"
+            " group_std"
         )
     if config.baseline == "leave_one_out":
         centred = centred * (sizes / (sizes - 1))[member_of]
@@ -53,7 +59,8 @@ def _std_of_others(
     sizes: np.ndarray,
     member_of: np.ndarray,
 ) -> np.ndarray:
-    """float64 [B]: sample standard deviation of the group's other rewards; exactly 0 where they are equal.
+    """float64 [B]: sample standard deviation of the group's other rewards; exactly 0 where they are
+    equal.
 
     The squared deviations of the others from their own mean are those of the group minus
     G / (G-1) * (R - mean(R))^2.

@@ -1,4 +1,6 @@
-"""Group-relative policy optimisation: prompts -> rollout -> plan -> scores -> advantages -> updates -> new weights."""
+"""Group-relative policy optimisation: prompts -> rollout -> plan -> scores -> advantages -> updates
+-> new weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, tra
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
-    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong
+    input.
+    """
     config = resolve_paths(config)
     source = PromptSource.open(config)
     loader = source.loader()

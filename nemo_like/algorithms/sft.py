@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: rows -> plan -> one optimizer step, until the steps or the epochs are over."""
+"""Supervised fine-tuning: rows -> plan -> one optimizer step, until the steps or the epochs are
+over.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, tra
 
 
 def run_sft(config: SftRunConfig) -> RunResult:
-    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong input."""
+    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong
+    input.
+    """
     config = resolve_paths(config)
     source = SftSource.open(config)
     loader = source.loader()
@@ -76,7 +80,9 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows a run is validated on, encoded before it starts, so that a bad one cannot end it at its last step."""
+    """Rows a run is validated on, encoded before it starts, so that a bad one cannot end it at its
+    last step.
+    """
 
     batches: list[list[EncodedRow]]
     prompts: list[Prompt]
@@ -84,7 +90,9 @@ class HeldOut:
 
 
 def validate(job: Job, held_out: HeldOut, step: int) -> Metrics:
-    """Loss on the held-out rows, and with `sft.val_generate` the reward of answers generated for their prompts."""
+    """Loss on the held-out rows, and with `sft.val_generate` the reward of answers generated for
+    their prompts.
+    """
     metrics: Metrics = {}
     with job.timers("validation"):
         with job.workplace.training():

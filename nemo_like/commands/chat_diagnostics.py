@@ -18,9 +18,9 @@ def check_texts(
 ) -> None:
     """Warn about control tokens in the texts of `rows`, all of them.
 
-    The tokenizer turns such a text into the control token itself: in a user's text it ends the turn or begins another,
-    and in an answer that already has the token that ends it the rendered turn has two. `trains_answers`: rows are
-    conversations to learn from, not questions.
+    The tokenizer turns such a text into the control token itself: in a user's text it ends the turn
+    or begins another, and in an answer that already has the token that ends it the rendered turn
+    has two. `trains_answers`: rows are conversations to learn from, not questions.
     """
     ends = list(dict.fromkeys((*encoder.template.end_texts, str(encoder.tokenizer.eos_token))))
     control = re.compile(
@@ -45,19 +45,25 @@ def check_texts(
             forged.append((index, found.group()))
     if ended:
         findings.warnings.append(
-            f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's text already, e.g."
-            f" {rows.places[ended[0]]}; the rendered turn contains it twice, so remove it from the text"
+            f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's"
+            f" text already, e.g."
+            f" {rows.places[ended[0]]}; the rendered turn contains it twice, so remove it from the"
+            f" text"
         )
     if forged:
         index, token = forged[0]
         findings.warnings.append(
-            f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's, e.g. {token!r} in"
-            f" {rows.places[index]}; the tokenizer makes control tokens of them, so remove or rewrite them"
+            f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's,"
+            f" e.g. {token!r} in"
+            f" {rows.places[index]}; the tokenizer makes control tokens of them, so remove or"
+            f" rewrite them"
         )
 
 
 def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, findings: Findings) -> None:
-    """Warn where rollouts and SFT rows put different tokens before an answer; `rows` are conversations."""
+    """Warn where rollouts and SFT rows put different tokens before an answer; `rows` are
+    conversations.
+    """
     looked_at = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
     differences = [
         encoder.prompt_difference(conversation(row), row_tools(row)) for row in looked_at
@@ -67,7 +73,8 @@ def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, findings: Findi
     if found:
         where = "" if rows is None else f" (e.g. {rows.places[found[0]]})"
         findings.warnings.append(
-            f"the chat template makes rollouts and SFT rows differ{where}: {differences[found[0]]}; a template given as"
+            f"the chat template makes rollouts and SFT rows differ{where}: {differences[found[0]]};"
+            f" a template given as"
             " policy.chat_template that renders both alike avoids it"
         )
 

@@ -1,8 +1,10 @@
-"""`nemo-like check parity`: does the user's layout compute what plain transformers computes, on a tiny copy of the model?
+"""`nemo-like check parity`: does the user's layout compute what plain transformers computes, on a
+tiny copy of the model?
 
-The same rows go through the layout's workers (real process groups on the CPU, float32) and, each by itself and unpadded,
-through transformers in this process. What must be equal: loss, every parameter's gradient, scored log-probs, the weights
-after several optimizer steps, and the next losses when a checkpoint of the layout goes on in one process.
+The same rows go through the layout's workers (real process groups on the CPU, float32) and, each by
+itself and unpadded, through transformers in this process. What must be equal: loss, every
+parameter's gradient, scored log-probs, the weights after several optimizer steps, and the next
+losses when a checkpoint of the layout goes on in one process.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ _LR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One comparison. Example: `Finding("packed", "gradients", 2.1e-06, "worst at model.norm.weight")`."""
+    """One comparison. Example: `Finding("packed", "gradients", 2.1e-06, "worst at
+    model.norm.weight")`.
+    """
 
     mode: str
     what: str
@@ -109,9 +113,11 @@ class _Trained(NamedTuple):
 
 
 def check_parity(config: RunConfig) -> ParityReport:
-    """Compare the layout of `config` with plain transformers. Raises ConfigError for a model or layout that cannot be.
+    """Compare the layout of `config` with plain transformers. Raises ConfigError for a model or
+    layout that cannot be.
 
-    Of the data-parallel copies two are enough; a pipeline has at least a layer a stage. No GPU and no data are used.
+    Of the data-parallel copies two are enough; a pipeline has at least a layer a stage. No GPU and
+    no data are used.
     """
     transformers_logging.disable_progress_bar()
     model_config = open_model_config(config).get_text_config()
@@ -137,7 +143,9 @@ def check_parity(config: RunConfig) -> ParityReport:
 
 
 def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
-    """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32, an eager learner."""
+    """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32,
+    an eager learner.
+    """
     parallel = config.parallel
     num_copies = max(
         min(2, num_replicas(config)),
@@ -150,7 +158,8 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
         train_global_batch_size=len(_LENGTHS),
         max_total_sequence_length=max(_LENGTHS),
         logprob_chunk_size=32,
-        # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging Face names.
+        # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
+        # Face names.
         optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
@@ -227,7 +236,9 @@ def _check_mode(
 def _train_rank(
     context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
-    """One rank's losses, scores and what the isolation probe found; its part of two checkpoints is in `folder`."""
+    """One rank's losses, scores and what the isolation probe found; its part of two checkpoints is
+    in `folder`.
+    """
     transformers_logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
     worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
@@ -329,7 +340,9 @@ def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
 
 
 def _random_batch(vocab_size: int) -> BatchedDataDict:
-    """Rows of random tokens, about two thirds of them trained; the first of a row, which nothing predicts, is not."""
+    """Rows of random tokens, about two thirds of them trained; the first of a row, which nothing
+    predicts, is not.
+    """
     rng = np.random.default_rng(0)
     lengths = np.array(_LENGTHS, dtype=np.int64)
     input_ids = Jagged.from_lengths(
@@ -378,7 +391,9 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
 
 
 def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
-    """Norm of the difference over the norm of what is expected; infinite for other shapes or NaN."""
+    """Norm of the difference over the norm of what is expected; infinite for other shapes or
+    NaN.
+    """
     found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if found.shape != expected.shape or not np.isfinite(found).all():
         return np.inf

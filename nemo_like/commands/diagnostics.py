@@ -1,4 +1,6 @@
-"""What `validate` finds, as it is written and as it is read: sections, samples, warnings, problems."""
+"""What `validate` finds, as it is written and as it is read: sections, samples, warnings,
+problems.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Findings:
         self.sections.setdefault(title, []).extend(lines)
 
     def attempt(self, look: Callable[[], Value]) -> Value | None:
-        """What `look` returns; None, and a problem noted, if it says that the user's input is wrong."""
+        """What `look` returns; None, and a problem noted, if it says that the user's input is
+        wrong.
+        """
         try:
             return look()
         except ConfigError as error:

@@ -1,4 +1,6 @@
-"""`nemo-like export`: a checkpoint of a run as a Hugging Face model, whichever engine and layout wrote it. No GPU, no Ray."""
+"""`nemo-like export`: a checkpoint of a run as a Hugging Face model, whichever engine and layout
+wrote it. No GPU, no Ray.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,13 @@ class SavedWeights:
 
 
 def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
-    """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one, to the new `target`.
+    """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one,
+    to the new `target`.
 
-    Returns the step folder it was. `overrides` change keys of the run's config, such as `policy.model_name` where the model
-    has moved. Raises ConfigError for a folder that is neither, for an incomplete checkpoint, and for a `target` that
-    exists or cannot be written, and for weights that are not finite.
+    Returns the step folder it was. `overrides` change keys of the run's config, such as
+    `policy.model_name` where the model has moved. Raises ConfigError for a folder that is neither,
+    for an incomplete checkpoint, and for a `target` that exists or cannot be written, and for
+    weights that are not finite.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")

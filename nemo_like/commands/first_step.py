@@ -1,4 +1,6 @@
-"""How long the rows of a config's first steps are, read with its own data, tokenizer and loader, before anything runs."""
+"""How long the rows of a config's first steps are, read with its own data, tokenizer and loader,
+before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ Value = TypeVar("Value")
 def first_lengths(
     config: RunConfig, num_rows: int | None, num_steps: int
 ) -> tuple[np.ndarray, str]:
-    """(row lengths int64 [B] in the order of the run, where they come from) of about `num_rows` rows, default `num_steps`.
+    """(row lengths int64 [B] in the order of the run, where they come from) of about `num_rows`
+    rows, default `num_steps`.
 
-    GRPO's completions are not sampled yet: each is taken to be of any length up to what fits, evenly. Raises ConfigError
-    for files that cannot be read.
+    GRPO's completions are not sampled yet: each is taken to be of any length up to what fits,
+    evenly. Raises ConfigError for files that cannot be read.
     """
     encoder = open_encoder(config, local_files_only=True)
     path, progress = config.data.train_path, Progress(sys.stderr)

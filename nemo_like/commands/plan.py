@@ -1,6 +1,8 @@
-"""`nemo-like plan`: what batching is worth, from row lengths alone, before a GPU is rented. Flags in, a report out.
+"""`nemo-like plan`: what batching is worth, from row lengths alone, before a GPU is rented. Flags
+in, a report out.
 
-A file of lengths needs neither torch nor transformers; only rows that must be tokenised bring them in.
+A file of lengths needs neither torch nor transformers; only rows that must be tokenised bring them
+in.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ NUM_STEPS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `nemo-like plan`. A flag that is given wins over the config of --config and --metrics."""
+    """The flags of `nemo-like plan`. A flag that is given wins over the config of --config and
+    --metrics.
+    """
     source = parser.add_argument_group(
         "where the lengths come from, one of"
     ).add_mutually_exclusive_group(required=True)
@@ -404,7 +408,8 @@ def _shape(arguments: argparse.Namespace, model_name: str | None = None) -> Mode
         return load_shape(model_name)
     except ConfigError as error:
         raise ConfigError(
-            f"policy.model_name is {model_name!r}, which is not a directory with a config.json here; name one with --model, or a"
+            f"policy.model_name is {model_name!r}, which is not a directory with a config.json"
+            f" here; name one with --model, or a"
             f" shape by its size, and if need be --tokenizer ({error})"
         ) from error
 

@@ -1,4 +1,6 @@
-"""A model small enough to be checked in seconds, with every trait of a real one that parallelism touches."""
+"""A model small enough to be checked in seconds, with every trait of a real one that parallelism
+touches.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ _WINDOW = 8
 def save_tiny_copy(
     model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
 ) -> PreTrainedModel:
-    """Write a random model of the same architecture (heads shared as far, biases, norms, ties, positions, windows) that
-    divides by `parallel`, and return it in float32 with eager attention."""
+    """Write a random model of the same architecture (heads shared as far, biases, norms, ties,
+    positions, windows) that divides by `parallel`, and return it in float32 with eager
+    attention."""
     torch.manual_seed(seed)
     config = tiny_config(model_config, parallel)
     model = AutoModelForCausalLM.from_config(
@@ -77,7 +80,9 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
 
 
 def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
-    """Few experts, two for each worker that shares them, and a dense layer where the model has some."""
+    """Few experts, two for each worker that shares them, and a dense layer where the model has
+    some.
+    """
     num_experts = max(4, 2 * parallel.expert)
     return {
         "num_experts": num_experts,
@@ -89,7 +94,9 @@ def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
-    """As many of the given kinds as there are layers for, the ones that occur first and last among them."""
+    """As many of the given kinds as there are layers for, the ones that occur first and last among
+    them.
+    """
     kinds = list(dict.fromkeys(layer_types))
     return [
         kinds[min(layer * len(kinds) // num_layers, len(kinds) - 1)] for layer in range(num_layers)

@@ -1,8 +1,8 @@
 """`nemo-like validate`: what a run would stumble over, found in seconds, before any worker starts.
 
-`load_config` has already checked the keys; here their values meet the machine: the model's files, the data's rows, the
-tokenizer, the reward functions, the token budget against the longest rows, and the plan of the first step. No weights
-are loaded and no Ray is started.
+`load_config` has already checked the keys; here their values meet the machine: the model's files,
+the data's rows, the tokenizer, the reward functions, the token budget against the longest rows, and
+the plan of the first step. No weights are loaded and no Ray is started.
 """
 
 from __future__ import annotations
@@ -51,15 +51,19 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 3
 _NUM_LONGEST = 512
 _NUM_RANDOM = 256
-"""Rows whose tokens are counted: those with the most text, where the longest row is, and some of the others."""
+"""Rows whose tokens are counted: those with the most text, where the longest row is, and some of
+the others.
+"""
 
 Value = TypeVar("Value")
 
 
 def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
-    """Check everything that `config` names. What is wrong is in the report; nothing is raised for it.
+    """Check everything that `config` names. What is wrong is in the report; nothing is raised for
+    it.
 
-    `without_torch` keeps transformers from importing torch; see `import_transformers_without_torch`.
+    `without_torch` keeps transformers from importing torch; see
+    `import_transformers_without_torch`.
     """
     findings = Findings()
     findings.say("batches", *derivation(config).splitlines())
@@ -97,12 +101,15 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, findings: Findin
     limit = config.policy.max_total_sequence_length
     if positions and limit > positions:
         findings.warnings.append(
-            f"policy.max_total_sequence_length {limit} is above the {positions} positions of the model"
+            f"policy.max_total_sequence_length {limit} is above the {positions} positions of the"
+            f" model"
         )
 
 
 def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> None:
-    """Import the reward functions and let each judge the first row's own answer, as a run would judge a completion."""
+    """Import the reward functions and let each judge the first row's own answer, as a run would
+    judge a completion.
+    """
     functions = findings.attempt(lambda: load_reward_functions(config.reward.functions))
     if not functions or rows is None:
         return
@@ -217,7 +224,9 @@ def _look_at_conversations(
 def _encode_some(
     rows: Rows, encode: Callable[[Row], Value], findings: Findings
 ) -> dict[int, Value]:
-    """The longest rows by their text, the first ones and a random few, encoded, by index; one problem for what fails."""
+    """The longest rows by their text, the first ones and a random few, encoded, by index; one
+    problem for what fails.
+    """
     sizes = [len(str(row)) for row in rows]
     longest = sorted(range(len(rows)), key=lambda index: -sizes[index])[:_NUM_LONGEST]
     others = random.Random(0).sample(range(len(rows)), min(len(rows), _NUM_RANDOM))
@@ -269,7 +278,8 @@ def _check_lengths(
     if above:
         place = rows.places[max(above, key=lambda index: lengths[index])]
         text = (
-            f"{len(above)} of the {len(lengths):,} rows looked at are above policy.max_total_sequence_length {limit}, the"
+            f"{len(above)} of the {len(lengths):,} rows looked at are above"
+            f" policy.max_total_sequence_length {limit}, the"
             f" longest with {longest} tokens ({place})"
         )
         outcomes = {
@@ -301,7 +311,8 @@ def _check_prompts(
     above = [index for index in lengths if lengths[index] >= limit]
     if above:
         text = (
-            f"{len(above)} of the {len(lengths):,} prompts looked at leave no room for a completion under"
+            f"{len(above)} of the {len(lengths):,} prompts looked at leave no room for a completion"
+            f" under"
             f" policy.max_total_sequence_length {limit}, the longest with {longest} tokens"
             f" ({rows.places[max(above, key=lambda index: lengths[index])]})"
         )
@@ -319,7 +330,8 @@ def _check_prompts(
     if longest + wanted > limit:
         short = sum(length + wanted > limit for length in lengths.values())
         findings.warnings.append(
-            f"{short} of the {len(lengths):,} prompts looked at leave less than policy.generation.max_new_tokens {wanted} for the"
+            f"{short} of the {len(lengths):,} prompts looked at leave less than"
+            f" policy.generation.max_new_tokens {wanted} for the"
             f" completion; policy.max_total_sequence_length {longest + wanted} would hold them all"
         )
     _check_budget(config, min(longest + wanted, limit), findings)
@@ -339,11 +351,13 @@ def _check_budget(config: RunConfig, longest: int, findings: Findings) -> None:
         if needed <= budget:
             findings.say(
                 "lengths",
-                f"{name}.{key} {budget:,} holds {budget // needed} of the longest row ({needed:,} tokens)",
+                f"{name}.{key} {budget:,} holds {budget // needed} of the longest row ({needed:,}"
+                f" tokens)",
             )
         elif config.policy.oversize_rows != "error":
             findings.warnings.append(
-                f"the longest row takes {needed} tokens, more than {name}.{key} {budget}; policy.oversize_rows is"
+                f"the longest row takes {needed} tokens, more than {name}.{key} {budget};"
+                f" policy.oversize_rows is"
                 f" {config.policy.oversize_rows}"
             )
 
@@ -358,7 +372,8 @@ def _check_vocabulary(
     largest = max((int(row.max()) for row in rows if len(row)), default=0)
     if largest >= size:
         findings.problems.append(
-            f"the tokenizer makes token {largest}, but the model's vocabulary ends at {size - 1}; tokenizer and model do not"
+            f"the tokenizer makes token {largest}, but the model's vocabulary ends at {size - 1};"
+            f" tokenizer and model do not"
             " belong together (policy.tokenizer_name, policy.model_name)"
         )
 
@@ -366,7 +381,9 @@ def _check_vocabulary(
 def _rollout_lengths(
     config: GrpoRunConfig, prompts: Sequence[Prompt]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Row lengths of one step, int64 [P x G], under two guesses about completions nobody has sampled yet."""
+    """Row lengths of one step, int64 [P x G], under two guesses about completions nobody has
+    sampled yet.
+    """
     limit, wanted = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     before = np.repeat(
         [len(prompt.token_ids) for prompt in prompts], config.grpo.num_generations_per_prompt
@@ -382,7 +399,9 @@ def _rollout_lengths(
 def _preview(
     config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel, findings: Findings
 ) -> None:
-    """One line about the plan of a step, and what it would be without packing or dynamic batching."""
+    """One line about the plan of a step, and what it would be without packing or dynamic
+    batching.
+    """
     if len(lengths) == 0:
         return
     policy, topology = config.policy, policy_topology(config)
@@ -415,7 +434,8 @@ def _preview(
         share, rows = plain_metrics["packing/padding_share"], policy.train_micro_batch_size
         padding += f" ({share:.1%} if {rows} rows at a time were padded)"
     line = (
-        f"{title}: {len(lengths):,} rows, {int(lengths.sum()):,} tokens, {padding}; microbatches per worker and optimizer step:"
+        f"{title}: {len(lengths):,} rows, {int(lengths.sum()):,} tokens, {padding}; microbatches"
+        f" per worker and optimizer step:"
         f" {metrics['packing/num_microbatches']:g}"
     )
     findings.say("plan", line)

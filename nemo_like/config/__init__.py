@@ -1,1 +1,3 @@
-"""YAML files and command-line overrides become plain frozen dataclasses; every error names the key and the line."""
+"""YAML files and command-line overrides become plain frozen dataclasses; every error names the key
+and the line.
+"""

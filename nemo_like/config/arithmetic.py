@@ -1,6 +1,8 @@
-"""The interpolations `${add:a,b}`, `${mul:a,b}` and `${div:a,b}`, which NeMo RL's configs use; arguments may be nested.
+"""The interpolations `${add:a,b}`, `${mul:a,b}` and `${div:a,b}`, which NeMo RL's configs use;
+arguments may be nested.
 
-Sums and products of integers are integers, and so is a quotient that is whole. Anything but a finite number is an error.
+Sums and products of integers are integers, and so is a quotient that is whole. Anything but a
+finite number is an error.
 """
 
 from __future__ import annotations

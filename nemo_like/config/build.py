@@ -1,7 +1,8 @@
-"""Plain values become the config dataclasses and back. Every value is checked against its type; nothing is guessed.
+"""Plain values become the config dataclasses and back. Every value is checked against its type;
+nothing is guessed.
 
-Accepted besides the type itself: an integer where a float is due, a number in quotes (environment variables are text),
-and for a text key whatever was written, as it was spelled.
+Accepted besides the type itself: an integer where a float is due, a number in quotes (environment
+variables are text), and for a text key whatever was written, as it was spelled.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ class _Rejected(Exception):
 def build_config(
     section: type[Config], values: Mapping[str, Any], sources: Sources
 ) -> tuple[Config | None, list[Problem]]:
-    """The dataclass, or None and everything that is wrong with `values`: missing keys, wrong types, illegal choices."""
+    """The dataclass, or None and everything that is wrong with `values`: missing keys, wrong types,
+    illegal choices.
+    """
     builder = _Builder(sources)
     config = builder.section(section, values, "")
     return (None if builder.problems else config), builder.problems
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as the plain nested values a YAML file would hold, which load again to an equal config."""
+    """A config as the plain nested values a YAML file would hold, which load again to an equal
+    config.
+    """
     return {
         field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)
     }
@@ -61,7 +66,9 @@ class _Builder:
         self._sources = sources
 
     def section(self, section: type, values: Any, path: str) -> Any:
-        """An instance of the dataclass `section`; None after a problem, which is then in `problems`."""
+        """An instance of the dataclass `section`; None after a problem, which is then in
+        `problems`.
+        """
         if not isinstance(values, Mapping):
             keys = ", ".join(list(field_types(section))[:4])
             return self._reject(
@@ -130,7 +137,9 @@ class _Builder:
 
 
 def _scalar(annotation: Any, value: Any, spelled: str | None) -> Any:
-    """`value` as an int, float, bool, str or one of a Literal; raises _Rejected with what is expected."""
+    """`value` as an int, float, bool, str or one of a Literal; raises _Rejected with what is
+    expected.
+    """
     if get_origin(annotation) is Literal:
         return _choice(get_args(annotation), value)
     if annotation is str:
@@ -169,7 +178,8 @@ def _text(value: Any, spelled: str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
-        # YAML takes `007`, `1e-3` and `no` for numbers and booleans; a text key means what stands there.
+        # YAML takes `007`, `1e-3` and `no` for numbers and booleans; a text key means what stands
+        # there.
         return spelled if spelled is not None and "${" not in spelled else str(value)
     raise _Rejected("a text")
 
@@ -207,5 +217,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """`text` so that OmegaConf reads it back as it is: `${` starts an interpolation, backslashes before it count."""
+    """`text` so that OmegaConf reads it back as it is: `${` starts an interpolation, backslashes
+    before it count.
+    """
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

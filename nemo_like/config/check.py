@@ -1,7 +1,8 @@
-"""What must hold between keys, as far as it can be known without data, and the batch arithmetic spelled out.
+"""What must hold between keys, as far as it can be known without data, and the batch arithmetic
+spelled out.
 
-Types and unknown keys are `build`'s and `source`'s, single values `ranges`'s. Files, models and rows of data are looked
-at by `algorithms.validate`.
+Types and unknown keys are `build`'s and `source`'s, single values `ranges`'s. Files, models and
+rows of data are looked at by `algorithms.validate`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
 
 
 def derivation(config: RunConfig) -> str:
-    """How one step's rows become optimizer steps and microbatches, a line each, everything counted in rows.
+    """How one step's rows become optimizer steps and microbatches, a line each, everything counted
+    in rows.
 
     Example line: `8 prompts x 4 generations = 32 rows per step`.
     """
@@ -80,22 +82,26 @@ def derivation(config: RunConfig) -> str:
         updates = rows // batch
         lines.append(f"{prompts} prompts x {group} generations = {rows} rows per step")
         lines.append(
-            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {_plural(updates, 'step')}"
+            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer"
+            f" {_plural(updates, 'step')}"
         )
         lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
     else:
         lines.append(f"{batch} rows per step = 1 optimizer step")
     if replicas == workers:
         lines.append(
-            f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)} rows each"
+            f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)}"
+            f" rows each"
         )
     else:
         size = replica_size(config.parallel)
         lines.append(
-            f"{workers} workers / {size} that share a copy = {replicas} {_plural(replicas, 'copy', 'copies')}"
+            f"{workers} workers / {size} that share a copy = {replicas}"
+            f" {_plural(replicas, 'copy', 'copies')}"
         )
         lines.append(
-            f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} = {_number(batch / replicas)} rows each"
+            f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} ="
+            f" {_number(batch / replicas)} rows each"
         )
     lines += _microbatch_lines(config, math.ceil(batch / replicas))
     return "\n".join(lines)
@@ -120,7 +126,8 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
             )
             fit = f"{at_once}" if at_once else "less than one"
             yield (
-                f"{purpose}: {verb} in microbatches of at most {budget} tokens, which hold {fit} of the longest rows"
+                f"{purpose}: {verb} in microbatches of at most {budget} tokens, which hold {fit} of"
+                f" the longest rows"
                 f" ({policy.max_total_sequence_length} tokens) and more of shorter ones"
             )
 
@@ -130,13 +137,15 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
     if all(select(config, key) for key in keys):
         yield Problem(
             keys[::-1],
-            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and a batch is formed"
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and"
+            " a batch is formed"
             " one way: set one of them to false (packing is the faster one)",
         )
     if config.policy.oversize_rows == "singleton" and batching_section(config) is None:
         yield Problem(
             ("policy.oversize_rows",),
-            "policy.oversize_rows is singleton, which needs a token budget to be above: turn on policy.sequence_packing"
+            "policy.oversize_rows is singleton, which needs a token budget to be above: turn on"
+            " policy.sequence_packing"
             " or policy.dynamic_batching, or write error, truncate or drop",
         )
 
@@ -147,7 +156,8 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("cluster.progress_timeout_s", "cluster.collective_timeout_s"),
             f"cluster.progress_timeout_s {cluster.progress_timeout_s:g} must be above"
-            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that waits"
+            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that"
+            f" waits"
             " for the others is taken for one that hangs; 0 turns the check off",
         )
 
@@ -165,7 +175,8 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
             if value > limit:
                 yield Problem(
                     (f"cluster.{key}", "cluster.backend"),
-                    f"cluster.{key} is {value}, but cluster.backend local is one worker in this process:"
+                    f"cluster.{key} is {value}, but cluster.backend local is one worker in this"
+                    f" process:"
                     f" set it to {limit}, or use ray",
                 )
 
@@ -175,7 +186,8 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
     if scheduler.decay_steps is not None and scheduler.decay_steps <= scheduler.warmup_steps:
         yield Problem(
             ("policy.scheduler.decay_steps", "policy.scheduler.warmup_steps"),
-            f"policy.scheduler.decay_steps is {scheduler.decay_steps}, which includes the {scheduler.warmup_steps}"
+            f"policy.scheduler.decay_steps is {scheduler.decay_steps}, which includes the"
+            f" {scheduler.warmup_steps}"
             f" warm-up steps; it must be above {scheduler.warmup_steps}, or null for the whole run",
         )
 
@@ -228,14 +240,16 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
     if group < 2:
         yield Problem(
             ("grpo.num_generations_per_prompt",),
-            f"grpo.num_generations_per_prompt is {group}: the advantage ({config.grpo.advantage.baseline}) compares"
+            f"grpo.num_generations_per_prompt is {group}: the advantage"
+            f" ({config.grpo.advantage.baseline}) compares"
             " completions of one prompt, so there must be at least 2",
         )
         return
     if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
         yield Problem(
             ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
-            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other completions"
+            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other"
+            f" completions"
             " (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at least 3, or"
             " grpo.advantage.normalize to group_std or none",
         )
@@ -256,14 +270,19 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
             "grpo.num_prompts_per_step",
             "grpo.num_generations_per_prompt",
         ),
-        f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} / policy.train_global_batch_size"
-        f" {batch} = {_number(rows / batch)} optimizer steps, not a whole number: set policy.train_global_batch_size to"
-        f" {_either(sizes)}, or grpo.num_prompts_per_step to {_either(_nearest_multiples(prompts, step))}",
+        f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} /"
+        f" policy.train_global_batch_size"
+        f" {batch} = {_number(rows / batch)} optimizer steps, not a whole number: set"
+        f" policy.train_global_batch_size to"
+        f" {_either(sizes)}, or grpo.num_prompts_per_step to"
+        f" {_either(_nearest_multiples(prompts, step))}",
     )
 
 
 def _budgets(config: RunConfig) -> Iterator[Problem]:
-    """The longest row that is allowed must fit the budget, unless it is said what to do when it does not."""
+    """The longest row that is allowed must fit the budget, unless it is said what to do when it
+    does not.
+    """
     mode, longest = batching_section(config), config.policy.max_total_sequence_length
     if mode is None:
         return
@@ -284,7 +303,8 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
                 f"{name}.{key} is {budget}, but a row may have {longest} tokens"
-                f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to at least {needed},"
+                f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to"
+                f" at least {needed},"
                 " or policy.oversize_rows to truncate or singleton",
             )
 
@@ -304,13 +324,16 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
     if generates and generation.max_new_tokens >= longest:
         yield Problem(
             ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
-            f"policy.generation.max_new_tokens is {generation.max_new_tokens} and policy.max_total_sequence_length"
-            f" {longest}, prompt included, so no prompt would fit: lower the first or raise the second",
+            f"policy.generation.max_new_tokens is {generation.max_new_tokens} and"
+            f" policy.max_total_sequence_length"
+            f" {longest}, prompt included, so no prompt would fit: lower the first or raise the"
+            f" second",
         )
     if is_grpo and generation.temperature == 0:
         yield Problem(
             ("policy.generation.temperature",),
-            "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so there is nothing to"
+            "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
+            " there is nothing to"
             " compare; set it above 0, usually to 1 (grpo.val_temperature is for validation)",
         )
     if any(not text for text in generation.stop_strings):

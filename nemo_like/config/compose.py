@@ -1,7 +1,9 @@
-"""Hydra's part: defaults lists, overrides and interpolation become one plain nested dict. Types are `build`'s business.
+"""Hydra's part: defaults lists, overrides and interpolation become one plain nested dict. Types are
+`build`'s business.
 
-The defaults of the schema are the first layer, the user's file and what its defaults list names come over it, the
-command line comes last. Hydra's working directory, output directory and logging are never touched.
+The defaults of the schema are the first layer, the user's file and what its defaults list names
+come over it, the command line comes last. Hydra's working directory, output directory and logging
+are never touched.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ MISSING = "???"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """One file of the composition. Example: `policy/qwen.yaml` named as `policy: qwen` stands under `policy`."""
+    """One file of the composition. Example: `policy/qwen.yaml` named as `policy: qwen` stands under
+    `policy`.
+    """
 
     path: Path
     prefix: str
@@ -71,9 +75,11 @@ def schema_defaults(section: type) -> dict[str, Any]:
 
 
 def defaults_chain(path: Path) -> list[Path]:
-    """`path` and every file its defaults lists name, depth first; what is chosen by interpolation is left out.
+    """`path` and every file its defaults lists name, depth first; what is chosen by interpolation
+    is left out.
 
-    Raises ConfigError for a file that is missing or broken, and for files that name each other in a circle.
+    Raises ConfigError for a file that is missing or broken, and for files that name each other in a
+    circle.
     """
     return _chain(path, path.parent, ())
 
@@ -102,7 +108,9 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
 
 @contextmanager
 def _hydra_errors(path: Path | None) -> Iterator[None]:
-    """Whatever Hydra raises becomes a ConfigError: for odd input these are errors of YAML, antlr and Python as well."""
+    """Whatever Hydra raises becomes a ConfigError: for odd input these are errors of YAML, antlr
+    and Python as well.
+    """
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException):
@@ -133,7 +141,9 @@ def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
 
 
 def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
-    """Everything merged and resolved; call it inside `hydra_session`. ConfigError where an interpolation fails."""
+    """Everything merged and resolved; call it inside `hydra_session`. ConfigError where an
+    interpolation fails.
+    """
     with _hydra_errors(None):
         config = compose(_PRIMARY_NAME, list(overrides))
         check_interpolations(OmegaConf.to_container(config, resolve=False))
@@ -220,7 +230,8 @@ def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path
                 continue
             if name.startswith("../") and not package:
                 raise ConfigError(
-                    f"{place} defaults entry {name}: for a file outside the folder write {name}@_global_"
+                    f"{place} defaults entry {name}: for a file outside the folder write"
+                    f" {name}@_global_"
                 )
             folder = config_dir if name.startswith("/") else path.parent
             target = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"

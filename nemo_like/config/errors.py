@@ -1,4 +1,6 @@
-"""What is said to a user whose input is wrong: one message that names the key, the place, the value and the way out."""
+"""What is said to a user whose input is wrong: one message that names the key, the place, the value
+and the way out.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ MAX_LISTED_CHARACTERS = 1_800
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong: a key, a file, a row of data. The message is all a user needs; the exit code is 2."""
+    """The user's input is wrong: a key, a file, a row of data. The message is all a user needs; the
+    exit code is 2.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a key was written. Example: `Location("configs/demo_sft.yaml", 7)` or `Location("the command line")`."""
+    """Where a key was written. Example: `Location("configs/demo_sft.yaml", 7)` or `Location("the
+    command line")`.
+    """
 
     source: str
     line: int | None = None
@@ -45,7 +51,9 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise one ConfigError that lists `problems`, the first ones if they are many; do nothing if there are none."""
+    """Raise one ConfigError that lists `problems`, the first ones if they are many; do nothing if
+    there are none.
+    """
     if len(problems) == 1:
         raise ConfigError(shortened(str(problems[0]), MAX_LISTED_CHARACTERS))
     if not problems:

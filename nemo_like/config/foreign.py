@@ -1,4 +1,5 @@
-"""Keys of other tools in a config: which have another name here, which have no counterpart, which can be deleted.
+"""Keys of other tools in a config: which have another name here, which have no counterpart, which
+can be deleted.
 
 Nothing is accepted: a config with such keys is refused with the list of what to change.
 """
@@ -67,7 +68,9 @@ class Findings:
 
     @property
     def are_foreign(self) -> bool:
-        """Whether they are to be grouped: one is known as a key of another tool, and there are three or a section."""
+        """Whether they are to be grouped: one is known as a key of another tool, and there are
+        three or a section.
+        """
         unknown = [finding for finding in self.found if finding.path not in SAME_KEYS]
         recognized = [finding.path for finding in unknown if finding.is_recognized]
         return bool(recognized) and (
@@ -85,7 +88,9 @@ class Findings:
 
 
 def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
-    """The job of a config of verl, TRL or Cosmos-RL, told from keys that only one job has; None if there are none."""
+    """The job of a config of verl, TRL or Cosmos-RL, told from keys that only one job has; None if
+    there are none.
+    """
     grpo = {
         "actor_rollout_ref",
         "algorithm",
@@ -112,7 +117,9 @@ def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
 
 
 def unknown_text(kind: Kind, path: str) -> str:
-    """The message for one unknown key: its name here if another tool has it, else the nearest spelling."""
+    """The message for one unknown key: its name here if another tool has it, else the nearest
+    spelling.
+    """
     entry = None if path in _inner_sections() else _entry(path, kind)
     if isinstance(entry, Renamed):
         return f"unknown key {path}; did you mean {' and '.join(entry.targets)}?"
@@ -205,14 +212,17 @@ def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iter
         or (isinstance(entry, Obsolete) and has_inner)
         or (isinstance(entry, Renamed) and isinstance(value, Mapping))
     ):
-        # A section that has a plain value, or a plain key that has a section: not the key of the table.
+        # A section that has a plain value, or a plain key that has a section: not the key of the
+        # table.
         yield Finding(path, "unknown", is_recognized=False)
     else:
         yield _judged(kind, tree, path, value, entry)
 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
-    """The findings in a section, or one for the section if all of it is to be deleted for one reason."""
+    """The findings in a section, or one for the section if all of it is to be deleted for one
+    reason.
+    """
     reasons = list(dict.fromkeys(one.text for one in inner if one.group == "unsupported"))
     if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
         return inner

@@ -14,11 +14,17 @@ class Renamed:
     """
 
     targets: tuple[str, ...]
-    """Keys of the schema, of which those that the job has count; several take a list's items in turn."""
+    """Keys of the schema, of which those that the job has count; several take a list's items in
+    turn.
+    """
     values: Mapping[str, str | None] | None = None
-    """Canonical old value -> new value, None where the default has the same effect; None if values stay as they are."""
+    """Canonical old value -> new value, None where the default has the same effect; None if values
+    stay as they are.
+    """
     note: str = ""
-    """What else to do with the value, or why a value that is missing in `values` has no counterpart."""
+    """What else to do with the value, or why a value that is missing in `values` has no
+    counterpart.
+    """
     switch: str | None = None
     """A foreign key that must be on, or this one has no effect."""
     null: str = ""

@@ -308,7 +308,9 @@ SAME_KEYS: dict[str, tuple[type, Entry]] = {
         ),
     ),
 }
-"""Keys of the schema that NeMo RL has too, with values of another form: (type of the value, what to do with it)."""
+"""Keys of the schema that NeMo RL has too, with values of another form: (type of the value, what to
+do with it).
+"""
 
 ON_WHEN_DISABLED = frozenset({"policy.generation.colocated"})
 """Sections whose `enabled: false` has a meaning of its own: generation with workers of its own."""

@@ -26,7 +26,9 @@ def foreign_text(
     others: Sequence[Problem],
     sources: Sources,
 ) -> str:
-    """The text of the error for the config `source`, with the problems that are no foreign keys at its end."""
+    """The text of the error for the config `source`, with the problems that are no foreign keys at
+    its end.
+    """
     places = {key: _place(written.location, source) for key, written in sources.written.items()}
     groups: dict[Group, list[Finding]] = {
         group: [one for one in findings.found if one.group == group] for group in _HEADINGS
@@ -107,7 +109,9 @@ def _renamed_lines(
 def _unknown_lines(
     kind: Kind, found: Sequence[Finding], places: Mapping[str, str]
 ) -> Iterator[str]:
-    """Each key, with the spelling that was meant; the keys of a section that has others once at the end."""
+    """Each key, with the spelling that was meant; the keys of a section that has others once at the
+    end.
+    """
     sections = []
     for one in found:
         meant = misspelled_key(kind, one.path)

@@ -1,4 +1,6 @@
-"""Keys of TRL's GRPO and SFT scripts and of Cosmos-RL's configs (as YAML) that are not keys of the schema."""
+"""Keys of TRL's GRPO and SFT scripts and of Cosmos-RL's configs (as YAML) that are not keys of the
+schema.
+"""
 
 from __future__ import annotations
 

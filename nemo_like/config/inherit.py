@@ -1,8 +1,10 @@
-"""Configs that inherit by path: `defaults: base.yaml`, or a list of such paths, as NeMo RL writes them.
+"""Configs that inherit by path: `defaults: base.yaml`, or a list of such paths, as NeMo RL writes
+them.
 
-A path is relative to the file that names it, or absolute. Files are merged in the order of the list, each over those
-before it, and the naming file last (or where `_self_` stands). Lists of Hydra's own form (names of files of the config's
-folder, groups, packages) are left to Hydra; a file that is inherited by path may have a plain list of names.
+A path is relative to the file that names it, or absolute. Files are merged in the order of the
+list, each over those before it, and the naming file last (or where `_self_` stands). Lists of
+Hydra's own form (names of files of the config's folder, groups, packages) are left to Hydra; a file
+that is inherited by path may have a plain list of names.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def inherits_by_path(path: Path, root: yaml.MappingNode | None) -> bool:
 
 
 def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple[Path | None, int]]:
-    """(file, line) of every entry of a plain `defaults`, in the order of merging; None stands for the file itself.
+    """(file, line) of every entry of a plain `defaults`, in the order of merging; None stands for
+    the file itself.
 
-    Raises ConfigError for an entry that is no path: Hydra's groups and packages cannot be inherited by path.
+    Raises ConfigError for an entry that is no path: Hydra's groups and packages cannot be inherited
+    by path.
     """
     defaults = _defaults(root)
     if defaults is None:
@@ -57,7 +61,8 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
             or "${" in entry.value
         ):
             raise ConfigError(
-                f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that is inherited by path"
+                f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that"
+                f" is inherited by path"
                 " cannot choose from Hydra groups"
             )
         if entry.value == _SELF:
@@ -80,7 +85,9 @@ def resolved(path: Path, name: str) -> Path:
 
 
 def merge_order(path: Path) -> list[Path]:
-    """The files to merge for `path`, first to last. `defaults_chain` has checked that they exist and end."""
+    """The files to merge for `path`, first to last. `defaults_chain` has checked that they exist
+    and end.
+    """
     files = []
     for file, _ in inherited_files(path, read_yaml(path)):
         files += [path] if file is None else merge_order(file)
@@ -88,7 +95,9 @@ def merge_order(path: Path) -> list[Path]:
 
 
 def merged(files: list[Path]) -> DictConfig:
-    """The content of the files, each over those before it, without their `defaults`; nothing is resolved."""
+    """The content of the files, each over those before it, without their `defaults`; nothing is
+    resolved.
+    """
     config = OmegaConf.create({})
     for file in files:
         layer = OmegaConf.load(file)
@@ -108,7 +117,9 @@ def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
 
 
 def _absolute(name: str) -> Path | None:
-    """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts at its folder."""
+    """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts
+    at its folder.
+    """
     file = _with_suffix(name)
     return (
         file
@@ -118,7 +129,9 @@ def _absolute(name: str) -> Path | None:
 
 
 def _with_suffix(name: str) -> Path | None:
-    """The path `name` with a suffix of YAML files; None if there is no such path, as for `/` or `~nobody`."""
+    """The path `name` with a suffix of YAML files; None if there is no such path, as for `/` or
+    `~nobody`.
+    """
     try:
         file = Path(name).expanduser()
         if not is_possible_path(f"{file}.yaml"):

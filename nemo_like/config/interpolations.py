@@ -1,4 +1,6 @@
-"""A limit on what `${key}` expands to: values that each refer twice to the next one grow exponentially."""
+"""A limit on what `${key}` expands to: values that each refer twice to the next one grow
+exponentially.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def check_interpolations(plain: Any) -> None:
-    """Raises ConfigError if resolving all interpolations of a nested config could take more than the limit.
+    """Raises ConfigError if resolving all interpolations of a nested config could take more than
+    the limit.
 
-    A reference is known by its last name only, and stands for every value below a key of that name, so the estimate is
-    never too low. References in a circle are left to the resolver, which names them.
+    A reference is known by its last name only, and stands for every value below a key of that name,
+    so the estimate is never too low. References in a circle are left to the resolver, which names
+    them.
     """
     texts: dict[str, list[str]] = {}
     for names, text in _leaves(plain, ()):
@@ -44,7 +48,8 @@ def check_interpolations(plain: Any) -> None:
     for name in texts:
         if size_of(name, frozenset()) > MAX_EXPANDED_CHARACTERS:
             raise ConfigError(
-                f"{name} expands to more than {MAX_EXPANDED_CHARACTERS:,} characters through ${{...}} references to values"
+                f"{name} expands to more than {MAX_EXPANDED_CHARACTERS:,} characters through"
+                f" ${{...}} references to values"
                 " that hold such references themselves"
             )
 

@@ -60,7 +60,9 @@ _FOREIGN_NAMES = {
     "use_leave_one_out_baseline": "grpo.advantage.baseline",
     "val_files": "data.validation_path",
 }
-"""What other tools call it -> our key, or its end where several sections have it. Suggested, never accepted."""
+"""What other tools call it -> our key, or its end where several sections have it. Suggested, never
+accepted.
+"""
 
 _MAX_SUGGESTIONS = 3
 _MAX_PATH_CHARACTERS = 150
@@ -99,7 +101,9 @@ def child_types(annotation: Any) -> Mapping[str, Any] | None:
 
 
 def type_at(root: Any, path: str) -> Any | None:
-    """The type of the dotted key `path` below `root`; None if the schema has no such key. The empty path is `root`."""
+    """The type of the dotted key `path` below `root`; None if the schema has no such key. The empty
+    path is `root`.
+    """
     annotation = root
     for name in path.split(".") if path else ():
         annotation, _ = without_none(annotation)
@@ -113,7 +117,9 @@ def type_at(root: Any, path: str) -> Any | None:
 
 
 def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of the schema with its type, sections included; a user-named level is written `*`."""
+    """Every dotted key of the schema with its type, sections included; a user-named level is
+    written `*`.
+    """
     for name, annotation in field_types(root).items():
         path = f"{prefix}{name}"
         yield path, annotation
@@ -134,7 +140,9 @@ def leaf_keys(root: type) -> list[str]:
 
 
 def unknown_key_text(kind: Kind, path: str) -> str:
-    """The message for a key that the schema of `kind` has not: the nearest spelling, or where the key lives."""
+    """The message for a key that the schema of `kind` has not: the nearest spelling, or where the
+    key lives.
+    """
     root = RUN_CONFIGS[kind]
     if len(path) > _MAX_PATH_CHARACTERS:
         return f"unknown key {shortened(path)}"
@@ -165,7 +173,9 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
 
 
 def misspelled_key(kind: Kind, path: str) -> str | None:
-    """The key of the same section that differs from `path` by about one letter in five or fewer; None if there is none."""
+    """The key of the same section that differs from `path` by about one letter in five or fewer;
+    None if there is none.
+    """
     parent, _, name = path.rpartition(".")
     siblings = child_types(type_at(RUN_CONFIGS[kind], parent))
     if not siblings or len(path) > _MAX_PATH_CHARACTERS:
@@ -177,8 +187,9 @@ def misspelled_key(kind: Kind, path: str) -> str | None:
 def suggest_keys(root: type, path: str) -> list[str]:
     """At most three existing keys for the unknown `path`, the likeliest first.
 
-    A name from another tool, then the same name in another section, then a like name in the same section, then the
-    whole path. Examples: `policy.seqence_packing` -> `policy.sequence_packing`; `policy.lr` -> `policy.optimizer.lr`.
+    A name from another tool, then the same name in another section, then a like name in the same
+    section, then the whole path. Examples: `policy.seqence_packing` -> `policy.sequence_packing`;
+    `policy.lr` -> `policy.optimizer.lr`.
     """
     keys = [key for key, _ in all_keys(root) if "*" not in key]
     parent, _, name = path.rpartition(".")

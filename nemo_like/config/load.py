@@ -1,7 +1,8 @@
-"""`load_config`: a YAML file and overrides in, a checked config out, or one ConfigError that says what to change.
+"""`load_config`: a YAML file and overrides in, a checked config out, or one ConfigError that says
+what to change.
 
-Relative paths inside a config are taken from the working directory; the files of a defaults list from the file that
-names them.
+Relative paths inside a config are taken from the working directory; the files of a defaults list
+from the file that names them.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def load_config(
 
 
 def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose the file and the overrides over the schema's defaults, check all that needs no data, build.
+    """Compose the file and the overrides over the schema's defaults, check all that needs no data,
+    build.
 
-    Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`. Raises ConfigError.
+    Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`.
+    Raises ConfigError.
     """
     path = _config_file(path)
     defaults_chain(
@@ -98,9 +101,11 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
 
 
 def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """The job a config is for, told from the sections only one job has. Raises ConfigError if that is not clear.
+    """The job a config is for, told from the sections only one job has. Raises ConfigError if that
+    is not clear.
 
-    For a config of another tool it is told from the keys of that tool, so that `load_config` can list what to change.
+    For a config of another tool it is told from the keys of that tool, so that `load_config` can
+    list what to change.
     """
     path = _config_file(path)
     roots = [read_yaml(file) for file in defaults_chain(path)]
@@ -142,7 +147,9 @@ def to_yaml(config: RunConfig) -> str:
 def _raise_foreign(
     kind: Kind, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
 ) -> None:
-    """Raise one ConfigError with all findings in groups if the unknown keys are those of another tool."""
+    """Raise one ConfigError with all findings in groups if the unknown keys are those of another
+    tool.
+    """
     findings = find_foreign(kind, tree)
     if findings.are_foreign:
         others = [problem for problem in unknown if not findings.covers(problem.keys[0])]

@@ -1,4 +1,6 @@
-"""Overrides from the command line: `key=value` sets, `+key=value` adds, `~key` goes back to the default."""
+"""Overrides from the command line: `key=value` sets, `+key=value` adds, `~key` goes back to the
+default.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ class ParsedOverride:
     def for_hydra(self, kind: Kind) -> str:
         """The override in Hydra's words.
 
-        Every key of the schema has a default, so `+key` and `key` mean the same; `++` is both. Hydra cannot delete a
-        key that holds null, so a key that may hold it is set to null instead, which is its default.
+        Every key of the schema has a default, so `+key` and `key` mean the same; `++` is both.
+        Hydra cannot delete a key that holds null, so a key that may hold it is set to null instead,
+        which is its default.
         """
         if self.chooses_file:
             return self.text
@@ -57,7 +60,9 @@ class ParsedOverride:
 
 
 def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverride]:
-    """Parse `texts`; raises ConfigError, with the override and what to write, for one that does not parse."""
+    """Parse `texts`; raises ConfigError, with the override and what to write, for one that does not
+    parse.
+    """
     parser = OverridesParser.create()
     parsed = []
     for text in texts:
@@ -70,7 +75,8 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
             raise ConfigError(f"override {shown} does not parse: {_syntax_hint(text)}") from error
         if override.is_sweep_override():
             raise ConfigError(
-                f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\" for one text"
+                f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\""
+                f" for one text"
             )
     return parsed
 
@@ -125,7 +131,8 @@ def _check_size(text: str, shown: str) -> None:
     """The parser recurses into brackets and is slow on long texts."""
     if len(text) > MAX_OVERRIDE_CHARACTERS:
         raise ConfigError(
-            f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in the YAML file"
+            f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in"
+            f" the YAML file"
         )
     depth = deepest = 0
     for character in text:

@@ -1,6 +1,7 @@
 """How a run's workers divide into copies of the model, and whether a model can be divided that way.
 
-Pure arithmetic on the configuration, spelled out in every message, so that nothing starts that could not have worked.
+Pure arithmetic on the configuration, spelled out in every message, so that nothing starts that
+could not have worked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def num_replicas(config: RunConfig) -> int:
 
 
 def workers_shown(cluster: ClusterConfig) -> str:
-    """Where the number of workers comes from. Example: `cluster.num_nodes 2 x cluster.gpus_per_node 8`."""
+    """Where the number of workers comes from. Example: `cluster.num_nodes 2 x cluster.gpus_per_node
+    8`.
+    """
     if cluster.backend == "local":
         return "cluster.backend local"
     key = "gpus_per_node" if cluster.gpus_per_node else "workers_per_node"
@@ -57,27 +60,33 @@ def parallel_problems(config: RunConfig) -> Iterator[Problem]:
                 "cluster.num_nodes",
                 "cluster.workers_per_node",
             ),
-            f"parallel.tensor {parallel.tensor} x parallel.context {parallel.context} x parallel.pipeline {parallel.pipeline}"
-            f" = {size} workers share one copy of the model, and {workers} workers ({workers_shown(config.cluster)}) / {size}"
-            f" = {workers / size:.4g} copies, not a whole number: use {' or '.join(map(str, legal))} workers",
+            f"parallel.tensor {parallel.tensor} x parallel.context {parallel.context} x"
+            f" parallel.pipeline {parallel.pipeline}"
+            f" = {size} workers share one copy of the model, and {workers} workers"
+            f" ({workers_shown(config.cluster)}) / {size}"
+            f" = {workers / size:.4g} copies, not a whole number: use"
+            f" {' or '.join(map(str, legal))} workers",
         )
     if parallel.sequence and parallel.tensor == 1:
         yield Problem(
             ("parallel.sequence", "parallel.tensor"),
-            "parallel.sequence is true, but it shares what tensor parallelism leaves whole and parallel.tensor is 1:"
+            "parallel.sequence is true, but it shares what tensor parallelism leaves whole and"
+            " parallel.tensor is 1:"
             " set it to false, or parallel.tensor to 2 or more",
         )
     if parallel.pipeline > 1 and config.policy.engine == "dtensor":
         yield Problem(
             ("parallel.pipeline", "policy.engine"),
-            f"parallel.pipeline is {parallel.pipeline}, but policy.engine dtensor has no pipeline: set it to 1, or"
+            f"parallel.pipeline is {parallel.pipeline}, but policy.engine dtensor has no pipeline:"
+            f" set it to 1, or"
             " policy.engine to megatron",
         )
     stage = workers // parallel.pipeline
     if parallel.expert > 1 and config.policy.engine == "dtensor":
         yield Problem(
             ("parallel.expert", "policy.engine"),
-            f"parallel.expert is {parallel.expert}, but policy.engine dtensor has every expert on every worker: set it to 1,"
+            f"parallel.expert is {parallel.expert}, but policy.engine dtensor has every expert on"
+            f" every worker: set it to 1,"
             " or policy.engine to megatron",
         )
     elif workers % size == 0 and stage % parallel.expert:
@@ -88,15 +97,20 @@ def parallel_problems(config: RunConfig) -> Iterator[Problem]:
                 "cluster.num_nodes",
                 "cluster.workers_per_node",
             ),
-            f"parallel.expert {parallel.expert} workers share the experts of a pipeline stage, which has {workers} workers"
-            f" ({workers_shown(config.cluster)}) / parallel.pipeline {parallel.pipeline} = {stage}, and {stage} /"
-            f" {parallel.expert} = {stage / parallel.expert:.4g}, not a whole number: set parallel.expert to"
+            f"parallel.expert {parallel.expert} workers share the experts of a pipeline stage,"
+            f" which has {workers} workers"
+            f" ({workers_shown(config.cluster)}) / parallel.pipeline {parallel.pipeline} = {stage},"
+            f" and {stage} /"
+            f" {parallel.expert} = {stage / parallel.expert:.4g}, not a whole number: set"
+            f" parallel.expert to"
             f" {_divisors(stage, parallel.expert)}",
         )
 
 
 def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
-    """What of `parallel` does not divide this model; `model_config` has the attributes of Hugging Face."""
+    """What of `parallel` does not divide this model; `model_config` has the attributes of Hugging
+    Face.
+    """
     text_config = getattr(model_config, "text_config", None) or model_config
     parallel = config.parallel
     num_experts = getattr(text_config, "num_experts", None)
@@ -118,7 +132,8 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
     problems = [
         Problem(
             (f"parallel.{key}",),
-            f"{config.policy.model_name} has {count} {what}, and {count} / parallel.{key} {degree} = {count / degree:.4g},"
+            f"{config.policy.model_name} has {count} {what}, and {count} / parallel.{key} {degree}"
+            f" = {count / degree:.4g},"
             f" not a whole number: set parallel.{key} to {_divisors(count, degree)}",
         )
         for key, degree, what, count in counts
@@ -127,7 +142,8 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
     layers = getattr(text_config, "num_hidden_layers", None)
     if layers is not None and layers < parallel.pipeline:
         text = (
-            f"{config.policy.model_name} has {layers} layers, fewer than parallel.pipeline {parallel.pipeline} stages:"
+            f"{config.policy.model_name} has {layers} layers, fewer than parallel.pipeline"
+            f" {parallel.pipeline} stages:"
             f" set it to {layers} or less"
         )
         problems.append(Problem(("parallel.pipeline",), text))
@@ -141,8 +157,10 @@ def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
         and config.policy.engine == "megatron"
     ):
         text = (
-            f"{config.policy.model_name} has {num_experts} experts and parallel.sequence is false: the"
-            f" {parallel.tensor} tensor workers would all send the same tokens to them; set parallel.sequence to true"
+            f"{config.policy.model_name} has {num_experts} experts and parallel.sequence is false:"
+            f" the"
+            f" {parallel.tensor} tensor workers would all send the same tokens to them; set"
+            f" parallel.sequence to true"
         )
         problems.append(Problem(("parallel.sequence", "parallel.tensor"), text))
     return problems
@@ -159,6 +177,8 @@ def _divisors(count: int, degree: int) -> str:
 
 
 def length_multiple(parallel: ParallelConfig) -> int:
-    """Positions a row or a microbatch may be rounded up to, at most: what context and sequence parallelism need."""
+    """Positions a row or a microbatch may be rounded up to, at most: what context and sequence
+    parallelism need.
+    """
     chunks = 2 * parallel.context if parallel.context > 1 else 1
     return math.lcm(chunks, parallel.context * parallel.tensor if parallel.sequence else 1)

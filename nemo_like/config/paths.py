@@ -1,7 +1,8 @@
-"""Paths of a config mean the same in every process: relative ones are made absolute once, by the driver.
+"""Paths of a config mean the same in every process: relative ones are made absolute once, by the
+driver.
 
-Workers run in another working directory. A relative `policy.model_name` would not be found there, and would then be looked
-up on the Hugging Face hub, where somebody else's model may have that name.
+Workers run in another working directory. A relative `policy.model_name` would not be found there,
+and would then be looked up on the Hugging Face hub, where somebody else's model may have that name.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 def resolve_paths(config: ConfigT) -> ConfigT:
-    """The config with `~` expanded and every relative path taken from this process's working directory.
+    """The config with `~` expanded and every relative path taken from this process's working
+    directory.
 
-    A model or tokenizer name changes only if it is a path here, or is written as one (`./`, `../`, `~`); links are kept.
+    A model or tokenizer name changes only if it is a path here, or is written as one (`./`, `../`,
+    `~`); links are kept.
     """
     policy, data = config.policy, config.data
     return replace(
@@ -48,10 +51,13 @@ def is_local(name: str) -> bool:
 
 
 def require_model_directory(key: str, name: str) -> None:
-    """Raise ConfigError if `name` is an absolute path that is not a directory on this node. For workers."""
+    """Raise ConfigError if `name` is an absolute path that is not a directory on this node. For
+    workers.
+    """
     if os.path.isabs(name) and not os.path.isdir(name):
         raise ConfigError(
-            f"{key}: {name} is not a directory on node {socket.gethostname()}, where a worker needs it; put the model on a"
+            f"{key}: {name} is not a directory on node {socket.gethostname()}, where a worker needs"
+            f" it; put the model on a"
             " file system that all nodes mount at the same path"
         )
 

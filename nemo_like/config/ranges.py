@@ -1,4 +1,6 @@
-"""What one value may be: bounds of numbers, the form of names and templates. How keys fit together is `check`'s."""
+"""What one value may be: bounds of numbers, the form of names and templates. How keys fit together
+is `check`'s.
+"""
 
 from __future__ import annotations
 
@@ -130,14 +132,16 @@ def _names(config: RunConfig) -> Iterator[Problem]:
     if not _RUN_NAME.fullmatch(config.run_name):
         yield Problem(
             ("run_name",),
-            f"run_name is {config.run_name!r}; as a directory it takes letters, digits, '_', '-' and '.'",
+            f"run_name is {config.run_name!r}; as a directory it takes letters, digits, '_', '-'"
+            f" and '.'",
         )
     for name, function in config.reward.functions.items():
         key = f"reward.functions.{name}.path"
         if not _IMPORT_PATH.fullmatch(function.path):
             yield Problem(
                 (key,),
-                f"{key} is {function.path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward",
+                f"{key} is {function.path!r}; write module.function, e.g."
+                f" nemo_like.environments.math.answer_reward",
             )
     for key in ("policy.model_name", "data.train_path", "output_dir"):
         if not select(config, key):
@@ -163,11 +167,13 @@ def _prompt_template(config: RunConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(
             (key,),
-            f"{key} is no format string: {error}; write {{prompt}} for the text, and {{{{ }}}} for braces",
+            f"{key} is no format string: {error}; write {{prompt}} for the text, and {{{{ }}}} for"
+            f" braces",
         )
         return
     if set(names) != {"prompt"}:
         yield Problem(
             (key,),
-            f"{key} is {template!r}; it must hold {{prompt}} and no other field ({{{{ }}}} are literal braces)",
+            f"{key} is {template!r}; it must hold {{prompt}} and no other field ({{{{ }}}} are"
+            f" literal braces)",
         )

@@ -1,4 +1,5 @@
-"""YAML text to a graph of nodes, within limits on size, depth and aliases. What a config has no use for is refused.
+"""YAML text to a graph of nodes, within limits on size, depth and aliases. What a config has no use
+for is refused.
 
 The limits bound the time of everything that reads the graph or the file afterwards.
 """
@@ -32,8 +33,8 @@ _SURROGATE = re.compile("[\\ud800-\\udfff]")
 def compose_yaml(data: bytes, name: str) -> yaml.Node | None:
     """The root node of a YAML text; None if it is empty. `name` stands for the file in messages.
 
-    Raises ConfigError for text that is not UTF-8 or is above the limits, for tags, and for values that YAML cannot
-    construct; raises yaml.YAMLError for text that is not YAML.
+    Raises ConfigError for text that is not UTF-8 or is above the limits, for tags, and for values
+    that YAML cannot construct; raises yaml.YAMLError for text that is not YAML.
     """
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{name} has more than {MAX_BYTES:,} bytes, the limit for a config")
@@ -63,7 +64,8 @@ def _check_events(text: str, name: str) -> None:
             raise ConfigError(f"{_place(name, event)} is nested more than {MAX_DEPTH} levels deep")
         if num_nodes > MAX_NODES:
             raise ConfigError(
-                f"{_place(name, event)} goes beyond {MAX_NODES:,} keys and values, the limit for a config"
+                f"{_place(name, event)} goes beyond {MAX_NODES:,} keys and values, the limit for a"
+                f" config"
             )
 
 
@@ -86,7 +88,8 @@ def _num_nodes(node: yaml.Node, name: str, counted: dict[int, int], ancestors: s
     count = 1 + sum(_num_nodes(child, name, counted, inner) for child in children)
     if count > MAX_NODES:
         raise ConfigError(
-            f"{_place(name, node)} is more than {MAX_NODES:,} keys and values once its aliases are expanded"
+            f"{_place(name, node)} is more than {MAX_NODES:,} keys and values once its aliases are"
+            f" expanded"
         )
     counted[id(node)] = count
     return count
@@ -114,7 +117,8 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         raise ConfigError(f"{_place(name, node)} has half of a surrogate pair in {text}; remove it")
     if node.tag in _NUMBER_TAGS and len(node.value) > _MAX_NUMBER_CHARACTERS:
         raise ConfigError(
-            f"{_place(name, node)} has the number {text}; numbers have at most {_MAX_NUMBER_CHARACTERS} digits"
+            f"{_place(name, node)} has the number {text}; numbers have at most"
+            f" {_MAX_NUMBER_CHARACTERS} digits"
         )
     if node.tag not in _CONVERTED_TAGS:
         return
@@ -126,7 +130,8 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         ) from error
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
         raise ConfigError(
-            f"{_place(name, node)} has the integer {text}; integers have at most {_MAX_INTEGER_BITS} bits"
+            f"{_place(name, node)} has the integer {text}; integers have at most"
+            f" {_MAX_INTEGER_BITS} bits"
         )
 
 

@@ -1,7 +1,9 @@
-"""Every key of every YAML, its type, its default and what it means: the only place where a default lives.
+"""Every key of every YAML, its type, its default and what it means: the only place where a default
+lives.
 
-The classes here are plain frozen dataclasses; `config.load` builds them and reports what does not fit. Batches are
-counted in rows, budgets in tokens, times in seconds. Checks across keys live in `config.check`.
+The classes here are plain frozen dataclasses; `config.load` builds them and reports what does not
+fit. Batches are counted in rows, budgets in tokens, times in seconds. Checks across keys live in
+`config.check`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ PackingName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePackingConfig:
-    """`policy.sequence_packing`: rows concatenated into packed microbatches without padding between them."""
+    """`policy.sequence_packing`: rows concatenated into packed microbatches without padding between
+    them.
+    """
 
     enabled: bool = False
     train_mb_tokens: int = 4096
@@ -80,16 +84,21 @@ class GenerationConfig:
     backend: Literal["hf"] = "hf"
     max_new_tokens: int = 256
     temperature: float = 1.0
-    """Sampling temperature; the policy's log-probs are taken at the same temperature. 0 is greedy (validation only)."""
+    """Sampling temperature; the policy's log-probs are taken at the same temperature. 0 is greedy
+    (validation only).
+    """
     top_p: float = 1.0
     """Sample from the fewest tokens with at least this probability mass; 1 is off."""
     top_k: int | None = None
     """Sample from the k most likely tokens; null, 0 or -1 is off."""
     min_p: float = 0.0
-    """Sample from tokens with at least this share of the largest probability; 0 is off. The policy's log-probs are those
-    of the distribution after these filters, which apply in the order min_p, top_k, top_p."""
+    """Sample from tokens with at least this share of the largest probability; 0 is off. The
+    policy's log-probs are those of the distribution after these filters, which apply in the order
+    min_p, top_k, top_p."""
     stop_strings: tuple[str, ...] = ()
-    """A completion ends with the token that completes one of these (the end-of-sequence token always ends it)."""
+    """A completion ends with the token that completes one of these (the end-of-sequence token
+    always ends it).
+    """
     batch_size: int = 64
     """Most rows one generation worker decodes at once."""
 
@@ -117,15 +126,17 @@ class PolicyConfig:
     max_total_sequence_length: int = 1024
     """Longest row, prompt and completion together."""
     oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
-    """What to do with a row above the cap: stop, cut it, leave it out, or (packing and dynamic) run it alone with a
-    warning. A conversation is cut at its end, a prompt at its beginning."""
+    """What to do with a row above the cap: stop, cut it, leave it out, or (packing and dynamic) run
+    it alone with a warning. A conversation is cut at its end, a prompt at its beginning."""
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at once; the [tokens, vocabulary] matrix never does."""
     activation_checkpointing: bool = False
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 turns clipping off."""
     max_skipped_steps: int = 3
-    """Most optimizer steps in a row that are skipped because loss or gradients are not finite; one more stops the run."""
+    """Most optimizer steps in a row that are skipped because loss or gradients are not finite; one
+    more stops the run.
+    """
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
@@ -149,11 +160,17 @@ class DataConfig:
     """Which tokens carry loss in SFT."""
     shuffle: bool = True
     last_batch: Literal["keep", "drop"] = "keep"
-    """What becomes of the rows left at the end of an epoch that do not fill a batch: a step of fewer rows, or none."""
+    """What becomes of the rows left at the end of an epoch that do not fill a batch: a step of
+    fewer rows, or none.
+    """
     num_encoding_workers: int | None = None
-    """Processes that tokenize rows ahead of their use; 0 is the driver itself, null decides by the size of the data."""
+    """Processes that tokenize rows ahead of their use; 0 is the driver itself, null decides by the
+    size of the data.
+    """
     encoding_timeout_s: float = 300.0
-    """How long the first step waits for all rows to be tokenized; the rest is then tokenized during training."""
+    """How long the first step waits for all rows to be tokenized; the rest is then tokenized during
+    training.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +194,9 @@ class AdvantageConfig:
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What is subtracted: the group's mean, or the mean of the other completions of the group."""
     normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
-    """Divide by the sample standard deviation (n-1) of the group, or of the group's other completions (NeMo-RL with a
-    leave-one-out baseline), or do not divide (Dr.GRPO). Groups without spread get 0."""
+    """Divide by the sample standard deviation (n-1) of the group, or of the group's other
+    completions (NeMo-RL with a leave-one-out baseline), or do not divide (Dr.GRPO). Groups without
+    spread get 0."""
     eps: float = 1e-6
 
 
@@ -202,11 +220,17 @@ class PolicyGradientLossConfig:
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
     ratio_clip_c: float | None = None
-    """Dual clip: an upper bound on the ratio's effect for negative advantages, above 1 (about 3); null is off."""
+    """Dual clip: an upper bound on the ratio's effect for negative advantages, above 1 (about 3);
+    null is off.
+    """
     normalization: Literal["token", "sequence"] = "token"
-    """Mean over all completion tokens of the global batch, or mean over rows of each row's token mean."""
+    """Mean over all completion tokens of the global batch, or mean over rows of each row's token
+    mean.
+    """
     reference_policy_kl_penalty: float = 0.0
-    """Weight of the KL to the frozen starting policy; above 0 a reference copy of the model is kept."""
+    """Weight of the KL to the frozen starting policy; above 0 a reference copy of the model is
+    kept.
+    """
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the reported KL (k1, k2 or k3); the gradient is that of k2 for all of them."""
     entropy_coefficient: float = 0.0
@@ -243,7 +267,9 @@ class ClusterConfig:
     workers_per_node: int = 1
     """Policy workers per node on CPU; with GPUs it is one per GPU."""
     cpus_per_worker: float = 1.0
-    """CPU cores reserved for each policy worker, and shared by a generator that is colocated with it."""
+    """CPU cores reserved for each policy worker, and shared by a generator that is colocated with
+    it.
+    """
     generation_workers: int = 0
     """Workers with resources of their own for generation; 0 shares the policy's (colocated)."""
     placement_timeout_s: float = 120.0
@@ -251,17 +277,19 @@ class ClusterConfig:
     collective_timeout_s: float = 600.0
     """How long a worker waits for the others in a collective before it fails."""
     progress_timeout_s: float = 1800.0
-    """How long a worker may report no progress (no microbatch, decoding step or reward sample) before the run ends with an
-    error that names it; 0 means without limit. Above `collective_timeout_s`."""
+    """How long a worker may report no progress (no microbatch, decoding step or reward sample)
+    before the run ends with an error that names it; 0 means without limit. Above
+    `collective_timeout_s`."""
     time_limit: str | None = None
-    """Time from the start of the process after which the run saves a checkpoint, once the current step is done, and exits
-    with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null means no limit."""
+    """Time from the start of the process after which the run saves a checkpoint, once the current
+    step is done, and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null means no
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """`parallel`: how the policy's workers share one copy of the model. What they leave is data parallel:
-    workers / (tensor x context x pipeline) copies, each with rows of its own."""
+    """`parallel`: how the policy's workers share one copy of the model. What they leave is data
+    parallel: workers / (tensor x context x pipeline) copies, each with rows of its own."""
 
     tensor: int = 1
     """Workers that share every matrix product; keep them on one node."""
@@ -270,9 +298,13 @@ class ParallelConfig:
     pipeline: int = 1
     """Workers that have the layers in turn; needs `policy.engine=megatron`."""
     expert: int = 1
-    """Workers that share the experts of a mixture, out of tensor x context x data; needs `policy.engine=megatron`."""
+    """Workers that share the experts of a mixture, out of tensor x context x data; needs
+    `policy.engine=megatron`.
+    """
     sequence: bool = False
-    """Also share what tensor parallelism leaves whole (norms, residuals); needs `tensor` above 1."""
+    """Also share what tensor parallelism leaves whole (norms, residuals); needs `tensor` above
+    1.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

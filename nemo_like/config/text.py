@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# C0 without tab and line feed, DEL and C1, the marks that change the direction of text, line and paragraph
-# separators, invisible tags, and surrogates, which no stream can encode.
+# C0 without tab and line feed, DEL and C1, the marks that change the direction of text, line and
+# paragraph separators, invisible tags, and surrogates, which no stream can encode.
 _UNPRINTABLE = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ufeff"
     "\\ud800-\\udfff\\U000e0000-\\U000e007f]"
@@ -15,16 +15,20 @@ _MAX_SHOWN = 80
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    r"""`text` with control characters, and what `encoding` lacks, as escapes. Example: ESC becomes `\x1b`.
+    r"""`text` with control characters, and what `encoding` lacks, as escapes. Example: ESC becomes
+    `\x1b`.
 
-    Tabs and line feeds stay. The result cannot move the cursor, change colors or reverse the direction of other text.
+    Tabs and line feeds stay. The result cannot move the cursor, change colors or reverse the
+    direction of other text.
     """
     visible = _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return visible.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def shown_value(value: Any) -> str:
-    """`repr(value)` for a message: of at most 80 characters, and for numbers too long for Python to print as well."""
+    """`repr(value)` for a message: of at most 80 characters, and for numbers too long for Python to
+    print as well.
+    """
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -38,6 +42,8 @@ def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
 
 
 def is_possible_path(text: str) -> bool:
-    """Whether a file system may have such a path; for longer ones it raises an error instead of finding nothing."""
+    """Whether a file system may have such a path; for longer ones it raises an error instead of
+    finding nothing.
+    """
     encoded = text.encode("utf-8", "replace")
     return len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))

@@ -1,7 +1,8 @@
-"""YAML files read with the place of every key, so that an error can say file and line. It composes nothing.
+"""YAML files read with the place of every key, so that an error can say file and line. It composes
+nothing.
 
-Hydra merges the files; this module reads the same files beside it, and what it keeps of each value is where it was
-written and how it was spelled.
+Hydra merges the files; this module reads the same files beside it, and what it keeps of each value
+is where it was written and how it was spelled.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a key was last set: where, and its value as it was spelled if it is a plain (unquoted) scalar."""
+    """How a key was last set: where, and its value as it was spelled if it is a plain (unquoted)
+    scalar.
+    """
 
     location: Location
     spelled: str | None = None
@@ -48,12 +51,16 @@ class Written:
 
 @dataclass
 class Sources:
-    """Dotted key -> where it was last written. Later files and the command line replace what earlier ones said."""
+    """Dotted key -> where it was last written. Later files and the command line replace what
+    earlier ones said.
+    """
 
     written: dict[str, Written] = field(default_factory=dict)
 
     def locate(self, path: str) -> Location | None:
-        """The place of `path`, or of the nearest section above it that was written down; None if nothing was."""
+        """The place of `path`, or of the nearest section above it that was written down; None if
+        nothing was.
+        """
         while path:
             if path in self.written:
                 return self.written[path].location
@@ -61,7 +68,9 @@ class Sources:
         return None
 
     def spelled(self, path: str) -> str | None:
-        """The text of an unquoted scalar, e.g. `007` where YAML made it the number 7; None if it is not known."""
+        """The text of an unquoted scalar, e.g. `007` where YAML made it the number 7; None if it is
+        not known.
+        """
         written = self.written.get(path)
         return None if written is None else written.spelled
 
@@ -74,7 +83,8 @@ class Sources:
 def read_yaml(path: Path) -> yaml.MappingNode | None:
     """The root mapping of a YAML file, None if the file is empty.
 
-    Raises ConfigError, with file and line, if it cannot be read, is not YAML, is not a mapping or has a key twice.
+    Raises ConfigError, with file and line, if it cannot be read, is not YAML, is not a mapping or
+    has a key twice.
     """
     name = shown_path(path)
     try:
@@ -105,14 +115,18 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 
 def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
-    """Unknown keys and sections that are no mappings in one file, whose content stands under the dotted `prefix`."""
+    """Unknown keys and sections that are no mappings in one file, whose content stands under the
+    dotted `prefix`.
+    """
     yield from _check_section(kind, root, prefix, shown_path(path), itertools.count(), is_root=True)
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
-    """The content of one file under the dotted `prefix`: null, booleans, lists and mappings, else the text as spelled.
+    """The content of one file under the dotted `prefix`: null, booleans, lists and mappings, else
+    the text as spelled.
 
-    Nothing is interpolated. Keys that are no names, such as `1` or `a.b`, and `defaults` are left out.
+    Nothing is interpolated. Keys that are no names, such as `1` or `a.b`, and `defaults` are left
+    out.
     """
     tree = _plain(root)
     assert isinstance(tree, dict)
@@ -149,7 +163,9 @@ def _check_section(
     *,
     is_root: bool = False,
 ) -> Iterator[Problem]:
-    """Yield the problems of the keys below `prefix`; `num_unknown` counts the unknown keys of the file."""
+    """Yield the problems of the keys below `prefix`; `num_unknown` counts the unknown keys of the
+    file.
+    """
     for key_node, value in _items(node):
         location = Location(source, key_node.start_mark.line + 1)
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
@@ -157,7 +173,8 @@ def _check_section(
             continue
         annotation = type_at(RUN_CONFIGS[kind], path) if is_name(key_node) else None
         if annotation is None:
-            # A hint compares the key with every key of the schema, and only the first few are shown.
+            # A hint compares the key with every key of the schema, and only the first few are
+            # shown.
             has_hint = next(num_unknown) < _MAX_HINTS
             text = (
                 _unknown_text(kind, prefix, key_node)
@@ -259,7 +276,8 @@ def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
             if key.value in first_lines and key.tag != _MERGE_TAG:
                 first, shown = first_lines[key.value], shortened(key.value)
                 raise ConfigError(
-                    f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first} already"
+                    f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first}"
+                    f" already"
                 )
             first_lines[key.value] = line
             children.append(value)

@@ -1,12 +1,15 @@
-"""Conversations to token ids, and which of them carry loss. The words come from the tokenizer's chat template.
+"""Conversations to token ids, and which of them carry loss. The words come from the tokenizer's
+chat template.
 
-Loss is on what the model itself would write: an assistant turn's text or tool calls and the token that ends the turn.
-Which part of the rendered text that is, is found for any template: `{% generation %}` blocks say it where there are some;
-otherwise it lies between the template's generation prompt and its end of a turn. These are looked up in the text of one
-rendering where they are unmistakable, else by comparing several (`chat_spans`).
+Loss is on what the model itself would write: an assistant turn's text or tool calls and the token
+that ends the turn. Which part of the rendered text that is, is found for any template: `{%
+generation %}` blocks say it where there are some; otherwise it lies between the template's
+generation prompt and its end of a turn. These are looked up in the text of one rendering where they
+are unmistakable, else by comparing several (`chat_spans`).
 
-A tokenizer without a chat template gets the plain rule: each turn's text, then a line break after turns of others and
-the end-of-sequence token after the assistant's; the beginning-of-sequence token first if the tokenizer puts one.
+A tokenizer without a chat template gets the plain rule: each turn's text, then a line break after
+turns of others and the end-of-sequence token after the assistant's; the beginning-of-sequence token
+first if the tokenizer puts one.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatEncoder:
     """Encodes conversations (`encode_sft`) and what comes before an answer (`encode_prompt`).
 
-    Example with ChatML: user "2+2=?", assistant "4" is `<|im_start|>user\\n2+2=?<|im_end|>\\n<|im_start|>assistant\\n`,
-    which is the prompt, and `4<|im_end|>`, which carries the loss.
+    Example with ChatML: user "2+2=?", assistant "4" is
+    `<|im_start|>user\\n2+2=?<|im_end|>\\n<|im_start|>assistant\\n`, which is the prompt, and
+    `4<|im_end|>`, which carries the loss.
     """
 
     def __init__(
@@ -48,10 +52,11 @@ class ChatEncoder:
         prompt_template: str | None = None,
         train_on: Literal["assistant", "all"] = "assistant",
     ) -> None:
-        """`system_prompt` opens conversations that have no system turn; `prompt_template` goes around every user turn.
+        """`system_prompt` opens conversations that have no system turn; `prompt_template` goes
+        around every user turn.
 
-        Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that is not a format string
-        with `{prompt}`.
+        Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that
+        is not a format string with `{prompt}`.
         """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -78,7 +83,9 @@ class ChatEncoder:
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's; where it has none the eos token, as padding is never attended to nor trained."""
+        """The tokenizer's; where it has none the eos token, as padding is never attended to nor
+        trained.
+        """
         return (
             self.eos_token_id
             if self.tokenizer.pad_token_id is None
@@ -88,9 +95,11 @@ class ChatEncoder:
     def encode_sft(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> EncodedRow:
-        """Token ids up to the end of the last assistant turn (`train_on="all"`: of the conversation), and their mask.
+        """Token ids up to the end of the last assistant turn (`train_on="all"`: of the
+        conversation), and their mask.
 
-        Raises ConfigError if there is no assistant turn to be found, or the template refuses or drops messages or tools.
+        Raises ConfigError if there is no assistant turn to be found, or the template refuses or
+        drops messages or tools.
         """
         messages = self._prepare(messages)
         if self._marks_generation and self.train_on == "assistant":
@@ -123,16 +132,20 @@ class ChatEncoder:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends what the model writes: the tokenizer's eos token and the template's end of a turn."""
+        """Every token that ends what the model writes: the tokenizer's eos token and the template's
+        end of a turn.
+        """
         return tuple(sorted({self.eos_token_id, *self.template.end_token_ids}))
 
     def prompt_difference(
         self, messages: Sequence[Message] = PROBE, tools: Sequence[Tool] | None = None
     ) -> str | None:
-        """How the prompt of a rollout differs from what stands before the last assistant turn in SFT, None if it does not.
+        """How the prompt of a rollout differs from what stands before the last assistant turn in
+        SFT, None if it does not.
 
-        Such a difference is the chat template's: DeepSeek-R1 opens a thought that a finished turn does not show. A model
-        fine-tuned on these rows then never saw the prompts that it is asked to continue.
+        Such a difference is the chat template's: DeepSeek-R1 opens a thought that a finished turn
+        does not show. A model fine-tuned on these rows then never saw the prompts that it is asked
+        to continue.
         """
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         try:
@@ -183,8 +196,9 @@ class ChatEncoder:
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
         """Tokens of `text` up to the last span's end, cut where each span begins.
 
-        The cut makes what stands before an answer the very tokens that `encode_prompt` gives for it, also where the
-        tokenizer would merge the prompt's last characters with the answer's first.
+        The cut makes what stands before an answer the very tokens that `encode_prompt` gives for
+        it, also where the tokenizer would merge the prompt's last characters with the answer's
+        first.
         """
         pieces: list[tuple[str, bool]] = [(text[: spans[0][0]], False)]
         for (start, end), following in zip(
@@ -195,7 +209,8 @@ class ChatEncoder:
         for index in range(1, len(pieces), 2):
             (turn, follows), (following, _) = pieces[index], pieces[index + 1]
             if following and not turn.endswith(self._separators):
-                # The tokenizer may merge characters across the end of the turn, and does so in what it samples from.
+                # The tokenizer may merge characters across the end of the turn, and does so in what
+                # it samples from.
                 both = self._token_ids(turn + following, follows=follows)
                 if np.array_equal(both[: len(ids[index])], ids[index]):
                     ids[index + 1] = both[len(ids[index]) :]
@@ -217,7 +232,9 @@ class ChatEncoder:
         )
 
     def _tokenize(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """`_token_ids` of each (text, whether it follows other text), in one call of the tokenizer."""
+        """`_token_ids` of each (text, whether it follows other text), in one call of the
+        tokenizer.
+        """
         texts = [self._behind_eos(text) if follows else text for text, follows in pieces]
         encoded: Any = self._call_tokenizer(texts)["input_ids"]
         return [
@@ -226,7 +243,9 @@ class ChatEncoder:
         ]
 
     def _call_tokenizer(self, text: str | list[str]) -> Any:
-        """Return the encoding without special tokens. Raises ConfigError if the tokenizer fails on the text."""
+        """Return the encoding without special tokens. Raises ConfigError if the tokenizer fails on
+        the text.
+        """
         try:
             return self.tokenizer(text, add_special_tokens=False)
         except Exception as error:
@@ -240,7 +259,9 @@ class ChatEncoder:
         return str(self.tokenizer.eos_token) + text
 
     def _token_ids(self, text: str, *, follows: bool = False) -> np.ndarray:
-        """int32 [L]. `follows`: the text stands behind other text, so no tokenizer may put a space or a token in front."""
+        """int32 [L]. `follows`: the text stands behind other text, so no tokenizer may put a space
+        or a token in front.
+        """
         return self._tokenize([(text, follows)])[0]
 
     def _encode_marked(self, messages: list[Message], tools: Sequence[Tool] | None) -> EncodedRow:
@@ -275,7 +296,9 @@ class ChatEncoder:
     def _render_with_spans(
         self, messages: list[Message], tools: Sequence[Tool] | None
     ) -> tuple[str, list[Span]]:
-        """The text, and the assistant's parts of it; it ends where the last of them does unless all is trained."""
+        """The text, and the assistant's parts of it; it ends where the last of them does unless all
+        is trained.
+        """
         full = self.template.render(messages, tools)
         frame = self._check(messages, tools, full, trains=True)
         spans = None if frame is None else frame.spans(messages, tools, full)
@@ -292,13 +315,16 @@ class ChatEncoder:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
     ) -> Frame | None:
-        """The frame of conversations such as this. Raises ConfigError if `text` lacks something of it."""
+        """The frame of conversations such as this. Raises ConfigError if `text` lacks something of
+        it.
+        """
         check_rendered(messages, tools, text, trains=trains)
         facts = self._structures.facts(messages, tools)
         if facts.dropped is not None:
             roles = [message["role"] for message in messages]
             raise ConfigError(
-                f"the chat template drops {facts.dropped} in a conversation of {roles}; give a policy.chat_template that"
+                f"the chat template drops {facts.dropped} in a conversation of {roles}; give a"
+                f" policy.chat_template that"
                 " renders it, or remove it from the row"
             )
         return facts.frame
@@ -308,7 +334,8 @@ class ChatEncoder:
     ) -> tuple[str, list[Span]]:
         if tools or any(message.get("tool_calls") for message in messages):
             raise ConfigError(
-                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and tool calls cannot be"
+                f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and"
+                f" tool calls cannot be"
                 " rendered; give one as policy.chat_template"
             )
         text, spans = self._bos_text, []

@@ -1,4 +1,6 @@
-"""Whether a rendered conversation contains all that its messages say; a chat template may drop what it does not know."""
+"""Whether a rendered conversation contains all that its messages say; a chat template may drop what
+it does not know.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def check_rendered(
 ) -> None:
     """Raise ConfigError if a content, a tool call or a tool does not appear in `text`.
 
-    White space is not compared. Strings may be escaped as in JSON, and a tool's JSON result may be written anew. Templates
-    drop the reasoning of earlier turns; with `trains` that of the last assistant turn must be there, as it is learned.
+    White space is not compared. Strings may be escaped as in JSON, and a tool's JSON result may be
+    written anew. Templates drop the reasoning of earlier turns; with `trains` that of the last
+    assistant turn must be there, as it is learned.
     """
     squeezed = _squeeze(text)
     parts = list(_parts(messages, trains=trains))
@@ -33,7 +36,8 @@ def check_rendered(
             [each for _, _, each in parts], index, squeezed
         ) and not _is_rewritten(message, part, squeezed):
             raise ConfigError(
-                f"the chat template drops the {what} of a message of role {message['role']!r}, {_shown(part)}: it does not"
+                f"the chat template drops the {what} of a message of role {message['role']!r},"
+                f" {_shown(part)}: it does not"
                 f" appear in the rendered text; {_WAY_OUT}"
             )
     for message in messages:
@@ -42,7 +46,8 @@ def check_rendered(
     for tool in tools or ():
         if not _has(str(tool_name(tool)), squeezed):
             raise ConfigError(
-                f"the chat template drops the tool {tool_name(tool)!r} of the row's tools: it does not appear in the rendered"
+                f"the chat template drops the tool {tool_name(tool)!r} of the row's tools: it does"
+                f" not appear in the rendered"
                 f" text; {_WAY_OUT}"
             )
 
@@ -71,13 +76,16 @@ def _check_call(function: dict[str, Any], squeezed: str) -> None:
     for leaf in (function["name"], *leaves):
         if not _has(leaf, squeezed):
             raise ConfigError(
-                f"the chat template drops a part of the call of the tool {function['name']!r}, {_shown(leaf)}: it does not"
+                f"the chat template drops a part of the call of the tool {function['name']!r},"
+                f" {_shown(leaf)}: it does not"
                 f" appear in the rendered text; {_WAY_OUT}"
             )
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Names and values of a JSON value as text; true, false and null have no text that all templates share."""
+    """Names and values of a JSON value as text; true, false and null have no text that all
+    templates share.
+    """
     if isinstance(value, dict):
         for key, each in value.items():
             yield key
@@ -92,7 +100,9 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
-    """Whether `part` is JSON of which everything appears, in a message that is not the assistant's."""
+    """Whether `part` is JSON of which everything appears, in a message that is not the
+    assistant's.
+    """
     if message["role"] == "assistant":
         return False
     try:

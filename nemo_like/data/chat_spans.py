@@ -1,7 +1,7 @@
 """Where an assistant's parts begin and end in the text that a chat template renders.
 
-A part begins behind the generation prompt, and ends behind the token that ends the turn. The exact method renders the
-conversation several times per turn and compares the texts.
+A part begins behind the generation prompt, and ends behind the token that ends the turn. The exact
+method renders the conversation several times per turn and compares the texts.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ class _Turn:
         end = self._end(start)
         if not self._behind <= start < end:
             raise ConfigError(
-                f"turn {self._turn} of the conversation cannot be found in what the chat template renders; mark it in the "
+                f"turn {self._turn} of the conversation cannot be found in what the chat template"
+                f" renders; mark it in the "
                 "template with {% generation %}, or set data.train_on=all"
             )
         return start, self._trimmed(start, end)
 
     def _start(self) -> int:
-        """Behind the generation prompt where the template renders the turn behind it; else where the turn's text begins.
+        """Behind the generation prompt where the template renders the turn behind it; else where
+        the turn's text begins.
 
-        Where a template opens more than a finished turn shows (`<think>` as DeepSeek-R1), or writes the turns before
-        differently once there are later ones, the two texts agree only by chance behind the turn's header. The header is
-        then found with other messages in this turn's place.
+        Where a template opens more than a finished turn shows (`<think>` as DeepSeek-R1), or writes
+        the turns before differently once there are later ones, the two texts agree only by chance
+        behind the turn's header. The header is then found with other messages in this turn's place.
         """
         full, turn = self._full, self._turn
         if turn:
@@ -84,11 +86,13 @@ class _Turn:
         up_to_turn = self._template.render(self._messages[: self._turn + 1], self._tools)
         if full.startswith(up_to_turn):
             return len(up_to_turn)
-        # Some templates write a turn otherwise once it is no longer the last (they drop its reasoning).
+        # Some templates write a turn otherwise once it is no longer the last (they drop its
+        # reasoning).
         end = self._end_of_turn(start)
         if end is not None:
             return end
-        # What follows the turn's text is looked up where it is the last, and found again behind the text here.
+        # What follows the turn's text is looked up where it is the last, and found again behind the
+        # text here.
         text_end = len(up_to_turn) - common_suffix(
             self._with_content("0", self._turn + 1), up_to_turn
         )
@@ -97,7 +101,9 @@ class _Turn:
         return text_end + common_prefix(full[text_end:], behind)
 
     def _end_of_turn(self, start: int) -> int | None:
-        """Behind the first token that ends a turn; None without one, or if the message itself contains it."""
+        """Behind the first token that ends a turn; None without one, or if the message itself
+        contains it.
+        """
         end_text = self._template.end_of_turn
         if end_text is None or end_text in json.dumps(
             self._messages[self._turn], ensure_ascii=False, default=str
@@ -107,7 +113,9 @@ class _Turn:
         return None if found < 0 else found + len(end_text)
 
     def _trimmed(self, start: int, end: int) -> int:
-        """Without what the template puts behind the end of the turn: a line break, or the end of the conversation."""
+        """Without what the template puts behind the end of the turn: a line break, or the end of
+        the conversation.
+        """
         trimmed = self._full[start:end].rstrip()
         end_of_turn = self._end_of_turn(start)
         if (
@@ -119,7 +127,9 @@ class _Turn:
         return start + len(trimmed) if trimmed.endswith(self._template.special_texts) else end
 
     def _with_other_messages(self) -> list[str]:
-        """The conversation with a plain text in this turn's place, rendered for two texts that begin differently."""
+        """The conversation with a plain text in this turn's place, rendered for two texts that
+        begin differently.
+        """
         texts = []
         for letter in ("0", "1"):
             other = {"role": "assistant", "content": letter * 2}
@@ -132,7 +142,9 @@ class _Turn:
         return texts
 
     def _with_content(self, letter: str, num_messages: int | None = None) -> str:
-        """The first messages with another content for this turn: its first and last characters differ."""
+        """The first messages with another content for this turn: its first and last characters
+        differ.
+        """
         message = self._messages[self._turn]
         text = str(message.get("content", "")).strip()
         first, last = (_other(text[at : at + 1 or None], letter) for at in (0, -1))

@@ -1,7 +1,9 @@
-"""What a chat template does with conversations of one structure, learned once from a conversation of distinct words.
+"""What a chat template does with conversations of one structure, learned once from a conversation
+of distinct words.
 
-The structure is the roles and kinds of the messages in order. With it come two facts that need more renderings than one:
-whether the template renders every message, and where the assistant's parts lie, as the texts around them.
+The structure is the roles and kinds of the messages in order. With it come two facts that need more
+renderings than one: whether the template renders every message, and where the assistant's parts
+lie, as the texts around them.
 """
 
 from __future__ import annotations
@@ -23,16 +25,22 @@ _TOOL = "qztoolzq"
 _THOUGHT = "qzthoughtzq"
 
 Kind = tuple[str, bool, bool, bool, int, bool]
-"""Role, whether there is a content, a `</think>` in it, a reasoning, how many tool calls, whether it names a call."""
+"""Role, whether there is a content, a `</think>` in it, a reasoning, how many tool calls, whether
+it names a call.
+"""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The texts around what the assistant writes. Example: `<|im_start|>assistant\\n` and `<|im_end|>`."""
+    """The texts around what the assistant writes. Example: `<|im_start|>assistant\\n` and
+    `<|im_end|>`.
+    """
 
     header: str
     rest: str
-    """What the generation prompt has behind the header that not every finished turn shows (`<think>\\n`)."""
+    """What the generation prompt has behind the header that not every finished turn shows
+    (`<think>\\n`).
+    """
     end: str
     markers: tuple[str, ...]
     """If one of these is in a message, the header or the end may not be the template's."""
@@ -40,7 +48,9 @@ class Frame:
     def spans(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
     ) -> list[Span] | None:
-        """The spans that `exact_spans` finds, from the text alone; None if it does not tell them for certain."""
+        """The spans that `exact_spans` finds, from the text alone; None if it does not tell them
+        for certain.
+        """
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(marker in written for marker in self.markers):
             return None
@@ -64,7 +74,9 @@ class Facts:
     """About all conversations of one structure."""
 
     dropped: str | None
-    """What the template does not render; None if it renders everything or refuses the conversation of distinct words."""
+    """What the template does not render; None if it renders everything or refuses the conversation
+    of distinct words.
+    """
     frame: Frame | None
     """None if the spans have to be found by the exact method."""
 
@@ -114,7 +126,9 @@ class Structures:
 
 
 def learn_frame(template: ChatTemplate) -> Frame | None:
-    """The texts around an answer in the shortest conversation; None if they do not mark it unmistakably."""
+    """The texts around an answer in the shortest conversation; None if they do not mark it
+    unmistakably.
+    """
     end, user = template.end_of_turn, PROBE[0]
     if end is None:
         return None
@@ -154,7 +168,9 @@ def _kind(message: Message) -> Kind:
 
 
 def _compressed(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    """Sequences of up to 4 kinds that repeat more than twice stand twice: long dialogues are like short ones."""
+    """Sequences of up to 4 kinds that repeat more than twice stand twice: long dialogues are like
+    short ones.
+    """
     distinct = list(dict.fromkeys(kinds))
     text = "".join(chr(0x100 + distinct.index(kind)) for kind in kinds)
     text = _REPEATED.sub(r"\1\1", text)
@@ -162,7 +178,9 @@ def _compressed(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
 
 
 def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[str, str]]]:
-    """A conversation of these kinds in which every text is a word of its own; and (word, what it is) of each."""
+    """A conversation of these kinds in which every text is a word of its own; and (word, what it
+    is) of each.
+    """
     messages: list[Message] = []
     words: list[tuple[str, str]] = []
     open_calls: list[str] = []

@@ -1,4 +1,6 @@
-"""A tokenizer's chat template: rendering, and what probe conversations tell about it (generation prompt, end of turn)."""
+"""A tokenizer's chat template: rendering, and what probe conversations tell about it (generation
+prompt, end of turn).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ PROBE: tuple[Message, ...] = (_USER, {"role": "assistant", "content": _ANSWER})
 class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer.
 
-    Everything learned from probe conversations is computed on first use and depends on the tokenizer alone.
+    Everything learned from probe conversations is computed on first use and depends on the
+    tokenizer alone.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -43,7 +46,8 @@ class ChatTemplate:
         *,
         opening: bool = False,
     ) -> str:
-        """The text of the conversation; with `opening`, the generation prompt of the next assistant turn follows it.
+        """The text of the conversation; with `opening`, the generation prompt of the next assistant
+        turn follows it.
 
         Raises ConfigError if the template refuses the messages.
         """
@@ -55,7 +59,8 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the conversation, and the characters [start, end) that `{% generation %}` blocks render.
+        """The text of the conversation, and the characters [start, end) that `{% generation %}`
+        blocks render.
 
         Raises ConfigError if the template refuses the messages.
         """
@@ -81,20 +86,25 @@ class ChatTemplate:
     def _refusal(self, messages: Sequence[Message], error: Exception) -> ConfigError:
         roles = [message["role"] for message in messages]
         return ConfigError(
-            f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}: {error}"
+            f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}:"
+            f" {error}"
         )
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """Texts that the tokenizer turns into one token wherever they appear: special tokens and added tokens."""
+        """Texts that the tokenizer turns into one token wherever they appear: special tokens and
+        added tokens.
+        """
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         return tuple({*self.tokenizer.all_special_tokens, *added})
 
     @cached_property
     def control_texts(self) -> tuple[str, ...]:
-        """Of `special_texts`, those that structure a conversation: special tokens and what ends a turn.
+        """Of `special_texts`, those that structure a conversation: special tokens and what ends a
+        turn.
 
-        Added tokens without the special flag, such as `<think>`, may be part of what a model or a user writes.
+        Added tokens without the special flag, such as `<think>`, may be part of what a model or a
+        user writes.
         """
         added = [
             str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
@@ -103,7 +113,9 @@ class ChatTemplate:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template puts behind a conversation for the model to continue. Empty if that is nothing."""
+        """What the template puts behind a conversation for the model to continue. Empty if that is
+        nothing.
+        """
         if not self.exists:
             return ""
         try:
@@ -114,7 +126,9 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The special token behind an assistant's text, for example `<|im_end|>`; None if the template writes none."""
+        """The special token behind an assistant's text, for example `<|im_end|>`; None if the
+        template writes none.
+        """
         if not self.exists:
             return None
         try:
@@ -125,7 +139,9 @@ class ChatTemplate:
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
-        """The tokens that end an assistant turn: of a text, and of tool calls where that is another one."""
+        """The tokens that end an assistant turn: of a text, and of tool calls where that is another
+        one.
+        """
         ends = [] if self.end_of_turn is None else [self.end_of_turn]
         try:
             text = self.render([_USER, _probe_call("dict")]) if self.exists else ""
@@ -145,7 +161,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text_arguments(self) -> bool:
-        """Whether the template writes the arguments of a tool call as they are, and so needs them as JSON text.
+        """Whether the template writes the arguments of a tool call as they are, and so needs them
+        as JSON text.
 
         Most templates turn an object into JSON themselves, and would quote a text once more.
         """
@@ -156,7 +173,9 @@ class ChatTemplate:
 
     @cached_property
     def _needs_content(self) -> bool:
-        """Whether a message with tool calls and without a text must have an empty one for the template to render it."""
+        """Whether a message with tool calls and without a text must have an empty one for the
+        template to render it.
+        """
         form = "text" if self._wants_text_arguments else "dict"
         message = _probe_call(form)
         try:
@@ -190,7 +209,9 @@ class ChatTemplate:
         return ""
 
     def _first_special(self, text: str) -> str | None:
-        """The special token that comes first in `text`; of tokens that are only added, if there is no special one."""
+        """The special token that comes first in `text`; of tokens that are only added, if there is
+        no special one.
+        """
         special = [
             str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
         ]

@@ -11,7 +11,9 @@ from nemo_like.data.jagged import Jagged
 
 
 class EncodedRow(NamedTuple):
-    """One row of token ids. Example: `EncodedRow(input_ids=[1, 5, 9, 2], token_mask=[0, 0, 1, 1])`, loss on 9 and 2."""
+    """One row of token ids. Example: `EncodedRow(input_ids=[1, 5, 9, 2], token_mask=[0, 0, 1, 1])`,
+    loss on 9 and 2.
+    """
 
     input_ids: np.ndarray
     """int32 [L]."""

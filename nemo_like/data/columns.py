@@ -1,4 +1,6 @@
-"""Row operations on one column of a batch: a tensor [B, ...], an array [B, ...], a Jagged or a list of B entries."""
+"""Row operations on one column of a batch: a tensor [B, ...], an array [B, ...], a Jagged or a list
+of B entries.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def num_rows(name: str, column: Any) -> int:
         raise TypeError(f"column {name!r} is a single number; a column has one entry per row")
     if not isinstance(column, (Tensor, np.ndarray, Jagged, list)):
         raise TypeError(
-            f"column {name!r} is a {type(column).__name__}; a column is a torch.Tensor, np.ndarray, Jagged or list"
+            f"column {name!r} is a {type(column).__name__}; a column is a torch.Tensor, np.ndarray,"
+            f" Jagged or list"
         )
     return len(column)
 
@@ -36,7 +39,9 @@ def row_widths(column: Column) -> np.ndarray:
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
-    """The given rows (int64 [n]) in the given order, copied once. Entries of lists stay the same objects."""
+    """The given rows (int64 [n]) in the given order, copied once. Entries of lists stay the same
+    objects.
+    """
     if isinstance(column, Tensor):
         return column[torch.from_numpy(rows).to(column.device)]
     if isinstance(column, Jagged):
@@ -52,7 +57,9 @@ def slice_rows(column: Column, start: int, stop: int) -> Column:
 
 
 def repeat_rows(column: Column, num_repeats: int) -> Column:
-    """Each row `num_repeats` times, side by side; entries of lists are deep copies, so each can be changed alone."""
+    """Each row `num_repeats` times, side by side; entries of lists are deep copies, so each can be
+    changed alone.
+    """
     if isinstance(column, Tensor):
         return column.repeat_interleave(num_repeats, dim=0)
     if isinstance(column, list):
@@ -62,7 +69,9 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
 
 
 def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
-    """At most `max_length` along `dim` (dim 1 of a Jagged is its tokens); columns without that dim stay as they are."""
+    """At most `max_length` along `dim` (dim 1 of a Jagged is its tokens); columns without that dim
+    stay as they are.
+    """
     if isinstance(column, Jagged):
         return column.truncate(max_length) if dim == 1 else column
     if isinstance(column, Tensor):
@@ -77,7 +86,8 @@ def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
 
 
 def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Column:
-    """All rows of all parts. Tensors and arrays of different size along dim 1 are right-padded with `pad_value` first.
+    """All rows of all parts. Tensors and arrays of different size along dim 1 are right-padded with
+    `pad_value` first.
 
     Raises TypeError where the parts are of different kinds.
     """

@@ -1,8 +1,10 @@
-"""Rows of text from a file, taken as they are: the format is recognised from the columns, and a bad row is named.
+"""Rows of text from a file, taken as they are: the format is recognised from the columns, and a bad
+row is named.
 
-Understood: `messages` (optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's `question` and
-`answer` with `####`; each optionally with `tools`, the functions that the model may call. Two shapes come out:
-`conversation` (what SFT learns) and `question` (what a rollout starts from). Nothing is tokenised here.
+Understood: `messages` (optionally `answer`), `prompt` with `completion` or `answer` or neither,
+GSM8K's `question` and `answer` with `####`; each optionally with `tools`, the functions that the
+model may call. Two shapes come out: `conversation` (what SFT learns) and `question` (what a rollout
+starts from). Nothing is tokenised here.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Numbered = tuple[str, Row, bytes]
 UNDERSTOOD = "messages [+ answer]; prompt + completion; prompt + answer; question + answer with '#### result' (GSM8K)"
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _MAX_LISTED = 10_000
-# pyarrow's own errors derive from these; conversions to Python add OverflowError and UnicodeDecodeError (a ValueError).
+# pyarrow's own errors derive from these; conversions to Python add OverflowError and
+# UnicodeDecodeError (a ValueError).
 _ARROW_ERRORS = (
     ValueError,
     OSError,
@@ -62,8 +65,8 @@ _SUFFIXES = ".jsonl, .json, .parquet, or a directory with an Arrow dataset (data
 class Question:
     """What a rollout starts from.
 
-    Example: the row `{"prompt": "2+2=?", "answer": "4"}` is `Question(messages=[{"role": "user", "content": "2+2=?"}],
-    text="2+2=?", answer="4", row=...)`.
+    Example: the row `{"prompt": "2+2=?", "answer": "4"}` is `Question(messages=[{"role": "user",
+    "content": "2+2=?"}], text="2+2=?", answer="4", row=...)`.
     """
 
     messages: list[Message]
@@ -84,7 +87,9 @@ class Rows(Sequence[Row]):
     format: tuple[str, ...]
     """The columns the format was recognised by."""
     digests: np.ndarray
-    """uint64 [N]: a hash of the content of each row, which identifies it in a file that has changed."""
+    """uint64 [N]: a hash of the content of each row, which identifies it in a file that has
+    changed.
+    """
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,10 +110,11 @@ def load_rows(
     key: str = "data.train_path",
     advance: Callable[[int], None] | None = None,
 ) -> Rows:
-    """The first `max_rows` rows (default all), each checked for its format and for what `purpose` needs.
+    """The first `max_rows` rows (default all), each checked for its format and for what `purpose`
+    needs.
 
-    `advance` is called with the number of rows read since its last call.
-    Raises ConfigError that names `key` and the path, or the file, the line and what is wrong with it.
+    `advance` is called with the number of rows read since its last call. Raises ConfigError that
+    names `key` and the path, or the file, the line and what is wrong with it.
     """
     path = Path(path).expanduser()
     if not is_possible_path(str(path)) or not path.exists():
@@ -143,7 +149,9 @@ def row_digest(content: bytes) -> int:
 
 
 def conversation(row: Row) -> list[Message]:
-    """The turns SFT learns from; the last is an assistant's where the row gives a completion or an answer."""
+    """The turns SFT learns from; the last is an assistant's where the row gives a completion or an
+    answer.
+    """
     columns = _recognise(row, "row")
     if columns == ("messages",):
         return [clean_message(message) for message in row["messages"]]
@@ -157,7 +165,9 @@ def conversation(row: Row) -> list[Message]:
 
 
 def question(row: Row) -> Question:
-    """The turns before the last answer, and the answer. GSM8K: the text behind `####`, without thousands separators."""
+    """The turns before the last answer, and the answer. GSM8K: the text behind `####`, without
+    thousands separators.
+    """
     columns = _recognise(row, "row")
     answer = row.get("answer")
     if columns == ("question", "answer"):
@@ -249,7 +259,9 @@ def _names(row: Row) -> str:
 
 
 def surrogate_problem(value: Any, name: str) -> str | None:
-    """Where a text of a nested value has a surrogate without its pair, which no tokenizer encodes; None if none has."""
+    """Where a text of a nested value has a surrogate without its pair, which no tokenizer encodes;
+    None if none has.
+    """
     if isinstance(value, str):
         match = None if value.isascii() else _SURROGATE.search(value)
         return (
@@ -304,7 +316,8 @@ def _read_json(path: Path) -> Iterator[Numbered]:
     rows = _parse(path.read_bytes(), shown_path(path))
     if not isinstance(rows, list):
         raise ConfigError(
-            f"{shown_path(path)}: holds {_shown(rows)}, not a list of objects; one object per line is a .jsonl file"
+            f"{shown_path(path)}: holds {_shown(rows)}, not a list of objects; one object per line"
+            f" is a .jsonl file"
         )
     shown = shown_path(path)
     for number, row in enumerate(rows):
@@ -360,7 +373,9 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
 
 
 def _read_directory(path: Path) -> Iterator[Numbered]:
-    """What `datasets.save_to_disk` writes (Arrow streams listed in state.json), or parquet files in order of name."""
+    """What `datasets.save_to_disk` writes (Arrow streams listed in state.json), or parquet files in
+    order of name.
+    """
     if (path / "dataset_dict.json").exists():
         splits = _listed(path / "dataset_dict.json", "splits")
         raise ConfigError(
@@ -374,14 +389,17 @@ def _read_directory(path: Path) -> Iterator[Numbered]:
     files = sorted(path.glob("*.parquet"))
     if not files:
         raise ConfigError(
-            f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or parquet files"
+            f"{shown_path(path)} is a directory without state.json (datasets.save_to_disk) or"
+            f" parquet files"
         )
     for file in files:
         yield from _read_parquet(file)
 
 
 def _listed(path: Path, key: str) -> list[str]:
-    """Names of files or folders in the same directory that a JSON file of `datasets` lists under `key`."""
+    """Names of files or folders in the same directory that a JSON file of `datasets` lists under
+    `key`.
+    """
     content = _parse(path.read_bytes(), shown_path(path))
     entries = content.get(key) if isinstance(content, dict) else None
     names = (
@@ -393,7 +411,8 @@ def _listed(path: Path, key: str) -> list[str]:
         isinstance(name, str) and name == Path(name).name and name.isprintable() for name in names
     ):
         raise ConfigError(
-            f"{shown_path(path)}: {key} is not a list of names in this directory; write it with datasets.save_to_disk"
+            f"{shown_path(path)}: {key} is not a list of names in this directory; write it with"
+            f" datasets.save_to_disk"
         )
     return [str(name) for name in names][:_MAX_LISTED]
 

@@ -1,8 +1,10 @@
-"""Rows encoded once, ahead of their use: in this process, or in processes of their own where that takes long.
+"""Rows encoded once, ahead of their use: in this process, or in processes of their own where that
+takes long.
 
-`start` begins to encode the rows in the order of their first visit; `finish` waits for the end or for a time limit and
-raises for a bad row; `fetch` gives encoded rows and has those that are missing encoded next. Encoded rows stay: in
-memory, and above a limit in a file without a name, which disappears with the process.
+`start` begins to encode the rows in the order of their first visit; `finish` waits for the end or
+for a time limit and raises for a bad row; `fetch` gives encoded rows and has those that are missing
+encoded next. Encoded rows stay: in memory, and above a limit in a file without a name, which
+disappears with the process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ ROW_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""What a row can make an encoding raise. A tokenizer refuses text that is no Unicode (a lone surrogate) with a TypeError."""
+"""What a row can make an encoding raise. A tokenizer refuses text that is no Unicode (a lone
+surrogate) with a TypeError.
+"""
 MAX_MEMORY_BYTES = 2**30
 _TRIAL_S = 1.0
 _WORTH_PROCESSES_S = 5.0
@@ -45,7 +49,9 @@ _TODO, _DONE, _DROPPED = 0, 1, 2
 
 
 class EncodedRows:
-    """All rows of a file in their encoded form, each encoded once. `close` stops what is still going on."""
+    """All rows of a file in their encoded form, each encoded once. `close` stops what is still
+    going on.
+    """
 
     def __init__(
         self,
@@ -58,8 +64,8 @@ class EncodedRows:
     ) -> None:
         """`module` serves `encoding_pool` in a process of its own, which is given `setup`.
 
-        Without it, and with `num_processes=0`, rows are encoded in this process. `num_processes=None` decides by the time
-        that the first rows take.
+        Without it, and with `num_processes=0`, rows are encoded in this process.
+        `num_processes=None` decides by the time that the first rows take.
         """
         self.digests = rows.digests
         self._rows, self._encode = rows, encode
@@ -95,7 +101,9 @@ class EncodedRows:
         return int(np.count_nonzero(self.is_kept))
 
     def start(self, order: np.ndarray) -> None:
-        """Begin to encode the rows `order`. Raises ConfigError for a bad row that is found at once."""
+        """Begin to encode the rows `order`. Raises ConfigError for a bad row that is found at
+        once.
+        """
         self._queue = order.tolist()
         self.num_started = len(self._queue)
         self.is_finished = False
@@ -120,7 +128,8 @@ class EncodedRows:
     ) -> bool:
         """Wait until the rows given to `start` are encoded, at most `timeout_s`; whether they are.
 
-        `advance` is called with the number of rows encoded since its last call. Raises ConfigError for a bad row.
+        `advance` is called with the number of rows encoded since its last call. Raises ConfigError
+        for a bad row.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         reported = 0
@@ -142,7 +151,8 @@ class EncodedRows:
                 return False
 
     def fetch(self, rows: Sequence[int]) -> list[EncodedRow | None]:
-        """The encoded rows of the given indices; None for one that is left out. Raises ConfigError for a bad row.
+        """The encoded rows of the given indices; None for one that is left out. Raises ConfigError
+        for a bad row.
 
         A bad row that was found in the background is an error here too, before its turn comes.
         """
@@ -191,7 +201,8 @@ class EncodedRows:
                 except OSError as error:
                     self._problem = (
                         -1,
-                        f"encoded rows cannot be kept in {tempfile.gettempdir()}: {error}; set TMPDIR",
+                        f"encoded rows cannot be kept in {tempfile.gettempdir()}: {error}; set"
+                        f" TMPDIR",
                     )
             self._changed.notify_all()
 
@@ -221,7 +232,9 @@ def row_error_text(error: Exception) -> str:
 
 
 class _Cache:
-    """Encoded rows by index; the first `MAX_MEMORY_BYTES` in memory, the others in a file without a name."""
+    """Encoded rows by index; the first `MAX_MEMORY_BYTES` in memory, the others in a file without a
+    name.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._in_memory: dict[int, EncodedRow] = {}

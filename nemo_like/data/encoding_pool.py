@@ -1,8 +1,9 @@
 """Processes that encode rows, and what they and this process say to each other through pipes.
 
-A message is two lengths, JSON and bytes. First the setup, then lists of rows; the answer to a list is the lengths of the
-encoded rows, or why one has none, and their ids and masks. The processes are started anew, so they share no thread, no
-lock and no device with this one, and they end when their input does, which is also when this process is killed.
+A message is two lengths, JSON and bytes. First the setup, then lists of rows; the answer to a list
+is the lengths of the encoded rows, or why one has none, and their ids and masks. The processes are
+started anew, so they share no thread, no lock and no device with this one, and they end when their
+input does, which is also when this process is killed.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row
 
 Receive = Callable[[int, EncodedRow | None, str | None], None]
-"""Called with (row index, encoded row or None, problem or None), from a thread; index -1 is a problem of the pool."""
+"""Called with (row index, encoded row or None, problem or None), from a thread; index -1 is a
+problem of the pool.
+"""
 
 _HEADER = struct.Struct("<QQ")
 _ROWS_PER_MESSAGE = 16
 _DROPPED, _BAD = -1, -2
 _MAX_MEMORY_BYTES = 8 << 30
-"""Address space that an encoding process may add to what it has at its start: imports, a tokenizer, and its rows."""
+"""Address space that an encoding process may add to what it has at its start: imports, a tokenizer,
+and its rows.
+"""
 
 
 class EncodingPool:
-    """Encodes rows of `rows` by their index, in the order of submission, in processes that run `module`."""
+    """Encodes rows of `rows` by their index, in the order of submission, in processes that run
+    `module`.
+    """
 
     def __init__(
         self,
@@ -156,9 +163,11 @@ class EncodingPool:
 def serve(
     open_encode: Callable[[dict[str, Any]], Callable[[Row], tuple[EncodedRow | None, str | None]]],
 ) -> None:
-    """The other end: read the setup and lists of rows from standard input until it ends, answer on standard output.
+    """The other end: read the setup and lists of rows from standard input until it ends, answer on
+    standard output.
 
-    `open_encode` makes of the setup a function from a row to (encoded row or None, problem or None).
+    `open_encode` makes of the setup a function from a row to (encoded row or None, problem or
+    None).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
@@ -191,7 +200,9 @@ def serve(
 
 
 def _limit_memory() -> None:
-    """Bound the address space, so that a template that multiplies a text ends in a MemoryError, not in the OOM killer."""
+    """Bound the address space, so that a template that multiplies a text ends in a MemoryError, not
+    in the OOM killer.
+    """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # only Linux has it

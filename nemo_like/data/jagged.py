@@ -1,4 +1,6 @@
-"""Rows of different lengths in one flat NumPy array: what travels between processes, so padding never does."""
+"""Rows of different lengths in one flat NumPy array: what travels between processes, so padding
+never does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _SHORT_ROW_TOKENS = 100
 class Jagged:
     """B rows stored end to end.
 
-    `values` is [T] or [T, ...] (any dtype), `offsets` int64 [B+1] with `offsets[0] == 0` and `offsets[-1] == T`.
+    `values` is [T] or [T, ...] (any dtype), `offsets` int64 [B+1] with `offsets[0] == 0` and
+    `offsets[-1] == T`.
 
     Example: rows [7, 8, 9] and [4] are `Jagged(values=[7, 8, 9, 4], offsets=[0, 3, 4])`.
     """
@@ -37,7 +40,9 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> Jagged:
-        """Split flat `values` [T] into rows of `lengths` [B]; raises ValueError if they do not add up to T."""
+        """Split flat `values` [T] into rows of `lengths` [B]; raises ValueError if they do not add
+        up to T.
+        """
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] != len(values):
@@ -79,7 +84,8 @@ class Jagged:
         starts, stops = self.offsets[:-1][rows], self.offsets[1:][rows]
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(stops - starts, out=offsets[1:])
-        # An index per token beats a slice per row while rows are short; measured break-even is about 100 tokens a row.
+        # An index per token beats a slice per row while rows are short; measured break-even is
+        # about 100 tokens a row.
         if offsets[-1] < _SHORT_ROW_TOKENS * len(rows):
             index = np.repeat(starts - offsets[:-1], stops - starts) + np.arange(
                 offsets[-1], dtype=np.int64
@@ -116,14 +122,17 @@ class Jagged:
         longest = int(np.max(lengths, initial=0))
         if len(lengths) != len(padded) or longest > padded.shape[1]:
             raise ValueError(
-                f"{len(lengths)} lengths up to {longest} do not fit an array of shape {padded.shape}"
+                f"{len(lengths)} lengths up to {longest} do not fit an array of shape"
+                f" {padded.shape}"
             )
         return cls.from_lengths(
             padded[np.arange(padded.shape[1]) < np.asarray(lengths)[:, None]], np.asarray(lengths)
         )
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> np.ndarray:
-        """[B, S, ...] with S the longest row (or `length`); raises ValueError if a row is longer than `length`."""
+        """[B, S, ...] with S the longest row (or `length`); raises ValueError if a row is longer
+        than `length`.
+        """
         lengths = self.lengths
         longest = int(lengths.max(initial=0))
         size = longest if length is None else length

@@ -1,7 +1,9 @@
-"""Shuffled batches of encoded rows, epoch after epoch. The position is small, and a resumed run continues exactly.
+"""Shuffled batches of encoded rows, epoch after epoch. The position is small, and a resumed run
+continues exactly.
 
-Each epoch visits each row once. Batches do not cross epochs: the last batch of an epoch is short, or left out with
-`last_batch="drop"`. Rows whose encoding is None are left out and counted; the batch takes the next row instead.
+Each epoch visits each row once. Batches do not cross epochs: the last batch of an epoch is short,
+or left out with `last_batch="drop"`. Rows whose encoding is None are left out and counted; the
+batch takes the next row instead.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class FetchableRows(Protocol[Out]):
         ...
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
-        """The encoded rows of the given indices; None for a row that is left out. Raises ConfigError for a bad row."""
+        """The encoded rows of the given indices; None for a row that is left out. Raises
+        ConfigError for a bad row.
+        """
         ...
 
     def place(self, row: int) -> str:
@@ -36,9 +40,11 @@ class FetchableRows(Protocol[Out]):
 
 
 class RowLoader(Generic[Out]):
-    """Endless batches of encoded rows; `next` gives at most `batch_size` of them, never of two epochs.
+    """Endless batches of encoded rows; `next` gives at most `batch_size` of them, never of two
+    epochs.
 
-    Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
+    Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with
+    `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
     """
 
     def __init__(
@@ -52,7 +58,8 @@ class RowLoader(Generic[Out]):
     ) -> None:
         if len(rows.digests) < 1 or batch_size < 1:
             raise ValueError(
-                f"a loader needs rows and a batch size, got {len(rows.digests)} rows and batch_size={batch_size}"
+                f"a loader needs rows and a batch size, got {len(rows.digests)} rows and"
+                f" batch_size={batch_size}"
             )
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
@@ -80,7 +87,8 @@ class RowLoader(Generic[Out]):
         return self
 
     def __next__(self) -> list[Out]:
-        """Return the next batch. Raises ConfigError for a bad row, or if an epoch has no batch at all.
+        """Return the next batch. Raises ConfigError for a bad row, or if an epoch has no batch at
+        all.
 
         The position is then as it was before the call.
         """
@@ -114,21 +122,29 @@ class RowLoader(Generic[Out]):
         return batch
 
     def batch_places(self) -> list[str]:
-        """Where the rows of the batch that `next` returned last stand. Example: `data/train.jsonl:17`."""
+        """Where the rows of the batch that `next` returned last stand. Example:
+        `data/train.jsonl:17`.
+        """
         return [self._rows.place(row) for row in self._batch_rows]
 
     def _is_rest_left_out(self, num_rows: int) -> bool:
-        """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill another one."""
+        """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill
+        another one.
+        """
         is_full = num_rows == self.batch_size
         return is_full and self.last_batch == "drop" and self._order.num_left < self.batch_size
 
     def first_rows(self, num_rows: int) -> list[Out]:
-        """The first rows of the file that are not left out, of the first `num_rows`; the position does not move."""
+        """The first rows of the file that are not left out, of the first `num_rows`; the position
+        does not move.
+        """
         encoded = self._rows.fetch(range(min(num_rows, len(self))))
         return [row for row in encoded if row is not None]
 
     def batches_left(self, num_epochs: int, is_kept: np.ndarray | None = None) -> int:
-        """Batches from the present position to the end of epoch `num_epochs`; `is_kept` bool [N], default all."""
+        """Batches from the present position to the end of epoch `num_epochs`; `is_kept` bool [N],
+        default all.
+        """
         if self._order.epoch >= num_epochs:
             return 0
         is_kept = np.ones(len(self), dtype=bool) if is_kept is None else is_kept
@@ -145,12 +161,16 @@ class RowLoader(Generic[Out]):
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the row of `state`; see `RowOrder.load_state_dict`. Another batch size is allowed."""
+        """Continue behind the row of `state`; see `RowOrder.load_state_dict`. Another batch size is
+        allowed.
+        """
         self._order.load_state_dict(state)
 
 
 def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:
-    """Batches of one epoch. Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`."""
+    """Batches of one epoch. Example: 10 rows in batches of 4 are 3 batches, 2 with
+    `last_batch="drop"`.
+    """
     return num_rows // batch_size if last_batch == "drop" else -(-num_rows // batch_size)
 
 
@@ -159,6 +179,7 @@ def no_batch_text(num_rows: int, batch_size: int) -> str:
     if num_rows == 0:
         return "data.train_path: every row is left out by policy.oversize_rows=drop; raise policy.max_total_sequence_length"
     return (
-        f"data.train_path has {num_rows} usable rows, fewer than the {batch_size} of one batch, and data.last_batch is drop, so"
+        f"data.train_path has {num_rows} usable rows, fewer than the {batch_size} of one batch, and"
+        f" data.last_batch is drop, so"
         " there is nothing to train on; set data.last_batch=keep or a smaller batch"
     )

@@ -1,8 +1,10 @@
-"""The order in which the rows of a data set are visited, and a position in it that survives changes of later rows.
+"""The order in which the rows of a data set are visited, and a position in it that survives changes
+of later rows.
 
-An epoch visits the rows sorted by a hash of the seed, the epoch and the row's content. Removing or changing one row
-therefore leaves the order of all others as it was, and the position is the hash of the last visited row. A sketch of
-all rows visited so far shows at a resume whether one of those was changed.
+An epoch visits the rows sorted by a hash of the seed, the epoch and the row's content. Removing or
+changing one row therefore leaves the order of all others as it was, and the position is the hash of
+the last visited row. A sketch of all rows visited so far shows at a resume whether one of those was
+changed.
 """
 
 from __future__ import annotations
@@ -25,20 +27,25 @@ _VISITED = -1
 
 
 class RowOrder:
-    """Row indices in the order of their visit, epoch after epoch; every epoch visits every row exactly once.
+    """Row indices in the order of their visit, epoch after epoch; every epoch visits every row
+    exactly once.
 
-    A row that appears or changes between two runs and whose place in the epoch has already passed is visited at the
-    end of the epoch ("late").
+    A row that appears or changes between two runs and whose place in the epoch has already passed
+    is visited at the end of the epoch ("late").
 
-    Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)` is [0, 1].
+    Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)`
+    is [0, 1].
     """
 
     def __init__(self, digests: np.ndarray, *, seed: int = 0, shuffle: bool = True) -> None:
-        """`digests` is uint64 [N], a hash of the content of each row; equal rows may be there several times."""
+        """`digests` is uint64 [N], a hash of the content of each row; equal rows may be there
+        several times.
+        """
         if len(digests) == 0:
             raise ValueError("an order needs at least one row")
         self.seed, self.shuffle = seed, shuffle
-        # Without shuffling the position in the file is part of a row's identity, as it decides when the row is visited.
+        # Without shuffling the position in the file is part of a row's identity, as it decides when
+        # the row is visited.
         number = _occurrences(digests) if shuffle else np.arange(len(digests), dtype=np.uint64)
         self._digests = digests
         self._ids = mix(digests ^ mix(number))
@@ -123,19 +130,21 @@ class RowOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue behind the last row that was visited when `state` was taken.
 
-        Rows that had not been visited may have changed, appeared or disappeared since. Raises ConfigError if visited rows
-        did, or if the seed or the kind of order is another.
+        Rows that had not been visited may have changed, appeared or disappeared since. Raises
+        ConfigError if visited rows did, or if the seed or the kind of order is another.
         """
         if set(state) != _STATE_KEYS or state["version"] != _VERSION:
             raise ConfigError(
-                "resume: the checkpoint's data position has the format of another version of nemo_like; continue the run"
+                "resume: the checkpoint's data position has the format of another version of"
+                " nemo_like; continue the run"
                 " with that version, or start a new run"
             )
         for name, key in (("seed", "seed"), ("shuffle", "data.shuffle")):
             own = getattr(self, name)
             if state[name] != own:
                 raise ConfigError(
-                    f"resume: the checkpoint was written with {key}={state[name]}, this run has {key}={own}, which is another"
+                    f"resume: the checkpoint was written with {key}={state[name]}, this run has"
+                    f" {key}={own}, which is another"
                     f" order of the rows; set {key}={state[name]} or start a new run"
                 )
         self._epoch = int(state["epoch"])
@@ -167,13 +176,17 @@ class RowOrder:
         return (self._late < generation) | ((self._late == generation) & (self._keys <= key))
 
     def _seen_rows(self, seen: RowSketch, passed: np.ndarray) -> np.ndarray:
-        """bool [N]: the rows of the sketch. Raises ConfigError unless all of them are still there."""
+        """bool [N]: the rows of the sketch. Raises ConfigError unless all of them are still
+        there.
+        """
         candidates = passed if self._epoch == 0 else np.ones(len(self._ids), dtype=bool)
         difference = RowSketch.of(self._ids[candidates]).difference(seen)
         if difference is None:
             raise ConfigError(
-                f"resume: more than about {MAX_DIFFERENCE} of the rows that were trained on before the checkpoint are changed or"
-                " missing, or as many are new: this is another data file (data.train_path, data.max_train_rows); restore it"
+                f"resume: more than about {MAX_DIFFERENCE} of the rows that were trained on before"
+                f" the checkpoint are changed or"
+                " missing, or as many are new: this is another data file (data.train_path,"
+                " data.max_train_rows); restore it"
                 " or start a new run"
             )
         new, missing = difference
@@ -185,16 +198,20 @@ class RowOrder:
         if len(missing):
             count = f"{len(missing)} rows" if len(missing) > 1 else "1 row"
             raise ConfigError(
-                f"resume: {count} of data.train_path that the run had trained on before the checkpoint changed or disappeared"
-                " since; only rows it had not reached may change. Restore the file (and data.max_train_rows), or start a"
+                f"resume: {count} of data.train_path that the run had trained on before the"
+                f" checkpoint changed or disappeared"
+                " since; only rows it had not reached may change. Restore the file (and"
+                " data.max_train_rows), or start a"
                 " new run"
             )
         return seen_rows
 
     def _unseen_copies(self, missing: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """int64 [M]: for each missing id a row that is not `seen` and has the content of that id, or -1.
+        """int64 [M]: for each missing id a row that is not `seen` and has the content of that id,
+        or -1.
 
-        Where a file has equal rows and one of them is removed, it does not matter which one was visited.
+        Where a file has equal rows and one of them is removed, it does not matter which one was
+        visited.
         """
         copies = np.full(len(missing), -1)
         free = np.flatnonzero(~seen) if self.shuffle else np.empty(0, np.int64)

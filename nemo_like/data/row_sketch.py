@@ -1,9 +1,10 @@
-"""A set of row ids in a few kilobytes of JSON, from which small differences to another set can be read.
+"""A set of row ids in a few kilobytes of JSON, from which small differences to another set can be
+read.
 
-An invertible Bloom lookup table (Eppstein et al., "What's the Difference? Efficient Set Reconciliation without Prior
-Context", 2011): every id is added to one cell of each of four tables. The difference of two sketches holds only ids
-that one set has and the other has not, and a cell with exactly one of them gives it away. The size does not depend on
-the number of ids.
+An invertible Bloom lookup table (Eppstein et al., "What's the Difference? Efficient Set
+Reconciliation without Prior Context", 2011): every id is added to one cell of each of four tables.
+The difference of two sketches holds only ids that one set has and the other has not, and a cell
+with exactly one of them gives it away. The size does not depend on the number of ids.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ _CHECK_SALT = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class RowSketch:
-    """Example: `RowSketch.of(a).difference(RowSketch.of(b))` is `(ids only in a, ids only in b)`."""
+    """Example: `RowSketch.of(a).difference(RowSketch.of(b))` is `(ids only in a, ids only in
+    b)`.
+    """
 
     counts: np.ndarray
     """int64 [tables x cells]: ids in each cell."""
     ids: np.ndarray
     """uint64 [tables x cells]: exclusive or of the ids in each cell."""
     checks: np.ndarray
-    """uint64 [tables x cells]: exclusive or of a hash of each id, which tells a cell of one id from a cell of several."""
+    """uint64 [tables x cells]: exclusive or of a hash of each id, which tells a cell of one id from
+    a cell of several.
+    """
 
     @classmethod
     def of(cls, ids: np.ndarray) -> RowSketch:
@@ -44,7 +49,9 @@ class RowSketch:
         return sketch
 
     def difference(self, other: RowSketch) -> tuple[np.ndarray, np.ndarray] | None:
-        """(ids only in this set, ids only in `other`), uint64 each; None where there are too many to tell."""
+        """(ids only in this set, ids only in `other`), uint64 each; None where there are too many
+        to tell.
+        """
         counts, ids, checks = (
             self.counts - other.counts,
             self.ids ^ other.ids,

@@ -1,4 +1,6 @@
-"""Limits on templates from config and tokenizer files: what they may contain, and what rendering them may take."""
+"""Limits on templates from config and tokenizer files: what they may contain, and what rendering
+them may take.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ MAX_TEMPLATE_CHARACTERS = 256 * 1024
 _WALL_LIMIT_S = 60
 _MAX_RENDERED_CHARACTERS = 1 << 20
 
-# Runs in the child process: the environment in which transformers renders chat templates, without its dependencies.
+# Runs in the child process: the environment in which transformers renders chat templates, without
+# its dependencies.
 _RENDER = f"""
 import json, resource, sys
 import jinja2, jinja2.ext, jinja2.sandbox
@@ -107,7 +110,8 @@ _PROBES = [
 
 
 def check_prompt_template(template: str | None) -> None:
-    """Raises ConfigError unless `template` is None or a format string whose only field is a plain `{prompt}`.
+    """Raises ConfigError unless `template` is None or a format string whose only field is a plain
+    `{prompt}`.
 
     Format specifications and conversions are refused: `{prompt:>9999999999}` would fill the memory.
     """
@@ -118,7 +122,8 @@ def check_prompt_template(template: str | None) -> None:
         fields = [part[1:] for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
         raise ConfigError(
-            f"{name} is not a format string: {error}; braces that are not {{prompt}} are written twice: {{{{ and }}}}"
+            f"{name} is not a format string: {error}; braces that are not {{prompt}} are written"
+            f" twice: {{{{ and }}}}"
         ) from error
     for field, specification, conversion in fields:
         if field != "prompt" or specification or conversion:
@@ -137,15 +142,18 @@ def check_prompt_template(template: str | None) -> None:
 
 @lru_cache(maxsize=64)
 def check_chat_template(template: str, source: str) -> None:
-    """Raises ConfigError if rendering three short conversations takes more time or memory than the limits.
+    """Raises ConfigError if rendering three short conversations takes more time or memory than the
+    limits.
 
-    The conversations are one without tools, one with a tool, and one with a tool call. The template runs in a child
-    process with resource limits, so that neither nested loops nor `'x' * 10**10` harm this one. Templates that refuse a
-    conversation pass. `source` names the tokenizer in the message.
+    The conversations are one without tools, one with a tool, and one with a tool call. The template
+    runs in a child process with resource limits, so that neither nested loops nor `'x' * 10**10`
+    harm this one. Templates that refuse a conversation pass. `source` names the tokenizer in the
+    message.
     """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise ConfigError(
-            f"the chat template of {source} has {len(template):,} characters; at most {MAX_TEMPLATE_CHARACTERS:,} are read"
+            f"the chat template of {source} has {len(template):,} characters; at most"
+            f" {MAX_TEMPLATE_CHARACTERS:,} are read"
         )
     try:
         done = subprocess.run(
@@ -165,15 +173,18 @@ def check_chat_template(template: str, source: str) -> None:
         outcome = ""
     if outcome.strip() != "done":
         raise ConfigError(
-            f"the chat template of {source} does not render short conversations within {CPU_LIMIT_S} s of CPU time,"
-            f" {MEMORY_LIMIT_BYTES >> 20} MiB and {_MAX_RENDERED_CHARACTERS:,} characters; set policy.chat_template"
+            f"the chat template of {source} does not render short conversations within"
+            f" {CPU_LIMIT_S} s of CPU time,"
+            f" {MEMORY_LIMIT_BYTES >> 20} MiB and {_MAX_RENDERED_CHARACTERS:,} characters; set"
+            f" policy.chat_template"
         )
 
 
 class RenderingLimitError(RuntimeError):
     """Rendering one conversation took longer than `CPU_LIMIT_S`.
 
-    It is not a ConfigError because callers try other renderings after a ConfigError, each up to the limit.
+    It is not a ConfigError because callers try other renderings after a ConfigError, each up to the
+    limit.
     """
 
 
@@ -181,8 +192,9 @@ class RenderingLimitError(RuntimeError):
 def rendering_limit(source: str) -> Iterator[None]:
     """Raises RenderingLimitError once the block has used `CPU_LIMIT_S` of this thread's CPU time.
 
-    The probes of `check_chat_template` do not cover a template that is slow only for particular contents. The bound uses
-    a signal, so it applies to the main thread of a process and not to other threads. `source` names the tokenizer.
+    The probes of `check_chat_template` do not cover a template that is slow only for particular
+    contents. The bound uses a signal, so it applies to the main thread of a process and not to
+    other threads. `source` names the tokenizer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -193,7 +205,8 @@ def rendering_limit(source: str) -> Iterator[None]:
         # The timer counts the user time of all threads; the limit is that of this thread.
         if time.thread_time() - started >= CPU_LIMIT_S:
             raise RenderingLimitError(
-                f"the chat template of {source} does not render this conversation within {CPU_LIMIT_S} s of CPU time;"
+                f"the chat template of {source} does not render this conversation within"
+                f" {CPU_LIMIT_S} s of CPU time;"
                 " correct the row, or set policy.chat_template"
             )
 

@@ -1,4 +1,6 @@
-"""Tools and tool calls in rows: their forms in files, and the one form that chat templates are given."""
+"""Tools and tool calls in rows: their forms in files, and the one form that chat templates are
+given.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = dict[str, Any]
-"""`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat template."""
+"""`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat
+template.
+"""
 Tool = dict[str, Any]
 """JSON schema of a function that the model may call."""
 
 
 def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
-    """The functions that the model may call in this row, None without any. The column may hold JSON text."""
+    """The functions that the model may call in this row, None without any. The column may hold JSON
+    text.
+    """
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools) if tools.strip() else None
@@ -68,10 +74,11 @@ def tool_name(tool: Tool) -> Any:
 
 
 def clean_message(message: Message) -> Message:
-    """A message without keys that have no value, and with its tool calls in the form that chat templates expect.
+    """A message without keys that have no value, and with its tool calls in the form that chat
+    templates expect.
 
-    Columnar files fill every key of every message. Calls are `{"type": "function", "function": {"name", "arguments"}}`
-    with the arguments as an object where they are JSON text of one.
+    Columnar files fill every key of every message. Calls are `{"type": "function", "function":
+    {"name", "arguments"}}` with the arguments as an object where they are JSON text of one.
     """
     cleaned = {key: value for key, value in message.items() if value is not None}
     calls = cleaned.pop("tool_calls", None)
@@ -83,7 +90,9 @@ def clean_message(message: Message) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the null entries of objects, at any depth: columnar files fill in every key that any row has."""
+    """Without the null entries of objects, at any depth: columnar files fill in every key that any
+    row has.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 
 SAVE_MEMORY = (
-    "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens, policy.dynamic_batching.train_mb_tokens,"
+    "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens,"
+    " policy.dynamic_batching.train_mb_tokens,"
     " or policy.train_micro_batch_size without either; for scoring their logprob_ twins), turn"
-    " policy.activation_checkpointing on, or put fewer workers on a node (cluster.workers_per_node)."
+    " policy.activation_checkpointing on, or put fewer workers on a node"
+    " (cluster.workers_per_node)."
 )
 _COLLECTIVE = re.compile(
-    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out",
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"
+    r" out",
     re.IGNORECASE,
 )
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether `error` comes from torch.distributed's communication rather than from the worker's own work."""
+    """Whether `error` comes from torch.distributed's communication rather than from the worker's
+    own work.
+    """
     if any(
         kind.__name__ in ("DistError", "DistBackendError", "DistNetworkError")
         for kind in type(error).__mro__

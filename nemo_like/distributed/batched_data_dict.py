@@ -1,7 +1,8 @@
 """Columns of rows, and their way to the data-parallel ranks and back. A container: it never plans.
 
-Every question of which rows go where is put to `plan_batch`, and the answer travels with the data as `plan`. A column
-is a torch.Tensor [B, ...], a np.ndarray [B, ...], a Jagged or a list of B entries.
+Every question of which rows go where is put to `plan_batch`, and the answer travels with the data
+as `plan`. A column is a torch.Tensor [B, ...], a np.ndarray [B, ...], a Jagged or a list of B
+entries.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ __all__ = [
 class BatchedDataDict(UserDict[str, Any]):
     """Named columns with one entry per row.
 
-    Example: `BatchedDataDict(input_ids=Jagged.from_rows([[1, 2, 3], [4]], np.int32), reward=np.array([1.0, 0.0]))`.
+    Example: `BatchedDataDict(input_ids=Jagged.from_rows([[1, 2, 3], [4]], np.int32),
+    reward=np.array([1.0, 0.0]))`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,15 +77,17 @@ class BatchedDataDict(UserDict[str, Any]):
     ) -> Self:
         """All rows of all batches, in order. A batch without rows need not have every column.
 
-        Tensors and arrays of different size along dim 1 are right-padded with 0, or with `pad_value_dict[name]`. Raises
-        KeyError for a column that a batch with rows lacks. The result has no plan: one plan belongs to one rank's rows.
+        Tensors and arrays of different size along dim 1 are right-padded with 0, or with
+        `pad_value_dict[name]`. Raises KeyError for a column that a batch with rows lacks. The
+        result has no plan: one plan belongs to one rank's rows.
         """
         names = list(dict.fromkeys(name for batch in batches for name in batch))
         for index, batch in enumerate(batches):
             missing = sorted(set(names) - set(batch))
             if missing and BatchedDataDict(batch).size:
                 raise KeyError(
-                    f"batch {index} has rows but no column {', '.join(map(repr, missing))}; its columns are {sorted(batch)}"
+                    f"batch {index} has rows but no column {', '.join(map(repr, missing))}; its"
+                    f" columns are {sorted(batch)}"
                 )
         pad = pad_value_dict or {}
         return cls(
@@ -113,7 +117,9 @@ class BatchedDataDict(UserDict[str, Any]):
         return type(self)({name: take_rows(column, rows) for name, column in self.data.items()})
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Rows [start, end), as views where the column allows it; carries no plan (`get_batch` does)."""
+        """Rows [start, end), as views where the column allows it; carries no plan (`get_batch`
+        does).
+        """
         return SlicedDataDict(
             {name: slice_rows(column, start, end) for name, column in self.data.items()}
         )
@@ -121,13 +127,14 @@ class BatchedDataDict(UserDict[str, Any]):
     def reorder_data(self, reorder_indices: Sequence[int] | np.ndarray | Tensor) -> None:
         """In place: the row that is now at i goes to position `reorder_indices[i]`.
 
-        With the indices that `shard_by_batch_size` returned, the rows of all shards, end to end, are in order again.
-        Raises ValueError if the indices are not a permutation of the rows.
+        With the indices that `shard_by_batch_size` returned, the rows of all shards, end to end,
+        are in order again. Raises ValueError if the indices are not a permutation of the rows.
         """
         target = _as_int64(reorder_indices)
         if len(target) != self.size or not np.array_equal(np.sort(target), np.arange(len(target))):
             raise ValueError(
-                f"reorder_data needs each of the {self.size} row positions exactly once, got {len(target)} indices"
+                f"reorder_data needs each of the {self.size} row positions exactly once, got"
+                f" {len(target)} indices"
             )
         order = np.argsort(target)
         self.data = {name: take_rows(column, order) for name, column in self.data.items()}
@@ -140,7 +147,9 @@ class BatchedDataDict(UserDict[str, Any]):
         )
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """In place: columns with `dim` are cut there to at most `truncated_len`; dim 1 of a Jagged is its tokens."""
+        """In place: columns with `dim` are cut there to at most `truncated_len`; dim 1 of a Jagged
+        is its tokens.
+        """
         self.data = {
             name: truncate_rows(column, dim, truncated_len) for name, column in self.data.items()
         }
@@ -161,7 +170,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @property
     def micro_batch_indices(self) -> list[list[list[int]]] | None:
-        """For each global batch, the rows [start, end) of each microbatch, counted within the global batch."""
+        """For each global batch, the rows [start, end) of each microbatch, counted within the
+        global batch.
+        """
         if self.plan is None:
             return None
         return [
@@ -171,7 +182,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @property
     def micro_batch_lengths(self) -> list[list[int]] | None:
-        """For each global batch, the length of each microbatch: its tokens if packed, its padded row length if not."""
+        """For each global batch, the length of each microbatch: its tokens if packed, its padded
+        row length if not.
+        """
         if self.plan is None:
             return None
         return [
@@ -192,10 +205,11 @@ class BatchedDataDict(UserDict[str, Any]):
     # To the ranks and back
 
     def shard(self, plan: BatchPlan, score_plan: BatchPlan | None = None) -> list[SlicedDataDict]:
-        """One shard per data-parallel rank, rows in the order in which the plan visits them, each token copied once.
+        """One shard per data-parallel rank, rows in the order in which the plan visits them, each
+        token copied once.
 
-        `score_plan` must have the same rows on the same ranks and steps (`plan.with_budget`). Raises ValueError if a
-        plan was made for other rows.
+        `score_plan` must have the same rows on the same ranks and steps (`plan.with_budget`).
+        Raises ValueError if a plan was made for other rows.
         """
         if plan.num_rows != self.size:
             raise ValueError(f"the plan is for {plan.num_rows} rows, the batch has {self.size}")
@@ -233,17 +247,20 @@ class BatchedDataDict(UserDict[str, Any]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """Rows for `shards` ranks; every `batch_size` rows (default: all) are one global batch, which no row leaves.
+        """Rows for `shards` ranks; every `batch_size` rows (default: all) are one global batch,
+        which no row leaves.
 
-        Plain: a list of shards; shard s has the s-th contiguous part of each global batch (`allow_uneven_shards`: the
-        last shards may be short or empty). With packing or dynamic batching: `(shards, sorted_indices)`; each shard
-        carries its plan and has equally many microbatches (dummies of zero rows where rows run out), and
-        `from_batches(shards)`, then `reorder_data(sorted_indices)`, is the input, for any number of global batches.
-        Raises ValueError for sizes that do not divide, both modes at once, or a row above the budget.
+        Plain: a list of shards; shard s has the s-th contiguous part of each global batch
+        (`allow_uneven_shards`: the last shards may be short or empty). With packing or dynamic
+        batching: `(shards, sorted_indices)`; each shard carries its plan and has equally many
+        microbatches (dummies of zero rows where rows run out), and `from_batches(shards)`, then
+        `reorder_data(sorted_indices)`, is the input, for any number of global batches. Raises
+        ValueError for sizes that do not divide, both modes at once, or a row above the budget.
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise ValueError(
-                "dynamic_batching_args and sequence_packing_args exclude each other; pass one of them"
+                "dynamic_batching_args and sequence_packing_args exclude each other; pass one of"
+                " them"
             )
         if allow_uneven_shards and batch_size is not None:
             raise ValueError(
@@ -279,7 +296,8 @@ class BatchedDataDict(UserDict[str, Any]):
         beyond = np.flatnonzero(lengths > row_widths(self.data[args["input_key"]]))
         if len(beyond):
             raise ValueError(
-                f"{args['input_lengths_key']} says {lengths[beyond[0]]} tokens for row {beyond[0]}, more than "
+                f"{args['input_lengths_key']} says {lengths[beyond[0]]} tokens for row {beyond[0]},"
+                f" more than "
                 f"{args['input_key']} has"
             )
         plan = plan_batch(lengths, spec)
@@ -293,7 +311,8 @@ class BatchedDataDict(UserDict[str, Any]):
     ) -> list[SlicedDataDict]:
         if batch_size % shards and not allow_uneven_shards:
             raise ValueError(
-                f"batch_size={batch_size} is not a multiple of shards={shards}; allow_uneven_shards=True splits anyway"
+                f"batch_size={batch_size} is not a multiple of shards={shards};"
+                f" allow_uneven_shards=True splits anyway"
             )
         share = -(-batch_size // shards)
         shard_of_row = np.arange(self.size) % batch_size // share
@@ -304,7 +323,8 @@ class BatchedDataDict(UserDict[str, Any]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """This rank's rows of global batch `batch_idx`, with the part of the plan that is theirs.
 
-        Without a plan it is rows [batch_idx x batch_size, (batch_idx + 1) x batch_size); a plan needs none.
+        Without a plan it is rows [batch_idx x batch_size, (batch_idx + 1) x batch_size); a plan
+        needs none.
         """
         if self.plan is None:
             if batch_size is None:
@@ -336,7 +356,9 @@ class BatchedDataDict(UserDict[str, Any]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> Iterator[SlicedDataDict]:
-        """The plan's microbatches, cut along `sequence_dim` to their own padded length. A dummy has zero rows."""
+        """The plan's microbatches, cut along `sequence_dim` to their own padded length. A dummy has
+        zero rows.
+        """
         return (
             self._cut(microbatch, sequence_dim)
             for microbatch in self._plan_of_one_step().microbatches
@@ -347,7 +369,9 @@ class BatchedDataDict(UserDict[str, Any]):
         return len(self._plan_of_one_step().microbatches)
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """The rows of each of the plan's microbatches, not yet packed (`layout.build_inputs`). A dummy has zero rows."""
+        """The rows of each of the plan's microbatches, not yet packed (`layout.build_inputs`). A
+        dummy has zero rows.
+        """
         return (
             self._contiguous(microbatch.rows)
             for microbatch in self._plan_of_one_step().microbatches
@@ -363,12 +387,14 @@ class BatchedDataDict(UserDict[str, Any]):
     def _plan_of_one_step(self) -> RankPlan:
         if self.plan is None:
             raise ValueError(
-                "these rows carry no plan; use a shard that shard_by_batch_size made with packing or dynamic batching, "
+                "these rows carry no plan; use a shard that shard_by_batch_size made with packing"
+                " or dynamic batching, "
                 "or get_batch of it"
             )
         if self.plan.num_steps != 1:
             raise ValueError(
-                f"these rows belong to {self.plan.num_steps} global batches; call get_batch(i) first and iterate over one"
+                f"these rows belong to {self.plan.num_steps} global batches; call get_batch(i)"
+                f" first and iterate over one"
             )
         return self.plan
 
@@ -390,8 +416,9 @@ class SlicedDataDict(BatchedDataDict):
 def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
     """One column of every rank, rows in the ranks' own order, back in the order of the batch.
 
-    Rows that the plan gave to no rank (deferred or dropped) are empty in a Jagged, 0 in an array or a tensor, None in a
-    list. Raises ValueError if the ranks returned another number of rows than they got.
+    Rows that the plan gave to no rank (deferred or dropped) are empty in a Jagged, 0 in an array or
+    a tensor, None in a list. Raises ValueError if the ranks returned another number of rows than
+    they got.
     """
     rows = np.concatenate([plan.rows_of_rank(dp_rank) for dp_rank in range(plan.spec.num_ranks)])
     counts = [len(plan.rows_of_rank(dp_rank)) for dp_rank in range(plan.spec.num_ranks)]
@@ -422,7 +449,8 @@ def _localize(score_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
     wanted, laid_out = score_plan.rows_of_rank(dp_rank), plan.rows_of_rank(dp_rank)
     if not np.array_equal(np.sort(wanted), np.sort(laid_out)):
         raise ValueError(
-            f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with plan.with_budget"
+            f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with"
+            f" plan.with_budget"
         )
     return score_plan.rank_plan(dp_rank, laid_out)
 

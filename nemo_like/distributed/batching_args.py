@@ -1,4 +1,6 @@
-"""The arguments of `BatchedDataDict.shard_by_batch_size`, as people know them, and the plan they ask for."""
+"""The arguments of `BatchedDataDict.shard_by_batch_size`, as people know them, and the plan they
+ask for.
+"""
 
 # No postponed annotations here: `NotRequired` is only seen in real ones.
 from collections.abc import Mapping
@@ -38,7 +40,9 @@ class SequencePackingArgs(TypedDict):
 
 
 def packing_spec(args: SequencePackingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
-    """What the planner is asked for packed microbatches. Raises ValueError for a missing or an unknown key."""
+    """What the planner is asked for packed microbatches. Raises ValueError for a missing or an
+    unknown key.
+    """
     _check_keys("sequence_packing_args", args, SequencePackingArgs)
     return PlanSpec(
         layout="packed",
@@ -52,7 +56,9 @@ def packing_spec(args: SequencePackingArgs, num_ranks: int, global_batch_size: i
 
 
 def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
-    """What the planner is asked for padded microbatches. Raises ValueError for a missing or an unknown key."""
+    """What the planner is asked for padded microbatches. Raises ValueError for a missing or an
+    unknown key.
+    """
     _check_keys("dynamic_batching_args", args, DynamicBatchingArgs)
     return PlanSpec(
         layout="padded",
@@ -70,5 +76,6 @@ def _check_keys(name: str, args: Mapping[str, Any], kind: Any) -> None:
     )
     if missing or unknown:
         raise ValueError(
-            f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are {sorted(kind.__annotations__)}"
+            f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are"
+            f" {sorted(kind.__annotations__)}"
         )

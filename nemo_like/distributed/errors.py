@@ -1,4 +1,6 @@
-"""What can go wrong between the driver, its workers and the cluster, each as one paragraph a user can act on."""
+"""What can go wrong between the driver, its workers and the cluster, each as one paragraph a user
+can act on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ class ClusterError(RuntimeError):
 
 
 class WorkerFailure(RuntimeError):
-    """A worker of a group failed and the rest of the group was stopped. `str()` is the paragraph to show."""
+    """A worker of a group failed and the rest of the group was stopped. `str()` is the paragraph to
+    show.
+    """
 
     def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
         super().__init__(message)
@@ -18,7 +22,9 @@ class WorkerFailure(RuntimeError):
 
 
 class WorkerError(WorkerFailure):
-    """A worker raised. `cause` is its exception, `traceback_text` where in the worker it came from."""
+    """A worker raised. `cause` is its exception, `traceback_text` where in the worker it came
+    from.
+    """
 
     def __init__(
         self,
@@ -41,7 +47,9 @@ class WorkerError(WorkerFailure):
 
 
 class WorkerHung(WorkerFailure):
-    """A worker reported no progress for too long and was killed. `stack` is where it was, if known."""
+    """A worker reported no progress for too long and was killed. `stack` is where it was, if
+    known.
+    """
 
     def __init__(
         self,
@@ -88,7 +96,8 @@ class WorkerDied(WorkerFailure):
         log_tail: str = "",
     ) -> None:
         super().__init__(
-            f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`: {cause}. {advice} The"
+            f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`:"
+            f" {cause}. {advice} The"
             " other workers of the group were stopped.",
             group=group,
             rank=rank,

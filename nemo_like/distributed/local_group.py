@@ -28,7 +28,9 @@ def local_context(
     num_threads: int | None = None,
     collective_timeout_s: float = 600.0,
 ) -> WorkerContext:
-    """The context of a group of one, whose rendezvous is in memory. `num_threads` None means every core."""
+    """The context of a group of one, whose rendezvous is in memory. `num_threads` None means every
+    core.
+    """
     return WorkerContext(
         rank=0,
         world_size=1,
@@ -41,7 +43,9 @@ def local_context(
 
 
 class LocalGroup:
-    """One worker in this process. Arguments and results are the objects themselves, so a handle holds the value."""
+    """One worker in this process. Arguments and results are the objects themselves, so a handle
+    holds the value.
+    """
 
     topology = Topology()
     world_size = 1
@@ -77,7 +81,8 @@ class LocalGroup:
         for position, items in enumerate(sharded):
             if len(items) != 1:
                 raise ValueError(
-                    f"argument {position} of {method} has {len(items)} items; the {self.name} group has dp 1"
+                    f"argument {position} of {method} has {len(items)} items; the {self.name} group"
+                    f" has dp 1"
                 )
         return self.run_all_workers(method, *(items[0] for items in sharded), **common)
 
@@ -133,7 +138,9 @@ class LocalGroup:
             self._calls.pop()
 
     def _watch(self, timeout_s: float) -> None:
-        """End the process when a call makes no progress: nothing else can end one in this process."""
+        """End the process when a call makes no progress: nothing else can end one in this
+        process.
+        """
         while not self._closed.wait(min(1.0, timeout_s / 4)):
             last = activity.last()
             silent_s = time.monotonic() - last.time_s

@@ -1,7 +1,8 @@
 """Which rank sits where on the axes pp, dp, cp and tp. Pure arithmetic: no process groups, no Ray.
 
-The order is Megatron's "tp-cp-dp-pp": tp varies fastest with the rank, then cp, then dp, and pp is outermost. So the
-ranks of one tp group are neighbours and, as workers fill one node after another, share a node if tp divides its size.
+The order is Megatron's "tp-cp-dp-pp": tp varies fastest with the rank, then cp, then dp, and pp is
+outermost. So the ranks of one tp group are neighbours and, as workers fill one node after another,
+share a node if tp divides its size.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Coordinates(NamedTuple):
 class Topology:
     """The degrees of the four axes.
 
-    Example: `Topology(dp=2, tp=2)` has 4 ranks; rank 3 is dp 1, tp 1; the tp groups are (0, 1) and (2, 3), the dp
-    groups (0, 2) and (1, 3); ranks 0 and 2 are the output ranks of dp 0 and dp 1.
+    Example: `Topology(dp=2, tp=2)` has 4 ranks; rank 3 is dp 1, tp 1; the tp groups are (0, 1) and
+    (2, 3), the dp groups (0, 2) and (1, 3); ranks 0 and 2 are the output ranks of dp 0 and dp 1.
     """
 
     pp: int = 1
@@ -49,7 +50,8 @@ class Topology:
     def from_world_size(cls, world_size: int, *, pp: int = 1, cp: int = 1, tp: int = 1) -> Topology:
         """The topology of `world_size` ranks in which dp takes what the other axes leave.
 
-        Raises ValueError, with the product spelled out and the nearest legal sizes, if they do not divide it.
+        Raises ValueError, with the product spelled out and the nearest legal sizes, if they do not
+        divide it.
         """
         replica_size = pp * cp * tp
         num_replicas, remainder = divmod(world_size, replica_size)
@@ -61,7 +63,8 @@ class Topology:
             ]
             raise ValueError(
                 f"{world_size} workers cannot be split into whole replicas of"
-                f" pp {pp} x cp {cp} x tp {tp} = {replica_size} workers; use {' or '.join(map(str, nearest))} workers"
+                f" pp {pp} x cp {cp} x tp {tp} = {replica_size} workers; use"
+                f" {' or '.join(map(str, nearest))} workers"
             )
         return cls(pp=pp, dp=num_replicas, cp=cp, tp=tp)
 
@@ -107,9 +110,11 @@ class Topology:
         return tuple(rank for rank in range(self.world_size) if self.dp_rank(rank) == dp_rank)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ only along `axes`, one tuple per place on the other axes; every rank is in exactly one.
+        """The ranks that differ only along `axes`, one tuple per place on the other axes; every
+        rank is in exactly one.
 
-        Example: `Topology(dp=2, tp=2).groups("tp") == ((0, 1), (2, 3))`; `.groups("dp", "tp") == ((0, 1, 2, 3),)`.
+        Example: `Topology(dp=2, tp=2).groups("tp") == ((0, 1), (2, 3))`; `.groups("dp", "tp") ==
+        ((0, 1, 2, 3),)`.
         """
         fixed = [axis for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}

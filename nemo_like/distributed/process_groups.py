@@ -21,9 +21,11 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def init_process_group(context: WorkerContext) -> torch.device:
-    """Join the group's process group, with gloo for CPU tensors and NCCL for CUDA ones; returns this worker's device.
+    """Join the group's process group, with gloo for CPU tensors and NCCL for CUDA ones; returns
+    this worker's device.
 
-    Collectives fail after `context.collective_timeout_s`. Raises RuntimeError if this process is in a process group.
+    Collectives fail after `context.collective_timeout_s`. Raises RuntimeError if this process is in
+    a process group.
     """
     if is_joined():
         raise RuntimeError(
@@ -49,7 +51,9 @@ def init_process_group(context: WorkerContext) -> torch.device:
 
 
 def build_device_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks with the axes pp, dp, cp, tp; `mesh["dp"]` is the sub-mesh of one axis."""
+    """The mesh of all ranks with the axes pp, dp, cp, tp; `mesh["dp"]` is the sub-mesh of one
+    axis.
+    """
     return init_device_mesh(device_type, tuple(topology.shape), mesh_dim_names=AXES)
 
 
@@ -74,7 +78,8 @@ def _store(context: WorkerContext, timeout: timedelta) -> Store | None:
 def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
     """The store on rank 0 through which the ranks find each other.
 
-    It is bound to the address of `init_method` alone; left to torch it would listen on every interface.
+    It is bound to the address of `init_method` alone; left to torch it would listen on every
+    interface.
     """
     url = urlsplit(context.init_method)
     host, port = str(url.hostname), url.port or 0
@@ -95,8 +100,9 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
 def _bind_gloo(init_method: str) -> None:
     """Have gloo use the network interface that reaches the rendezvous.
 
-    Left alone it uses the address of the host's name, which on many machines is 127.0.0.1 or 127.0.1.1, out of reach of
-    workers on other nodes. A `GLOO_SOCKET_IFNAME` that is set already is kept.
+    Left alone it uses the address of the host's name, which on many machines is 127.0.0.1 or
+    127.0.1.1, out of reach of workers on other nodes. A `GLOO_SOCKET_IFNAME` that is set already is
+    kept.
     """
     url = urlsplit(init_method)
     if url.scheme != "tcp" or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -107,7 +113,9 @@ def _bind_gloo(init_method: str) -> None:
 
 
 def _interface_towards(host: str, port: int) -> str | None:
-    """The name of the interface whose IPv4 address is used to reach `host`; None if there is none such (IPv6)."""
+    """The name of the interface whose IPv4 address is used to reach `host`; None if there is none
+    such (IPv6).
+    """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     if family != socket.AF_INET:
         return None

@@ -1,7 +1,9 @@
-"""What a driver and its workers agree on: a worker's context, handles, and the calls of a worker group. No Ray.
+"""What a driver and its workers agree on: a worker's context, handles, and the calls of a worker
+group. No Ray.
 
-A worker is a plain class, `Worker(context, **kwargs)`. A group constructs one per rank and calls its methods by name:
-`local_group.LocalGroup` in this process, `ray.worker_group.RayWorkerGroup` in the processes of a Ray cluster.
+A worker is a plain class, `Worker(context, **kwargs)`. A group constructs one per rank and calls
+its methods by name: `local_group.LocalGroup` in this process, `ray.worker_group.RayWorkerGroup` in
+the processes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ IN_MEMORY = "memory://"
 class WorkerContext:
     """What a worker knows of its place.
 
-    Example: the second of two workers on one node of a CPU cluster has rank 1, world_size 2, local_rank 1, device "cpu"
-    and init_method "tcp://10.0.0.5:23117".
+    Example: the second of two workers on one node of a CPU cluster has rank 1, world_size 2,
+    local_rank 1, device "cpu" and init_method "tcp://10.0.0.5:23117".
     """
 
     rank: int
@@ -32,7 +34,9 @@ class WorkerContext:
     device: str
     """"cpu" or "cuda:0"; a worker sees no GPU but its own."""
     init_method: str
-    """The rendezvous of the group: `tcp://address:port`, `file://path`, or `IN_MEMORY` for one rank."""
+    """The rendezvous of the group: `tcp://address:port`, `file://path`, or `IN_MEMORY` for one
+    rank.
+    """
     collective_timeout_s: float
     num_threads: int
     """CPU threads of this worker."""
@@ -40,7 +44,9 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """A value that stays where it was made, and a call's promise of one. Any group takes it as a top-level argument."""
+    """A value that stays where it was made, and a call's promise of one. Any group takes it as a
+    top-level argument.
+    """
 
     value: Any
     """Ray's reference to the value; in a LocalGroup the value itself."""
@@ -51,7 +57,9 @@ class Handle:
 
 
 class WorkerGroup(Protocol):
-    """What a driver may ask of workers. Every call raises WorkerFailure if a worker fails, and stops the group."""
+    """What a driver may ask of workers. Every call raises WorkerFailure if a worker fails, and
+    stops the group.
+    """
 
     name: str
     topology: Topology
@@ -66,9 +74,11 @@ class WorkerGroup(Protocol):
     def run_all_workers_sharded_data(
         self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
-        """Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank get the same one.
+        """Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
+        get the same one.
 
-        Returns one result per dp rank, that of its output rank; the other ranks' results are not fetched.
+        Returns one result per dp rank, that of its output rank; the other ranks' results are not
+        fetched.
         """
         ...
 
@@ -77,7 +87,9 @@ class WorkerGroup(Protocol):
         ...
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
-        """Start the same call on every worker and return at once, in rank order; `wait` for or `get` every handle."""
+        """Start the same call on every worker and return at once, in rank order; `wait` for or
+        `get` every handle.
+        """
         ...
 
     def wait(self, handles: Sequence[Handle]) -> None:
@@ -98,5 +110,6 @@ def awake(group: WorkerGroup) -> Iterator[None]:
     """The group's model is on its devices inside, and in host memory outside."""
     group.run_all_workers("wake")
     yield
-    # Not after an exception: the run is over then, and a call would wait behind whatever a worker is still doing.
+    # Not after an exception: the run is over then, and a call would wait behind whatever a worker
+    # is still doing.
     group.run_all_workers("sleep")

@@ -1,6 +1,8 @@
-"""Where a text states its final answer, and which number an answer stands for. No symbolic mathematics, no timeouts.
+"""Where a text states its final answer, and which number an answer stands for. No symbolic
+mathematics, no timeouts.
 
-Every function here takes time linear in the length of the text and accepts any text, also one with lone surrogates.
+Every function here takes time linear in the length of the text and accepts any text, also one with
+lone surrogates.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ _CHARACTERS = str.maketrans(
 _ESCAPED = re.compile(r"\\([$%#&])")
 _LATEX_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|\\[,!;:] ?)(?=\d{3})")
 
-# A minus directly behind a word, a digit or a closing bracket is a range or a subtraction, not a sign.
+# A minus directly behind a word, a digit or a closing bracket is a range or a subtraction, not a
+# sign.
 _SIGN = r"(?:(?<![\w)\]}%])-\$?|\$ ?-|\$)?"
-# The groups of three are not possessive: if they were, a match that fails at the end would be tried from each group again.
+# The groups of three are not possessive: if they were, a match that fails at the end would be tried
+# from each group again.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d++)?|(?<!\d)\.\d++"
 _POWER = r"(?:[eE][-+]?\d{1,9}(?!\w)| ?(?:\u00d7|x|\*|\\times|\\cdot) ?10 ?\^ ?(?:\{ ?[-+]?\d{1,9} ?\}|[-+]?\d{1,9}(?!\d)))"
 _FRACTION = r"\\[dt]?frac ?\{ ?-?\d++ ?\}\{ ?\d++ ?\}"
@@ -46,7 +50,8 @@ _HASHES = re.compile(r"(?<!#)####(?!#)")
 _ANNOUNCEMENT = re.compile(
     r"\banswer[ \t]{0,4}[*_]{0,3}[ \t]{0,4}"
     r"(?:(?:to|for|of)\b[^\n.:=]{0,80}?\b(?=is\b|was\b))?"
-    r"(?:(?:is|was|are|=|should be|would be|will be|must be)(?![\w=])[ \t]{0,4}:?|:|(?=\n))[*_\s]{0,8}",
+    r"(?:(?:is|was|are|=|should be|would be|will be|must be)(?![\w=])["
+    r" \t]{0,4}:?|:|(?=\n))[*_\s]{0,8}",
     re.I,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|[\n;]")
@@ -67,7 +72,8 @@ _WRAPPERS = (
 _WRAPPED_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z]\w{0,20}\s*=\s*(?=[-+$.\d])")
 _UNIT = re.compile(
-    r"(?P<percent>%|percent)|\^?\{?°[CF]?\}?|\^\{?\\circ\}?|[A-Za-z][A-Za-z]*+(?:[ /.-]++[A-Za-z]++){0,7}(?:\^?[23²³])?"
+    r"(?P<percent>%|percent)|\^?\{?°[CF]?\}?|\^\{?\\circ\}?|[A-Za-z][A-Za-z]*+(?:["
+    r" /.-]++[A-Za-z]++){0,7}(?:\^?[23²³])?"
 )
 _SHORT_UNITS = frozenset(
     (
@@ -101,7 +107,9 @@ _MAX_ANNOUNCEMENTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number and its unit. Example: `$1,250.50 per hour` is `Quantity(Decimal("1250.50"), "per hour")`."""
+    """A number and its unit. Example: `$1,250.50 per hour` is `Quantity(Decimal("1250.50"), "per
+    hour")`.
+    """
 
     value: Decimal
     unit: str
@@ -109,7 +117,9 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Characters [start, end) of a marked answer; the answer itself is [content_start, content_end)."""
+    """Characters [start, end) of a marked answer; the answer itself is [content_start,
+    content_end).
+    """
 
     start: int
     end: int
@@ -120,8 +130,8 @@ class _Mark:
 def final_answer(text: str) -> str | None:
     """The answer that a completion gives; None if the text has no answer and no number.
 
-    The first of these that the text has: the last marked answer (see `marked_answer`); what follows the last "answer
-    is" or "Answer:"; the last number.
+    The first of these that the text has: the last marked answer (see `marked_answer`); what follows
+    the last "answer is" or "Answer:"; the last number.
     """
     text = normalize(text)
     return (
@@ -133,34 +143,44 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The last answer in `\boxed{}`, in `<answer></answer>` or after `####`, without the mark; None without any.
+    r"""The last answer in `\boxed{}`, in `<answer></answer>` or after `####`, without the mark;
+    None without any.
 
-    `####` also starts a Markdown heading, so it marks an answer only if a number, a formula or a single letter follows,
-    or if it opens the last line of the text. Example: `\boxed{42}`, then `#### Check`, then `6*7 = 42.` gives `42`.
+    `####` also starts a Markdown heading, so it marks an answer only if a number, a formula or a
+    single letter follows, or if it opens the last line of the text. Example: `\boxed{42}`, then
+    `#### Check`, then `6*7 = 42.` gives `42`.
     """
     text = normalize(text)
     return _explicit_answer(text) or _closing_answer(text)
 
 
 def num_marked_answers(text: str) -> int:
-    """How many answers are marked; a mark around another one, as in `#### \\boxed{4}`, is not counted."""
+    """How many answers are marked; a mark around another one, as in `#### \\boxed{4}`, is not
+    counted.
+    """
     text = normalize(text)
     return len(_explicit_marks(text)) or int(_closing_answer(text) is not None)
 
 
 def last_number(text: str) -> str | None:
-    """The last number of the text. Examples: "so 1,200 of 3 kg" gives "3"; "5-42" gives "42"; "x = -7" gives "-7"."""
+    """The last number of the text. Examples: "so 1,200 of 3 kg" gives "3"; "5-42" gives "42"; "x =
+    -7" gives "-7".
+    """
     return _last_number(normalize(text))
 
 
 def normalize(text: str) -> str:
-    """The text with one kind of minus sign and of space, without LaTeX escapes and separators inside numbers."""
+    """The text with one kind of minus sign and of space, without LaTeX escapes and separators
+    inside numbers.
+    """
     text = _ESCAPED.sub(r"\1", text.translate(_CHARACTERS))
     return _LATEX_SEPARATOR.sub(",", text)
 
 
 def bare(answer: str) -> str:
-    r"""A normalized answer without emphasis, math delimiters, `\text{}` around all of it and trailing punctuation."""
+    r"""A normalized answer without emphasis, math delimiters, `\text{}` around all of it and
+    trailing punctuation.
+    """
     for _ in range(8):
         before = answer
         answer = answer.strip().rstrip(".,;:").rstrip()
@@ -180,13 +200,17 @@ def bare(answer: str) -> str:
 
 
 def as_number(text: str) -> Decimal | None:
-    """The exact value of a plain number ("-1,234.50", "$7", "72.", "6.02e23"); None for anything else."""
+    """The exact value of a plain number ("-1,234.50", "$7", "72.", "6.02e23"); None for anything
+    else.
+    """
     quantity = as_quantity(text)
     return quantity.value if quantity is not None and not quantity.unit else None
 
 
 def as_quantity(text: str) -> Quantity | None:
-    """A number with or without a unit; None for anything else. Examples: "42 apples", "x = 5", "50%", "$18 per day"."""
+    """A number with or without a unit; None for anything else. Examples: "42 apples", "x = 5",
+    "50%", "$18 per day".
+    """
     text = bare(normalize(text))
     assignment = _ASSIGNMENT.match(text)
     match = _PLAIN_NUMBER.fullmatch(text, assignment.end() if assignment else 0)
@@ -218,7 +242,9 @@ def _power_of_ten(power: str) -> str:
 
 
 def _unit(text: str) -> str | None:
-    """The unit in what follows a number, lower case and singular; "" for nothing, None for what is no unit."""
+    """The unit in what follows a number, lower case and singular; "" for nothing, None for what is
+    no unit.
+    """
     words = text.strip().strip("$").strip()
     if not words:
         return ""

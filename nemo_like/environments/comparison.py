@@ -1,8 +1,9 @@
 """Symbolic comparison of two answers in a child process that can be killed.
 
-math-verify and sympy may run without end, use all memory or raise on an answer such as `9**9**9**9`, and a limit inside
-the process does not interrupt arithmetic on big integers. So the comparison runs in a child process with limits on CPU
-time and memory. It works in any thread, and this process imports neither library.
+math-verify and sympy may run without end, use all memory or raise on an answer such as
+`9**9**9**9`, and a limit inside the process does not interrupt arithmetic on big integers. So the
+comparison runs in a child process with limits on CPU time and memory. It works in any thread, and
+this process imports neither library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from types import FrameType
 CPU_LIMIT_S = 2.0
 """CPU time of one comparison, after which it counts as unequal."""
 _HARD_CPU_LIMIT_S = 3.0
-"""CPU time after which the kernel ends the child: computations that do not return to the interpreter."""
+"""CPU time after which the kernel ends the child: computations that do not return to the
+interpreter.
+"""
 _WALL_LIMIT_S = 30.0
 _START_LIMIT_S = 180.0
 _MEMORY_LIMIT_BYTES = 4 * 2**30
@@ -31,7 +34,9 @@ _SERVE = "from nemo_like.environments.comparison import serve; serve()"
 
 
 class AnswerComparer:
-    """Compares answers in one child process, which starts with the first comparison and again after it was ended."""
+    """Compares answers in one child process, which starts with the first comparison and again after
+    it was ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +44,8 @@ class AnswerComparer:
         self._owner = 0
 
     def is_equal(self, gold: str, predicted: str) -> bool:
-        """Whether math-verify finds the answers equal; False if that takes too long, too much memory or fails.
+        """Whether math-verify finds the answers equal; False if that takes too long, too much
+        memory or fails.
 
         Raises RuntimeError if the child process cannot be started.
         """
@@ -78,7 +84,8 @@ class AnswerComparer:
         if _read_line(child, _START_LIMIT_S) != b"ready\n":
             self._end()
             raise RuntimeError(
-                f"the process that compares answers did not start within {_START_LIMIT_S:g} s; see whether"
+                f"the process that compares answers did not start within {_START_LIMIT_S:g} s; see"
+                f" whether"
                 f" `{sys.executable} -c 'import math_verify'` works"
             )
         return child
@@ -126,7 +133,9 @@ class _OutOfTime(BaseException):
 
 
 def serve() -> None:
-    """The child process: answers `[gold, predicted]`, one JSON line each, with `1` or `0`, until its input ends."""
+    """The child process: answers `[gold, predicted]`, one JSON line each, with `1` or `0`, until
+    its input ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGVTALRM, _raise_out_of_time)
@@ -171,7 +180,8 @@ def _is_equal_within_limit(gold: str, predicted: str) -> bool:
 def _is_equal(gold: str, predicted: str) -> bool:
     from math_verify import parse, verify
 
-    # The limits of the libraries are off (0): they use the real-time timer and interrupt less than the ones here.
+    # The limits of the libraries are off (0): they use the real-time timer and interrupt less than
+    # the ones here.
     gold_values, predicted_values = (
         parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (gold, predicted)
     )

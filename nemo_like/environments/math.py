@@ -1,6 +1,8 @@
-"""Rewards for problems whose answer can be checked: is the stated answer right, and is one stated at all.
+"""Rewards for problems whose answer can be checked: is the stated answer right, and is one stated
+at all.
 
-Numbers are compared exactly; anything else (fractions, roots, expressions, sets) goes to the math-verify library.
+Numbers are compared exactly; anything else (fractions, roots, expressions, sets) goes to the
+math-verify library.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ __all__ = [
 _MAX_ANSWER_CHARACTERS = 300
 """A longer "answer" is a text that never got to one."""
 _WORDS = re.compile(
-    r"(?!.*\b(?:sin|cos|tan|log|exp|sqrt|inf|infinity)\b)(?=.*[^\W\d_]{3})[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*"
+    r"(?!.*\b(?:sin|cos|tan|log|exp|sqrt|inf|infinity)\b)(?=.*[^\W\d_]{3})[^\W\d_]+(?:["
+    r" '.-]+[^\W\d_]+)*"
 )
 _DATE = re.compile(r"\d+(?:-\d+){2,}|\d+(?:/\d+){2,}|\d+:\d+.*")
 
 
 def answer_reward(sample: RewardSample) -> float:
-    r"""1 if the completion's answer equals the row's, else 0. Raises ValueError for a row without an answer.
+    r"""1 if the completion's answer equals the row's, else 0. Raises ValueError for a row without
+    an answer.
 
-    The completion's answer is the last one marked by `\boxed{}`, `<answer></answer>` or `####`, or else what follows "the
-    answer is" or "Answer:", or else the last number. A row's answer without a mark is taken whole.
+    The completion's answer is the last one marked by `\boxed{}`, `<answer></answer>` or `####`, or
+    else what follows "the answer is" or "Answer:", or else the last number. A row's answer without
+    a mark is taken whole.
     """
     if sample.answer is None:
         raise ValueError("the row has no answer; answer_reward needs data with an `answer` column")
@@ -55,16 +60,20 @@ def answer_reward(sample: RewardSample) -> float:
 
 
 def format_reward(sample: RewardSample) -> float:
-    r"""1 if the completion states exactly one marked answer (`#### x`, `\boxed{x}`, `<answer>x</answer>`), else 0."""
+    r"""1 if the completion states exactly one marked answer (`#### x`, `\boxed{x}`,
+    `<answer>x</answer>`), else 0.
+    """
     return float(num_marked_answers(sample.completion) == 1)
 
 
 def answers_equal(gold: str, predicted: str) -> bool:
-    r"""Whether two answers mean the same. Example: "1,000" and "1000.0"; "\frac{1}{2}" and "0.5"; "(1,2)" and "(1, 2)".
+    r"""Whether two answers mean the same. Example: "1,000" and "1000.0"; "\frac{1}{2}" and "0.5";
+    "(1,2)" and "(1, 2)".
 
-    Two numbers are equal if their values are and no units differ; `50%` equals `50` and `0.5`. Words are compared as
-    text, without regard to case. The rest goes to math-verify, in a process with limits on time and memory (see
-    `comparison`); an answer that exceeds them is unequal. Works in any thread.
+    Two numbers are equal if their values are and no units differ; `50%` equals `50` and `0.5`.
+    Words are compared as text, without regard to case. The rest goes to math-verify, in a process
+    with limits on time and memory (see `comparison`); an answer that exceeds them is unequal. Works
+    in any thread.
     """
     gold, predicted = bare(normalize(gold)), bare(normalize(predicted))
     if gold == predicted:

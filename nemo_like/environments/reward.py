@@ -1,7 +1,8 @@
-"""What a reward function sees, and `RewardEnvironment`, which has the configured ones score completions.
+"""What a reward function sees, and `RewardEnvironment`, which has the configured ones score
+completions.
 
-A reward is a plain or async function of a `RewardSample` that returns a number, named by import path in the YAML. There
-is nothing to register.
+A reward is a plain or async function of a `RewardSample` that returns a number, named by import
+path in the YAML. There is nothing to register.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _MAX_TEXT_SHOWN = 500
 class RewardSample:
     """One completion to judge.
 
-    Example: `RewardSample(prompt="2+2=?", completion="#### 4", answer="4", row={"prompt": "2+2=?", "answer": "4"})`.
+    Example: `RewardSample(prompt="2+2=?", completion="#### 4", answer="4", row={"prompt": "2+2=?",
+    "answer": "4"})`.
     """
 
     prompt: str
@@ -57,18 +59,23 @@ class RewardError(Exception):
 
 
 class RewardEnvironment:
-    """Scores completions on a group of `RewardWorker`; the reward is the weighted sum of the functions' values."""
+    """Scores completions on a group of `RewardWorker`; the reward is the weighted sum of the
+    functions' values.
+    """
 
     def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
         if not functions:
             raise ConfigError(
-                "reward.functions is empty; name at least one, e.g. nemo_like.environments.math.answer_reward"
+                "reward.functions is empty; name at least one, e.g."
+                " nemo_like.environments.math.answer_reward"
             )
         self.group = group
         self._weights = {name: function.weight for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The reward of each sample, float32 [B], and the unweighted value of each function by name, float32 [B]."""
+        """The reward of each sample, float32 [B], and the unweighted value of each function by
+        name, float32 [B].
+        """
         bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
         parts = self.group.run_all_workers_sharded_data("score", chunks)

@@ -22,7 +22,8 @@ def load_reward_functions(
 ) -> dict[str, RewardFunction]:
     """Import every function of `reward.functions`.
 
-    Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or called.
+    Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or
+    called.
     """
     return {
         name: _import_function(f"reward.functions.{name}.path", function.path)
@@ -40,7 +41,9 @@ class RewardWorker:
         self._paths = {name: function.path for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
-        """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails on it."""
+        """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails
+        on it.
+        """
         return {name: self._score(name, samples) for name in self._functions}
 
     def _score(self, name: str, samples: Sequence[RewardSample]) -> np.ndarray:
@@ -56,7 +59,8 @@ def _import_function(key: str, path: str) -> RewardFunction:
     module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
         raise ConfigError(
-            f"{key} is {path!r}; write module.function, e.g. nemo_like.environments.math.answer_reward"
+            f"{key} is {path!r}; write module.function, e.g."
+            f" nemo_like.environments.math.answer_reward"
         )
     try:
         module = importlib.import_module(module_name)
@@ -65,7 +69,8 @@ def _import_function(key: str, path: str) -> RewardFunction:
         SystemExit,
     ) as error:  # a user's module may fail in any way while it is imported
         raise ConfigError(
-            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}: {error}. If it is"
+            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
+            f" {error}. If it is"
             " a file of your own, put its directory on PYTHONPATH (on every node)"
         ) from error
     function = getattr(module, attribute, None)
@@ -76,10 +81,12 @@ def _import_function(key: str, path: str) -> RewardFunction:
             if callable(value) and not name.startswith("_")
         )
         raise ConfigError(
-            f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has {', '.join(names) or 'no functions'}"
+            f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has"
+            f" {', '.join(names) or 'no functions'}"
         )
     if not callable(function):
         raise ConfigError(
-            f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function of one RewardSample"
+            f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function"
+            f" of one RewardSample"
         )
     return cast(RewardFunction, function)

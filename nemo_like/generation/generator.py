@@ -1,4 +1,6 @@
-"""What a rollout asks of a generator and what it gets back; `Generator` spreads it over workers of any engine."""
+"""What a rollout asks of a generator and what it gets back; `Generator` spreads it over workers of
+any engine.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class SamplingParams:
     def from_config(
         cls, config: GenerationConfig, *, temperature: float | None = None
     ) -> SamplingParams:
-        """The sampling keys of `config`, at another temperature if one is given (validation is usually greedy)."""
+        """The sampling keys of `config`, at another temperature if one is given (validation is
+        usually greedy).
+        """
         return cls(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature if temperature is None else temperature,
@@ -90,11 +94,14 @@ class Completions:
 
     @staticmethod
     def concat(parts: Sequence[Completions]) -> Completions:
-        """All rows of all parts in order; raises ValueError if they were sampled by different weights."""
+        """All rows of all parts in order; raises ValueError if they were sampled by different
+        weights.
+        """
         versions = sorted({part.weight_version for part in parts})
         if len(versions) != 1:
             raise ValueError(
-                f"completions of {len(parts)} workers carry weight versions {versions}; they must be of one version"
+                f"completions of {len(parts)} workers carry weight versions {versions}; they must"
+                f" be of one version"
             )
         return Completions(
             Jagged.concat([part.token_ids for part in parts]),
@@ -122,10 +129,12 @@ class Generator:
         *,
         max_total_length: int,
     ) -> Completions:
-        """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream of `seeds[i]`.
+        """One completion for each row of `prompt_ids` (int32, B rows); row i draws from the stream
+        of `seeds[i]`.
 
-        `seeds` is uint64 [B]; rows of equal prompt and equal seed are equal. A completion ends at the latest when it
-        and its prompt have `max_total_length` tokens together. Raises ValueError for a prompt with no room for a token.
+        `seeds` is uint64 [B]; rows of equal prompt and equal seed are equal. A completion ends at
+        the latest when it and its prompt have `max_total_length` tokens together. Raises ValueError
+        for a prompt with no room for a token.
         """
         if len(seeds) != len(prompt_ids):
             raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
@@ -163,8 +172,10 @@ def _check_room(lengths: np.ndarray, max_total_length: int) -> None:
                 f"prompt {row} has no tokens; a completion needs at least one to start from"
             )
         raise ValueError(
-            f"prompt {row} has {lengths[row]} tokens and policy.max_total_sequence_length is {max_total_length}, which"
-            f" leaves no room for a completion; raise it to at least {lengths[row] + 1} or drop the prompt"
+            f"prompt {row} has {lengths[row]} tokens and policy.max_total_sequence_length is"
+            f" {max_total_length}, which"
+            f" leaves no room for a completion; raise it to at least {lengths[row] + 1} or drop the"
+            f" prompt"
         )
 
 

@@ -1,7 +1,8 @@
-"""The embedded generator: batched decoding with a KV cache over any Hugging Face causal language model.
+"""The embedded generator: batched decoding with a KV cache over any Hugging Face causal language
+model.
 
-It needs nothing but transformers, on CPU or GPU. It is not a serving engine: a batch starts together, finished rows
-leave it, and no new ones join before it is done.
+It needs nothing but transformers, on CPU or GPU. It is not a serving engine: a batch starts
+together, finished rows leave it, and no new ones join before it is done.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from nemo_like.generation.sampling import row_uniforms, sample_tokens
 from nemo_like.weight_sync.stream import Bucket
 
 _COMPACT_BELOW = 0.75
-"""Finished rows are cut out once less than this share of the batch is alive: each cut copies the whole KV cache."""
+"""Finished rows are cut out once less than this share of the batch is alive: each cut copies the
+whole KV cache.
+"""
 
 
 class HFGenerationWorker:
@@ -49,7 +52,8 @@ class HFGenerationWorker:
     ) -> None:
         """`end_token_ids` end a completion in addition to those that model and tokenizer declare.
 
-        The chat template ends a turn with a token that neither may declare, such as `<|im_end|>` of Qwen2.5 base models.
+        The chat template ends a turn with a token that neither may declare, such as `<|im_end|>` of
+        Qwen2.5 base models.
         """
         transformers_logging.disable_progress_bar()
         self._device = torch.device(context.device)
@@ -79,7 +83,9 @@ class HFGenerationWorker:
     def generate(
         self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
     ) -> Completions:
-        """As `Generator.generate`. Prompts of like length decode together; the result is in the order given."""
+        """As `Generator.generate`. Prompts of like length decode together; the result is in the
+        order given.
+        """
         if self._missing is not None:
             raise RuntimeError(
                 "generate was called inside a weight update; the model is partly of the old weights"
@@ -130,25 +136,31 @@ class HFGenerationWorker:
                 raise ValueError(f"weight {name!r} is not part of {type(self._model).__name__}")
             if target.shape != tensor.shape:
                 raise ValueError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}"
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is"
+                    f" {tuple(target.shape)}"
                 )
             target.copy_(tensor)
-            # Tied weights (embedding and output) are one parameter under two names; either name delivers it.
+            # Tied weights (embedding and output) are one parameter under two names; either name
+            # delivers it.
             self._missing.discard(parameter_names.get(id(target), name))
 
     def finish_update(self, version: int) -> None:
-        """End the update; completions carry `version` from here on. Raises ValueError if a parameter never came."""
+        """End the update; completions carry `version` from here on. Raises ValueError if a
+        parameter never came.
+        """
         if self._missing is None:
             raise RuntimeError("finish_update was called without begin_update")
         if self._missing:
             raise ValueError(
-                f"the weight update left out {len(self._missing)} parameters: {sorted(self._missing)[:5]} ..."
+                f"the weight update left out {len(self._missing)} parameters:"
+                f" {sorted(self._missing)[:5]} ..."
             )
         self._missing = None
         self._weight_version = version
 
     def _move(self, device: torch.device) -> None:
-        # Not the model's own `to`: that one only adds checks for quantised models, and a signature no checker accepts.
+        # Not the model's own `to`: that one only adds checks for quantised models, and a signature
+        # no checker accepts.
         torch.nn.Module.to(self._model, device)
 
     @torch.inference_mode()
@@ -200,8 +212,10 @@ class HFGenerationWorker:
             if not row.is_finished:
                 if not math.isfinite(logprob):
                     raise FloatingPointError(
-                        f"the model's logits are not finite at token {len(row.token_ids)} of a completion (weights of"
-                        f" version {self._weight_version}); the training has probably diverged, try a lower"
+                        f"the model's logits are not finite at token {len(row.token_ids)} of a"
+                        f" completion (weights of"
+                        f" version {self._weight_version}); the training has probably diverged, try"
+                        f" a lower"
                         " policy.optimizer.lr"
                     )
                 row.token_ids.append(token_id)
@@ -216,8 +230,9 @@ class HFGenerationWorker:
     def _completes_stop_string(self, rows: list[_Row], stop_strings: tuple[str, ...]) -> list[bool]:
         """Whether each completion now contains one of the strings.
 
-        Only a tail is decoded. A token is at least one byte, so as many tokens as the longest string has bytes hold it;
-        one more, because tokenizers may treat the first token of a text differently.
+        Only a tail is decoded. A token is at least one byte, so as many tokens as the longest
+        string has bytes hold it; one more, because tokenizers may treat the first token of a text
+        differently.
         """
         if not stop_strings:
             return [False] * len(rows)
@@ -231,7 +246,9 @@ class HFGenerationWorker:
 def declared_end_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The tokens that end a completion as declared: the generation config's (one or several) and the tokenizer's."""
+    """The tokens that end a completion as declared: the generation config's (one or several) and
+    the tokenizer's.
+    """
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(
@@ -251,7 +268,9 @@ class _Row:
 
 
 class _CachedForward:
-    """The model over a left-padded batch: `logits` [b, V] of the next token, kept current by `advance` and `keep`."""
+    """The model over a left-padded batch: `logits` [b, V] of the next token, kept current by
+    `advance` and `keep`.
+    """
 
     def __init__(
         self,
@@ -277,12 +296,15 @@ class _CachedForward:
     def advance(self, token_ids: Tensor) -> None:
         """Append `token_ids` [b]."""
         self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, 1), value=1)
-        # Only finished rows reach the bound, those that wait to be cut out; a model may have no position beyond it.
+        # Only finished rows reach the bound, those that wait to be cut out; a model may have no
+        # position beyond it.
         self._positions = (self._positions + 1).clamp_(max=self._last_position)
         self.logits = self._forward(token_ids[:, None], self._positions)
 
     def keep(self, slots: Tensor) -> None:
-        """Drop every row but those in `slots` [k]; the caller advances before it reads `logits` again."""
+        """Drop every row but those in `slots` [k]; the caller advances before it reads `logits`
+        again.
+        """
         self._cache.batch_select_indices(slots)
         self._attention_mask = self._attention_mask[slots]
         self._positions = self._positions[slots]

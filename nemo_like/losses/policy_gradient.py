@@ -1,7 +1,9 @@
-"""The clipped policy-gradient surrogate of PPO, GRPO and DAPO, its KL to a reference, and the train/sampler mismatch.
+"""The clipped policy-gradient surrogate of PPO, GRPO and DAPO, its KL to a reference, and the
+train/sampler mismatch.
 
-Sources: Schulman et al. 2017 (PPO clip); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO, asymmetric clip and token mean);
-Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (which of them has an unbiased gradient).
+Sources: Schulman et al. 2017 (PPO clip); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO,
+asymmetric clip and token mean); Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (which of
+them has an unbiased gradient).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _MAX_KL = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyGradientLoss:
-    """Per token `max(-A r, -A clip(r, 1 - min, 1 + max))`, `r = exp(l - l_prev)`, plus `beta * KL` minus `c * entropy`."""
+    """Per token `max(-A r, -A clip(r, 1 - min, 1 + max))`, `r = exp(l - l_prev)`, plus `beta * KL`
+    minus `c * entropy`.
+    """
 
     config: PolicyGradientLossConfig
 
@@ -48,17 +52,20 @@ class ClippedPolicyGradientLoss:
         return self.config.entropy_coefficient > 0
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and `reference_logprobs` with a KL).
+        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and
+        `reference_logprobs` with a KL).
 
-        With top-k, top-p or min-p sampling, the ratio is that of the filtered distributions; the KL to the reference and
-        the entropy are those of the whole distributions.
+        With top-k, top-p or min-p sampling, the ratio is that of the filtered distributions; the KL
+        to the reference and the entropy are those of the whole distributions.
         """
         mask, columns = inputs.token_mask, inputs.columns
-        # Masked positions hold no sample; their difference is set to 0 so that neither value nor gradient can be NaN.
+        # Masked positions hold no sample; their difference is set to 0 so that neither value nor
+        # gradient can be NaN.
         delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
         losses, per_token = self._surrogate(delta, columns["advantages"])
         if self.config.reference_policy_kl_penalty > 0:
-            # The reference's log-probs are those of its whole distribution, so the policy's must be as well.
+            # The reference's log-probs are those of its whole distribution, so the policy's must be
+            # as well.
             unfiltered = inputs.unfiltered_logprobs
             policy_logprobs = inputs.policy_logprobs if unfiltered is None else unfiltered
             kl = reference_kl(
@@ -158,9 +165,11 @@ class _WithGradient(torch.autograd.Function):
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """How far the training engine's log-probs of the sampled tokens are from those the sampler recorded.
+    """How far the training engine's log-probs of the sampled tokens are from those the sampler
+    recorded.
 
-    `gen_kl_k3` is healthy at 1e-4..1e-3; `token_mult_prob_error` = mean exp|difference| should stay below about 1.02.
+    `gen_kl_k3` is healthy at 1e-4..1e-3; `token_mult_prob_error` = mean exp|difference| should stay
+    below about 1.02.
     """
     difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).clamp(
         -_MAX_EXPONENT, _MAX_EXPONENT

@@ -1,8 +1,9 @@
-"""What a loss sees and what it returns: sums and counts, so that the split into microbatches cannot change a gradient.
+"""What a loss sees and what it returns: sums and counts, so that the split into microbatches cannot
+change a gradient.
 
-A loss never divides by what it sees. It returns the sum over its microbatch; the worker divides by `GlobalCounts`, which
-are known before the first backward of the optimizer step. Packing, microbatch size, row order and dp size then cannot
-change the gradient.
+A loss never divides by what it sees. It returns the sum over its microbatch; the worker divides by
+`GlobalCounts`, which are known before the first backward of the optimizer step. Packing, microbatch
+size, row order and dp size then cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -23,30 +24,39 @@ Normalization = Literal["token", "sequence"]
 class LossInputs:
     """One microbatch, flat over its T predicting positions; R rows.
 
-    Example: two rows of 3 and 2 tokens, packed, T = 5; the last position of each row predicts nothing, so with every
-    token trained `token_mask` is [1, 1, 0, 1, 0], `row_ids` [0, 0, 0, 1, 1] and `row_num_tokens` [2, 1].
+    Example: two rows of 3 and 2 tokens, packed, T = 5; the last position of each row predicts
+    nothing, so with every token trained `token_mask` is [1, 1, 0, 1, 0], `row_ids` [0, 0, 0, 1, 1]
+    and `row_num_tokens` [2, 1].
     """
 
     policy_logprobs: Tensor
-    """float32 [T], with gradient: log-prob of the next token under the policy at the sampling temperature, in the
-    distribution after top-k, top-p and min-p where sampling uses them."""
+    """float32 [T], with gradient: log-prob of the next token under the policy at the sampling
+    temperature, in the distribution after top-k, top-p and min-p where sampling uses them."""
     token_mask: Tensor
     """bool [T]: positions that carry loss."""
     row_ids: Tensor
     """int64 [T]: row of each position, 0 on padding."""
     row_num_tokens: Tensor
-    """float32 [R]: trained tokens of each whole row, also where this rank holds only a part of it."""
+    """float32 [R]: trained tokens of each whole row, also where this rank holds only a part of
+    it.
+    """
     columns: Mapping[str, Tensor]
-    """float32 [T] each: `advantages`, `prev_logprobs`, `generation_logprobs`, `reference_logprobs`."""
+    """float32 [T] each: `advantages`, `prev_logprobs`, `generation_logprobs`,
+    `reference_logprobs`.
+    """
     entropy: Tensor | None = None
     """float32 [T] of the policy's whole distribution, with gradient if the loss needs it."""
     unfiltered_logprobs: Tensor | None = None
-    """float32 [T], with gradient: `policy_logprobs` in the whole distribution; None where nothing is filtered."""
+    """float32 [T], with gradient: `policy_logprobs` in the whole distribution; None where nothing
+    is filtered.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """`loss_sum` (scalar, with gradient) is divided by `GlobalCounts.denominator` in one place: the worker."""
+    """`loss_sum` (scalar, with gradient) is divided by `GlobalCounts.denominator` in one place: the
+    worker.
+    """
 
     loss_sum: Tensor
     metrics: Metrics
@@ -54,18 +64,24 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class GlobalCounts:
-    """Over every microbatch of every dp rank of one optimizer step. Example: 8 rows, 512 trained tokens."""
+    """Over every microbatch of every dp rank of one optimizer step. Example: 8 rows, 512 trained
+    tokens.
+    """
 
     num_tokens: float
     num_rows: float
 
     def denominator(self, normalization: Normalization) -> float:
-        """What the summed loss is divided by; 1 where a step trains nothing, so that its gradient is 0 and not NaN."""
+        """What the summed loss is divided by; 1 where a step trains nothing, so that its gradient
+        is 0 and not NaN.
+        """
         return max(self.num_tokens if normalization == "token" else self.num_rows, 1.0)
 
 
 def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:
-    """float32 [T]: weight of each token in the sum. `token`: 1. `sequence`: 1 / trained tokens of its row, so a row sums to 1."""
+    """float32 [T]: weight of each token in the sum. `token`: 1. `sequence`: 1 / trained tokens of
+    its row, so a row sums to 1.
+    """
     weights = inputs.token_mask.to(torch.float32)
     if normalization == "token":
         return weights

@@ -1,6 +1,7 @@
 """Opens configurations and tokenizers of Hugging Face models. No weights are loaded here.
 
-transformers is imported on the first use: it takes more CPU time than everything else that checking a config needs.
+transformers is imported on the first use: it takes more CPU time than everything else that checking
+a config needs.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _NOT_NEEDED = ("torch", "PIL")
-"""Packages that transformers imports with configurations and tokenizers where they are installed."""
+"""Packages that transformers imports with configurations and tokenizers where they are
+installed.
+"""
 
 
 def import_transformers_without_torch() -> None:
     """Import transformers' configuration and tokenizer classes without importing torch.
 
-    transformers imports torch wherever it is installed, which takes seconds of CPU time; neither class needs it. It
-    decides once per process whether torch is available, so this process cannot load models afterwards: call this only
-    in a process that ends without loading any. `import torch` itself works as before. Does nothing if torch or
-    transformers is imported already.
+    transformers imports torch wherever it is installed, which takes seconds of CPU time; neither
+    class needs it. It decides once per process whether torch is available, so this process cannot
+    load models afterwards: call this only in a process that ends without loading any. `import
+    torch` itself works as before. Does nothing if torch or transformers is imported already.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
@@ -45,7 +48,8 @@ def import_transformers_without_torch() -> None:
 def load_model_config(name: str, *, local_files_only: bool) -> PretrainedConfig:
     """Return the configuration of the model at a path or of a hub name.
 
-    Raises OSError for files that are missing and ValueError for files that cannot be used, with a text of one line.
+    Raises OSError for files that are missing and ValueError for files that cannot be used, with a
+    text of one line.
     """
     from transformers import AutoConfig
 
@@ -69,7 +73,9 @@ def _open(from_pretrained: Callable[..., Any], name: str, local_files_only: bool
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of the error's text, with its type where the text alone would not say what is wrong."""
+    """The first line of the error's text, with its type where the text alone would not say what is
+    wrong.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,8 +1,10 @@
-"""Causal attention over rows packed end to end: one function on every device, and its place in Hugging Face models.
+"""Causal attention over rows packed end to end: one function on every device, and its place in
+Hugging Face models.
 
-A position attends only to earlier positions of its own segment. Segments never share a matrix product, so changing a
-token of one row leaves every other row bit-equal. Right-padded rows ([B, S], no `cu_seqlens`) need no mask at all:
-under causal attention a real token never sees the padding behind it.
+A position attends only to earlier positions of its own segment. Segments never share a matrix
+product, so changing a token of one row leaves every other row bit-equal. Right-padded rows ([B, S],
+no `cu_seqlens`) need no mask at all: under causal attention a real token never sees the padding
+behind it.
 """
 
 from __future__ import annotations
@@ -41,14 +43,17 @@ def varlen_attention(
     causal: bool = True,
     cp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """[T, H, D] from `q` [T, H, D] and `k`, `v` [T, H_kv, D]; `cu_seqlens` int32 [R+1] covers all of T.
+    """[T, H, D] from `q` [T, H, D] and `k`, `v` [T, H_kv, D]; `cu_seqlens` int32 [R+1] covers all
+    of T.
 
-    `window` is how many positions a token sees, itself included; None means its whole past. In half precision on CUDA
-    this is flash-attn where installed and `torch.nn.attention.varlen` otherwise; elsewhere SDPA segment by segment.
+    `window` is how many positions a token sees, itself included; None means its whole past. In half
+    precision on CUDA this is flash-attn where installed and `torch.nn.attention.varlen` otherwise;
+    elsewhere SDPA segment by segment.
 
-    With a `cp_group` of c > 1 ranks, `q`, `k`, `v` and the result are this rank's share of T/c positions, cut as
-    `data/packing/layout.py` says, while `cu_seqlens` and `max_seqlen` are those of the whole. `cu_seqlens` must not
-    change after a call: what follows from it is kept for as long as the tensor lives.
+    With a `cp_group` of c > 1 ranks, `q`, `k`, `v` and the result are this rank's share of T/c
+    positions, cut as `data/packing/layout.py` says, while `cu_seqlens` and `max_seqlen` are those
+    of the whole. `cu_seqlens` must not change after a call: what follows from it is kept for as
+    long as the tensor lives.
     """
     spans = _Spans(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if cp_group is not None and cp_group.size() > 1:
@@ -70,7 +75,9 @@ def varlen_attention(
 def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal [B, H, S, D] from `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D]; rows are padded on the right."""
+    """Causal [B, H, S, D] from `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D]; rows are padded on
+    the right.
+    """
     return _sdpa(q, k, v, scale, window, causal=True)
 
 
@@ -91,8 +98,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What a Hugging Face attention layer calls: `query` [B, H, S, D] -> ([B, S, H, D], None).
 
-    `cu_seqlens` (with B = 1) and `cp_group` are passed to the model's forward by the policy. Raises ValueError for
-    attention this function does not compute, so that such a model is refused and not quietly trained with another one.
+    `cu_seqlens` (with B = 1) and `cp_group` are passed to the model's forward by the policy. Raises
+    ValueError for attention this function does not compute, so that such a model is refused and not
+    quietly trained with another one.
     """
     _refuse_unsupported(module, attention_mask, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -109,7 +117,9 @@ def attention_forward(
 
 
 def register() -> None:
-    """Make `attn_implementation="nemo_like"` known to transformers. Its mask is None: boundaries come with the call."""
+    """Make `attn_implementation="nemo_like"` known to transformers. Its mask is None: boundaries
+    come with the call.
+    """
     AttentionInterface.register(IMPLEMENTATION, attention_forward)  # type: ignore[arg-type]
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
@@ -126,7 +136,8 @@ def _refuse_unsupported(
         found.append(f"attention dropout {dropout}")
     if found:
         raise ConfigError(
-            f"{type(module).__name__} asks for {', '.join(found)}, which packed causal attention does not have; "
+            f"{type(module).__name__} asks for {', '.join(found)}, which packed causal attention"
+            f" does not have; "
             "policy.model_name must name a plain causal model such as Llama, Qwen2 or Qwen3"
         )
 
@@ -152,8 +163,8 @@ class _Spans(NamedTuple):
 def _flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scale: float, window: int | None, causal: bool
 ) -> Tensor:
-    # Both kernels align the ends of queries and keys, and count the window as positions before the token itself, -1 for
-    # all of them.
+    # Both kernels align the ends of queries and keys, and count the window as positions before the
+    # token itself, -1 for all of them.
     left = -1 if window is None else window - 1
     window_size = (left, 0 if causal else left)
     flash_attn = _flash_attn_func()
@@ -169,7 +180,9 @@ def _flash_varlen(
 
 
 class _Segment(NamedTuple):
-    """Queries [start_q, start_q + length_q) see keys [start_k, start_k + length_k), both ending at one position."""
+    """Queries [start_q, start_q + length_q) see keys [start_k, start_k + length_k), both ending at
+    one position.
+    """
 
     start_q: int
     length_q: int
@@ -192,7 +205,9 @@ class _Slots(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Segments attended in one call. Example: lengths 8 and 7 -> length 8, 2 segments, 16 slots, 15 kept."""
+    """Segments attended in one call. Example: lengths 8 and 7 -> length 8, 2 segments, 16 slots, 15
+    kept.
+    """
 
     segments: tuple[_Segment, ...]
     length_q: int
@@ -205,16 +220,20 @@ class _Group(NamedTuple):
 class _Segments(NamedTuple):
     groups: tuple[_Group, ...]
     inverse: Tensor | None
-    """int64 [T]: where each position's output lies in the concatenated groups; None if they are already in order."""
+    """int64 [T]: where each position's output lies in the concatenated groups; None if they are
+    already in order.
+    """
 
 
 @lru_cache(maxsize=32)
 def _group_segments(
     bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool
 ) -> _Segments:
-    """Short segments of like length share a call, padded to the longest: a call costs as much as 100 short tokens.
+    """Short segments of like length share a call, padded to the longest: a call costs as much as
+    100 short tokens.
 
-    The padding lies behind each segment's last token, where causal attention cannot reach, and its output is dropped.
+    The padding lies behind each segment's last token, where causal attention cannot reach, and its
+    output is dropped.
     """
     pairs = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
     segments = [
@@ -321,9 +340,12 @@ def _sdpa(
     causal: bool,
     lags: Sequence[int] = (0,),
 ) -> Tensor:
-    """[B, H, S, D]; query i of row b stands at key i + lags[b]. A mask is built only where SDPA has no word for it."""
+    """[B, H, S, D]; query i of row b stands at key i + lags[b]. A mask is built only where SDPA has
+    no word for it.
+    """
     if not q.is_cuda:
-        # The CPU flash kernel wants equal heads; asked for grouped heads, SDPA builds the [S, S] matrix instead.
+        # The CPU flash kernel wants equal heads; asked for grouped heads, SDPA builds the [S, S]
+        # matrix instead.
         k, v = _match_heads(q, k, dim=1), _match_heads(q, v, dim=1)
     grouped = q.shape[1] != k.shape[1]
     if not any(lags) and (window is None or window >= q.shape[2]):

@@ -1,4 +1,6 @@
-"""What a policy's configuration asks of the planner. Nothing is planned here, and neither Ray nor a model is imported."""
+"""What a policy's configuration asks of the planner. Nothing is planned here, and neither Ray nor a
+model is imported.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ def plan_spec(
     sync: Sync = "step",
     seed: int = 0,
 ) -> PlanSpec:
-    """What the planner is asked for: packed rows, padded rows under a token budget, or so many rows at a time.
+    """What the planner is asked for: packed rows, padded rows under a token budget, or so many rows
+    at a time.
 
-    How far rows and microbatches are padded follows from the topology. A pipeline (1F1B) takes any number of microbatches.
+    How far rows and microbatches are padded follows from the topology. A pipeline (1F1B) takes any
+    number of microbatches.
     """
     max_tokens, max_rows = microbatch_budget(config, purpose)
     packing, dynamic = config.sequence_packing, config.dynamic_batching
@@ -46,7 +50,8 @@ def plan_spec(
         "sequence_parallel": sequence_parallel,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
         "sync": sync,
-        # Rows to be dropped never reach the planner: the loader leaves them out, so that no batch is short of them.
+        # Rows to be dropped never reach the planner: the loader leaves them out, so that no batch
+        # is short of them.
         "oversize": "error" if config.oversize_rows == "drop" else config.oversize_rows,
         "cost": cost,
         "seed": seed,

@@ -1,7 +1,8 @@
-"""Collectives of the ranks of a group: with a gradient, for activations they share, and of Python objects.
+"""Collectives of the ranks of a group: with a gradient, for activations they share, and of Python
+objects.
 
-Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on; gathering rows scatters
-the sum of gradients, and the reverse.
+Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on;
+gathering rows scatters the sum of gradients, and the reverse.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-    """`hidden`, equal on all ranks, for a computation of which each rank does a part: gradients are added up."""
+    """`hidden`, equal on all ranks, for a computation of which each rank does a part: gradients are
+    added up.
+    """
     return _Paired.apply(hidden, group, _same, _sum)  # type: ignore[return-value]
 
 

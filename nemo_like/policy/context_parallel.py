@@ -1,8 +1,10 @@
-"""Keys and values of all context-parallel ranks, and which of them each of this rank's query chunks attends to.
+"""Keys and values of all context-parallel ranks, and which of them each of this rank's query chunks
+attends to.
 
-Every segment is cut in 2c chunks for c ranks, and rank r holds chunks r and 2c-1-r of each (`data/packing/layout.py`).
-So that causal attention needs no exchange of partial results, all ranks' keys and values are gathered once, and each of
-the two query chunks becomes a segment of its own whose keys are chunk 0 up to the chunk itself: their ends coincide.
+Every segment is cut in 2c chunks for c ranks, and rank r holds chunks r and 2c-1-r of each
+(`data/packing/layout.py`). So that causal attention needs no exchange of partial results, all
+ranks' keys and values are gathered once, and each of the two query chunks becomes a segment of its
+own whose keys are chunk 0 up to the chunk itself: their ends coincide.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from nemo_like.policy.collectives import gather_rows
 class Exchange:
     """Where in the gathered keys each of a rank's query segments finds its own.
 
-    Example: one segment of 8 positions on 2 ranks is cut in chunks of 2. Rank 0 holds chunks 0 and 3, rank 1 chunks 1 and
-    2, so gathered keys lie in the order 0 3 1 2. For rank 0 `kv_index` takes chunk 0 and then 0 1 2 3:
-    [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and `cu_seqlens_k` [0, 2, 10].
+    Example: one segment of 8 positions on 2 ranks is cut in chunks of 2. Rank 0 holds chunks 0 and
+    3, rank 1 chunks 1 and 2, so gathered keys lie in the order 0 3 1 2. For rank 0 `kv_index` takes
+    chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
+    `cu_seqlens_k` [0, 2, 10].
     """
 
     kv_index: Tensor
@@ -40,7 +43,9 @@ class Exchange:
 def gather_keys_values(
     k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """`k` and `v` [T_k, H_kv, D] of `exchange`'s segments from this rank's [T/c, H_kv, D]. One collective each way."""
+    """`k` and `v` [T_k, H_kv, D] of `exchange`'s segments from this rank's [T/c, H_kv, D]. One
+    collective each way.
+    """
     gathered = gather_rows(group, torch.stack((k, v), dim=1))
     k, v = gathered.index_select(0, exchange.kv_index).unbind(1)
     return k, v
@@ -49,9 +54,11 @@ def gather_keys_values(
 def plan_exchange(
     cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int
 ) -> Exchange:
-    """The exchange of this rank of `group`, which holds `num_positions`; made once per `cu_seqlens` tensor.
+    """The exchange of this rank of `group`, which holds `num_positions`; made once per `cu_seqlens`
+    tensor.
 
-    All layers of a forward are given the same tensor. It is on the device, and nothing here waits for the device.
+    All layers of a forward are given the same tensor. It is on the device, and nothing here waits
+    for the device.
     """
     key = (group.size(), group.rank(), num_positions, max_seqlen)
     plans = _plans.setdefault(cu_seqlens, {})
@@ -109,5 +116,6 @@ def _check(bounds: list[int], size: int, num_positions: int) -> None:
         )
     if any(bound % (2 * size) for bound in bounds):
         raise ValueError(
-            f"cu_seqlens {bounds} are not all multiples of 2 x {size}, as {size} context-parallel ranks need"
+            f"cu_seqlens {bounds} are not all multiples of 2 x {size}, as {size} context-parallel"
+            f" ranks need"
         )

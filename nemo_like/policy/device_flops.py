@@ -1,4 +1,6 @@
-"""Peaks of one worker's device: its FLOP/s, which model FLOPs utilisation (MFU) is relative to, and its memory in use."""
+"""Peaks of one worker's device: its FLOP/s, which model FLOPs utilisation (MFU) is relative to, and
+its memory in use.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import time
 
 import torch
 
-# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a word of the device name; longer words first.
+# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a word of the device name; longer
+# words first.
 _DATASHEET_BF16 = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -30,8 +33,8 @@ _DATASHEET_BF16 = {
 def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]:
     """FLOP/s of `device` and where the number comes from.
 
-    On a known GPU the datasheet's dense bf16 rate; elsewhere the best float32 matrix product seen within `seconds`, with
-    the threads this process has, so that MFU on a CPU means something too.
+    On a known GPU the datasheet's dense bf16 rate; elsewhere the best float32 matrix product seen
+    within `seconds`, with the threads this process has, so that MFU on a CPU means something too.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -58,5 +61,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most bytes of tensors on `device` at once since `reset_peak_memory`; None on CPU, which does not count them."""
+    """The most bytes of tensors on `device` at once since `reset_peak_memory`; None on CPU, which
+    does not count them.
+    """
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

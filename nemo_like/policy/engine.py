@@ -1,4 +1,6 @@
-"""What a policy worker asks of a training engine. The worker knows losses and metrics, the engine knows parallelism."""
+"""What a policy worker asks of a training engine. The worker knows losses and metrics, the engine
+knows parallelism.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class TokenScores(NamedTuple):
     """Of the T predicting positions of a microbatch; 0 where `inputs.label_mask` is False."""
 
     logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`, of the filtered distribution where sampling is filtered."""
+    """float32 [T]: log-prob of `inputs.labels`, of the filtered distribution where sampling is
+    filtered.
+    """
     entropy: Tensor | None
     """float32 [T] with `with_entropy`: of the whole distribution, filtered or not."""
     unfiltered_logprobs: Tensor | None = None
@@ -31,11 +35,15 @@ class TokenScores(NamedTuple):
 
 
 StepFunction = Callable[[ModelInputs, TokenScores], tuple[Tensor | None, ResultT]]
-"""What is done with a microbatch's scores: (loss to differentiate, None without backward; what `run` returns)."""
+"""What is done with a microbatch's scores: (loss to differentiate, None without backward; what
+`run` returns).
+"""
 
 
 class Engine(Protocol):
-    """One model, sharded over the ranks of the process group. Every method is called by every rank."""
+    """One model, sharded over the ranks of the process group. Every method is called by every
+    rank.
+    """
 
     device: torch.device
     topology: Topology
@@ -66,27 +74,30 @@ class Engine(Protocol):
         with_entropy: bool = False,
         token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
-        """Forward (and backward) of each microbatch, in an order the engine chooses; results in the given order.
+        """Forward (and backward) of each microbatch, in an order the engine chooses; results in the
+        given order.
 
-        Every rank passes the same number of microbatches; the ranks of one dp rank pass the same ones, each with its
-        own context-parallel share. `step_fn` runs, and results come, only on the last pipeline stage: elsewhere the
-        list is empty. All tp ranks see the same scores. Gradients are *summed* over microbatches and over dp and cp
-        ranks and kept until `optimizer_step`; the loss carries its own division.
+        Every rank passes the same number of microbatches; the ranks of one dp rank pass the same
+        ones, each with its own context-parallel share. `step_fn` runs, and results come, only on
+        the last pipeline stage: elsewhere the list is empty. All tp ranks see the same scores.
+        Gradients are *summed* over microbatches and over dp and cp ranks and kept until
+        `optimizer_step`; the loss carries its own division.
         """
         ...
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         """Clip, update, clear gradients; returns the gradients' global norm before clipping.
 
-        The step is skipped where `clip_factor` gives None, and when any rank passes `is_loss_finite=False` (the norm is
-        then NaN). A skipped step clears the gradients and changes neither weights nor moments nor `num_optimizer_steps`,
-        so the learning rate does not advance either. All ranks decide the same.
+        The step is skipped where `clip_factor` gives None, and when any rank passes
+        `is_loss_finite=False` (the norm is then NaN). A skipped step clears the gradients and
+        changes neither weights nor moments nor `num_optimizer_steps`, so the learning rate does not
+        advance either. All ranks decide the same.
         """
         ...
 
     def is_finite(self, *, with_moments: bool = False) -> bool:
-        """Whether no weight of any rank is larger than `optim.LARGEST`, and with `with_moments` all moments of the
-        optimizer are finite. The same result on every rank.
+        """Whether no weight of any rank is larger than `optim.LARGEST`, and with `with_moments` all
+        moments of the optimizer are finite. The same result on every rank.
         """
         ...
 
@@ -95,8 +106,8 @@ class Engine(Protocol):
         ...
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
-        """The values (any small Python object) of the ranks that hold different tokens: those that differ from this one
-        along dp and cp only, in rank order."""
+        """The values (any small Python object) of the ranks that hold different tokens: those that
+        differ from this one along dp and cp only, in rank order."""
         ...
 
     def gather_over_world(self, value: Any) -> list[Any]:
@@ -104,19 +115,27 @@ class Engine(Protocol):
         ...
 
     def gather_over_cp(self, values: Tensor) -> Tensor:
-        """[cp x T] from this rank's `values` [T]: the shares of cp rank 0, 1, ... end to end. No gradient."""
+        """[cp x T] from this rank's `values` [T]: the shares of cp rank 0, 1, ... end to end. No
+        gradient.
+        """
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> full shape of each distinct weight (a tied one appears once), in a fixed order."""
+        """Hugging Face name -> full shape of each distinct weight (a tied one appears once), in a
+        fixed order.
+        """
         ...
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named weights in compute precision, one at a time: whole on rank 0, elsewhere perhaps an empty tensor."""
+        """The named weights in compute precision, one at a time: whole on rank 0, elsewhere perhaps
+        an empty tensor.
+        """
         ...
 
     def save(self, directory: Path) -> dict[str, FileRecord]:
-        """Write this rank's part of weights and optimizer state; returns size and checksum of each file, by name."""
+        """Write this rank's part of weights and optimizer state; returns size and checksum of each
+        file, by name.
+        """
         ...
 
     def load(self, directory: Path) -> None:

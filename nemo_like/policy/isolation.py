@@ -1,7 +1,9 @@
-"""The start-up check that rows of one microbatch do not see each other, on the very model that is to be trained.
+"""The start-up check that rows of one microbatch do not see each other, on the very model that is
+to be trained.
 
-Leakage between packed rows is silent: the loss still falls. So before the first step the model scores a few rows
-together, again with one token of one row changed, and once more each row by itself.
+Leakage between packed rows is silent: the loss still falls. So before the first step the model
+scores a few rows together, again with one token of one row changed, and once more each row by
+itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from nemo_like.policy.token_outputs import score_rows
 
 _LENGTHS = (11, 24, 3, 17)
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Between a row in a microbatch and alone: other shapes add up in another order, and bfloat16 has 8 bits."""
+"""Between a row in a microbatch and alone: other shapes add up in another order, and bfloat16 has 8
+bits.
+"""
 
 
 class IsolationError(ValueError):
@@ -35,21 +39,23 @@ class IsolationReport:
     layout: Literal["packed", "padded"]
     num_rows: int
     mean_difference: float
-    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on pipeline stages but the last,
-    which see no scores."""
+    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on
+    pipeline stages but the last, which see no scores."""
 
 
 def probe_isolation(
     engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
 ) -> IsolationReport:
-    """Check three sentences; raises IsolationError for the first that does not hold. Every rank calls.
+    """Check three sentences; raises IsolationError for the first that does not hold. Every rank
+    calls.
 
     1. Changing a token of one row leaves the log-probs of all other rows equal to the bit.
     2. Changing the padding leaves all log-probs equal to the bit.
     3. A row has the same log-probs, but for rounding, in the microbatch and alone.
 
-    Of a mixture of experts all three hold but for rounding: a token that goes to another expert changes how many rows the
-    matrix products of two experts have, and kernels for other sizes add up in another order.
+    Of a mixture of experts all three hold but for rounding: a token that goes to another expert
+    changes how many rows the matrix products of two experts have, and kernels for other sizes add
+    up in another order.
     """
     limit = _MAX_MEAN_DIFFERENCE[precision] if _has_experts(engine.model_config) else 0.0
     rows = _random_rows(vocab_size)
@@ -108,7 +114,9 @@ def _score(
     layout: Literal["packed", "padded"],
     pad_token_id: int = 0,
 ) -> list[np.ndarray]:
-    """Log-probs of each row, all scored as one microbatch; empty on pipeline stages but the last."""
+    """Log-probs of each row, all scored as one microbatch; empty on pipeline stages but the
+    last.
+    """
     topology = engine.topology
     # Larger than any length is a multiple of, so that padding inside a pack is looked at as well.
     alignment = 4 * topology.cp * topology.tp
@@ -134,6 +142,7 @@ def _leak(layout: str, what: str) -> str:
         "padded": "train with policy.train_micro_batch_size=1, or use another model",
     }[layout]
     return (
-        f"the isolation check failed on policy.model_name in the {layout} layout: {what}. Rows of one microbatch see each "
+        f"the isolation check failed on policy.model_name in the {layout} layout: {what}. Rows of"
+        f" one microbatch see each "
         f"other, and training would silently go wrong; {way_out}"
     )

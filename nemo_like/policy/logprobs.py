@@ -1,11 +1,13 @@
 """Log-probs and entropy of tokens, straight from hidden states, a chunk of tokens at a time.
 
-The logits of all T tokens never exist together: forward and backward each hold those of `chunk_size` tokens, and the
-backward computes them again. Softmax and log are float32 whatever the hidden states are.
+The logits of all T tokens never exist together: forward and backward each hold those of
+`chunk_size` tokens, and the backward computes them again. Softmax and log are float32 whatever the
+hidden states are.
 
-Where the vocabulary is sharded over ranks, each keeps the logits of its own rows of the output embedding and reduces them
-to four numbers per token (five with a sampling filter). Those are gathered once, after the last chunk; the backward sums
-the hidden states' gradient once. No tensor of vocabulary size is communicated.
+Where the vocabulary is sharded over ranks, each keeps the logits of its own rows of the output
+embedding and reduces them to four numbers per token (five with a sampling filter). Those are
+gathered once, after the last chunk; the backward sums the hidden states' gradient once. No tensor
+of vocabulary size is communicated.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from nemo_like.policy.engine import TokenScores
 from nemo_like.sampling_filter import SamplingFilter
 
 _LOWEST = torch.finfo(torch.float32).min / 4
-"""Stands for -inf where a difference is taken: its exp is 0 all the same, and no NaN comes of it."""
+"""Stands for -inf where a difference is taken: its exp is 0 all the same, and no NaN comes of
+it.
+"""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank holds the output embedding's rows from `start` on; the ranks of `group` together hold each row once.
+    """This rank holds the output embedding's rows from `start` on; the ranks of `group` together
+    hold each row once.
 
-    Shards may differ in size and be empty. With `partial_hidden_grad` the gradient of the hidden states stays this
-    rank's part of it, for a caller that sums the parts itself (the backward of sequence parallelism does).
+    Shards may differ in size and be empty. With `partial_hidden_grad` the gradient of the hidden
+    states stays this rank's part of it, for a caller that sums the parts itself (the backward of
+    sequence parallelism does).
     """
 
     group: dist.ProcessGroup
@@ -51,17 +57,20 @@ def token_logprobs(
     vocab: VocabShard | None = None,
     token_filter: SamplingFilter | None = None,
 ) -> TokenScores:
-    """Log-prob of `labels` [T] and, with `with_entropy`, the entropy of each distribution; float32 [T], with gradient.
+    """Log-prob of `labels` [T] and, with `with_entropy`, the entropy of each distribution; float32
+    [T], with gradient.
 
-    `hidden` [T, D] are the last hidden states, `weight` [V, D] and `bias` [V] the output embedding; the distribution is
-    softmax((hidden @ weight.T + bias) / temperature). Memory is of the order of chunk_size x V.
+    `hidden` [T, D] are the last hidden states, `weight` [V, D] and `bias` [V] the output embedding;
+    the distribution is softmax((hidden @ weight.T + bias) / temperature). Memory is of the order of
+    chunk_size x V.
 
-    With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the same on all its
-    ranks, and so are the results, to the bit.
+    With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the
+    same on all its ranks, and so are the results, to the bit.
 
-    With `token_filter`, `logprobs` are those of the filtered, renormalized distribution. The label is always kept, so its
-    log-prob is finite. Which tokens are kept is a constant for the gradient. `unfiltered_logprobs` and `entropy` are
-    those of the whole distribution. This needs two to three more float32 [chunk_size, V].
+    With `token_filter`, `logprobs` are those of the filtered, renormalized distribution. The label
+    is always kept, so its log-prob is finite. Which tokens are kept is a constant for the gradient.
+    `unfiltered_logprobs` and `entropy` are those of the whole distribution. This needs two to three
+    more float32 [chunk_size, V].
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
@@ -91,8 +100,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """With z = logits / temperature: l = z[label] - lse(z), H = lse(z) - sum p z;
     dl/dz = onehot(label) - p and dH/dz = -p (log p + H).
 
-    Filtered: l_f = z[label] - lse(z of the kept tokens) and dl_f/dz = onehot(label) - p_f, where p_f is
-    p exp(lse(z) - lse(z of the kept tokens)) for a kept token and 0 for another.
+    Filtered: l_f = z[label] - lse(z of the kept tokens) and dl_f/dz = onehot(label) - p_f, where
+    p_f is p exp(lse(z) - lse(z of the kept tokens)) for a kept token and 0 for another.
     """
 
     @staticmethod
@@ -249,10 +258,11 @@ def _scaled_logits(
 def _reduce(
     logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_cut: Tensor | None
 ) -> None:
-    """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V]; the logits are overwritten.
+    """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V]; the logits are
+    overwritten.
 
-    With s = z - max z over the rows here: max z, z[label], sum exp(s), with entropy sum exp(s) s, and with `is_cut`
-    sum exp(s) of the tokens that are not cut.
+    With s = z - max z over the rows here: max z, z[label], sum exp(s), with entropy sum exp(s) s,
+    and with `is_cut` sum exp(s) of the tokens that are not cut.
     """
     highest, picked, total, product = sums[:4]
     picked.copy_(owned.pick(logits))
@@ -281,7 +291,9 @@ def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log-sum-exp and entropy [T] (or []) of the whole vocabulary from what `_reduce` wrote on each rank."""
+    """Log-prob, log-sum-exp and entropy [T] (or []) of the whole vocabulary from what `_reduce`
+    wrote on each rank.
+    """
     highests, picked, totals, products = gathered[:, :4].unbind(1)
     highest = highests.amax(dim=0)
     lag = highests - highest
@@ -299,7 +311,9 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
 def _combine_kept(
     gathered: Tensor, logprobs: Tensor, logsumexp: Tensor, *, is_filtered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob under the filtered distribution, and lse(z) - lse(z of the kept tokens); both [T], or [] unfiltered."""
+    """Log-prob under the filtered distribution, and lse(z) - lse(z of the kept tokens); both [T],
+    or [] unfiltered.
+    """
     if not is_filtered:
         return logprobs.new_empty(0), logprobs.new_empty(0)
     highests, kept_totals = gathered[:, 0], gathered[:, 4]
@@ -325,7 +339,9 @@ def _logits_gradient(
     entropy: tuple[Tensor, Tensor] | None,
     kept: _KeptGradient | None,
 ) -> Tensor:
-    """[chunk, V] gradient of the scaled logits, written over `logits` where nothing else needs them."""
+    """[chunk, V] gradient of the scaled logits, written over `logits` where nothing else needs
+    them.
+    """
     is_cut = None if kept is None else owned.cut(logits, kept.thresholds)
     log_probs = logits.sub_(logsumexp[:, None])
     scale = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs
@@ -337,7 +353,8 @@ def _logits_gradient(
         inner = log_probs.copy_(scale[:, None].expand_as(log_probs))
     else:
         grad_entropy, value = entropy
-        # -p (gl + gH (log p + H)); a probability of exactly 0 has log p = -inf and contributes nothing.
+        # -p (gl + gH (log p + H)); a probability of exactly 0 has log p = -inf and contributes
+        # nothing.
         inner = log_probs.clamp_(min=_LOWEST).add_(value[:, None])
         inner.mul_(grad_entropy[:, None]).add_(scale[:, None])
     if kept is not None and is_cut is not None:

@@ -1,14 +1,17 @@
-"""Rows to tensors and back: what one microbatch of a plan looks like to a model, packed or padded, whole or one
-context-parallel share of it. It decides nothing: which rows, how long and in which order comes from the plan.
+"""Rows to tensors and back: what one microbatch of a plan looks like to a model, packed or padded,
+whole or one context-parallel share of it. It decides nothing: which rows, how long and in which
+order comes from the plan.
 
-Everything is aligned on the predicting position: at position i of a row stand the label (token i+1), and of each token
-column the value given for token i+1. A row's last real token and all padding predict nothing. Segments are the rows in
-the microbatch's order, each with its own padding behind its real tokens (causal attention never looks at it), and after
-them one segment of trailing padding where the total is rounded up. Position ids start at 0 in every segment.
+Everything is aligned on the predicting position: at position i of a row stand the label (token
+i+1), and of each token column the value given for token i+1. A row's last real token and all
+padding predict nothing. Segments are the rows in the microbatch's order, each with its own padding
+behind its real tokens (causal attention never looks at it), and after them one segment of trailing
+padding where the total is rounded up. Position ids start at 0 in every segment.
 
-Context parallelism (`cp_size` c > 1): each segment is cut in 2c chunks, rank r holds chunks r and 2c-1-r in this order,
-and the shares are packed after cutting, in the padded layout too, where a segment is a row with its padding. Labels and
-columns are aligned before the cut; `cu_seqlens` stays global.
+Context parallelism (`cp_size` c > 1): each segment is cut in 2c chunks, rank r holds chunks r and
+2c-1-r in this order, and the shares are packed after cutting, in the padded layout too, where a
+segment is a row with its padding. Labels and columns are aligned before the cut; `cu_seqlens` stays
+global.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """One microbatch as tensors; T positions are held here, `num_tokens` = T x cp_size on all context-parallel ranks.
+    """One microbatch as tensors; T positions are held here, `num_tokens` = T x cp_size on all
+    context-parallel ranks.
 
     Example: rows [5, 6, 7] and [8, 9] packed with `padded_lengths` (4, 2) and `num_tokens` 6:
     `input_ids` [[5, 6, 7, 0, 8, 9]], `position_ids` [[0, 1, 2, 3, 0, 1]], `cu_seqlens` [0, 4, 6],
@@ -40,8 +44,8 @@ class ModelInputs:
     position_ids: Tensor
     """int64, the shape of `input_ids`."""
     cu_seqlens: Tensor | None
-    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None where `input_ids` is [R, T / R]:
-    rows are right-padded then and causal attention needs no mask."""
+    """int32 [R+1] (or [R+2] with trailing padding): segment bounds over all cp ranks. None where
+    `input_ids` is [R, T / R]: rows are right-padded then and causal attention needs no mask."""
     max_seqlen: int
     """Longest segment over all cp ranks."""
     labels: Tensor
@@ -53,7 +57,9 @@ class ModelInputs:
     columns: dict[str, Tensor]
     """[T, ...] token columns, 0 where there is no label; a name that ends in `_mask` is bool."""
     row_columns: dict[str, Tensor]
-    """[R, ...] row columns. A dummy has one pretend row of zeros, so that `row_ids` always point somewhere."""
+    """[R, ...] row columns. A dummy has one pretend row of zeros, so that `row_ids` always point
+    somewhere.
+    """
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
     num_tokens: int
@@ -66,7 +72,9 @@ class ModelInputs:
         return max(len(self.lengths), 1)
 
     def flattened(self) -> ModelInputs:
-        """The same positions as one [1, T] sequence of segments, for a model that takes nothing else."""
+        """The same positions as one [1, T] sequence of segments, for a model that takes nothing
+        else.
+        """
         if self.cu_seqlens is not None:
             return self
         num_segments, width = self.input_ids.shape
@@ -92,9 +100,9 @@ def build_inputs(
 ) -> ModelInputs:
     """The tensors of `microbatch`, whose `rows` index the columns of `shard`.
 
-    Columns: `input_ids` (Jagged), any other Jagged is a token column, any array or tensor [n, ...] of numbers a row
-    column; the rest (texts) is no input of a model and stays out. Raises ValueError where a token column is shorter
-    than its row.
+    Columns: `input_ids` (Jagged), any other Jagged is a token column, any array or tensor [n, ...]
+    of numbers a row column; the rest (texts) is no input of a model and stays out. Raises
+    ValueError where a token column is shorter than its row.
     """
     grid = _Grid.of(microbatch, spec, cp_rank)
     shape = grid.shape
@@ -136,16 +144,18 @@ def build_inputs(
 
 
 def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
-    """Per-position `values` [num_tokens] back to rows: float32 Jagged in the microbatch's row order, padding dropped.
+    """Per-position `values` [num_tokens] back to rows: float32 Jagged in the microbatch's row
+    order, padding dropped.
 
-    The shift is undone: what stood at the position that predicts token i is the value of token i; token 0, which
-    nothing predicts, has 0. With context parallelism `values` are the gathered ones (`cp_gather_positions`). A dummy
-    gives no rows.
+    The shift is undone: what stood at the position that predicts token i is the value of token i;
+    token 0, which nothing predicts, has 0. With context parallelism `values` are the gathered ones
+    (`cp_gather_positions`). A dummy gives no rows.
     """
     values = values.reshape(-1)
     if len(values) != inputs.num_tokens:
         raise ValueError(
-            f"{len(values)} values for a microbatch of {inputs.num_tokens} positions; gather the cp ranks' shares first"
+            f"{len(values)} values for a microbatch of {inputs.num_tokens} positions; gather the cp"
+            f" ranks' shares first"
         )
     flat = values.detach().to("cpu", torch.float32).numpy()
     lengths = np.array(inputs.lengths, dtype=np.int64)
@@ -158,9 +168,11 @@ def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
 
 
 def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarray:
-    """int64 [R]: tokens of each row that the mask keeps and a position predicts (not token 0, not what was cut off).
+    """int64 [R]: tokens of each row that the mask keeps and a position predicts (not token 0, not
+    what was cut off).
 
-    Counts whole rows also where this rank holds one context-parallel share of them. [1] of 0 for a dummy.
+    Counts whole rows also where this rank holds one context-parallel share of them. [1] of 0 for a
+    dummy.
     """
     if not microbatch.rows:
         return np.zeros(1, dtype=np.int64)
@@ -171,7 +183,8 @@ def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarr
 
 
 def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For segments laid end to end: segment of each position and position within it, int64 [sum(lengths)] each.
+    """For segments laid end to end: segment of each position and position within it, int64
+    [sum(lengths)] each.
 
     Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and positions [0, 1, 0, 1, 2].
     """
@@ -180,9 +193,11 @@ def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cp_chunk_positions(padded_length: int, cp_size: int, cp_rank: int) -> np.ndarray:
-    """int64 [padded_length / cp_size]: positions of one row that `cp_rank` holds, in the order it holds them.
+    """int64 [padded_length / cp_size]: positions of one row that `cp_rank` holds, in the order it
+    holds them.
 
-    Example: 8 positions on 2 ranks are chunks 01|23|45|67; rank 0 holds [0, 1, 6, 7], rank 1 [2, 3, 4, 5].
+    Example: 8 positions on 2 ranks are chunks 01|23|45|67; rank 0 holds [0, 1, 6, 7], rank 1 [2, 3,
+    4, 5].
     """
     return cp_shard_positions([padded_length], cp_size, cp_rank)
 
@@ -190,9 +205,11 @@ def cp_chunk_positions(padded_length: int, cp_size: int, cp_rank: int) -> np.nda
 def cp_shard_positions(
     padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
 ) -> np.ndarray:
-    """int64 [sum(padded_lengths) / cp_size]: positions of the pack that `cp_rank` holds; rows are cut, then packed.
+    """int64 [sum(padded_lengths) / cp_size]: positions of the pack that `cp_rank` holds; rows are
+    cut, then packed.
 
-    Raises ValueError for a padded length that is not a multiple of 2 x cp_size or a rank outside the axis.
+    Raises ValueError for a padded length that is not a multiple of 2 x cp_size or a rank outside
+    the axis.
     """
     padded = np.asarray(padded_lengths, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
@@ -206,13 +223,16 @@ def cp_shard_positions(
     chunk = padded // (2 * cp_size)
     row, position = segment_positions(2 * chunk)
     second = position >= chunk[row]
-    # The second chunk held is number 2c-1-r; `position` has already moved one chunk on when it begins.
+    # The second chunk held is number 2c-1-r; `position` has already moved one chunk on when it
+    # begins.
     skipped = np.where(second, 2 * cp_size - 2 - cp_rank, cp_rank)
     return _starts(padded)[:-1][row] + position + skipped * chunk[row]
 
 
 def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
-    """int64 [sum(padded_lengths)], the inverse: `concat(shares of rank 0, 1, ...)[result]` is the pack in order."""
+    """int64 [sum(padded_lengths)], the inverse: `concat(shares of rank 0, 1, ...)[result]` is the
+    pack in order.
+    """
     held = np.concatenate(
         [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
     )
@@ -229,7 +249,9 @@ def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where each of the T positions held here lies: NumPy index arrays, built once per microbatch."""
+    """Where each of the T positions held here lies: NumPy index arrays, built once per
+    microbatch.
+    """
 
     rows: np.ndarray  # [R] rows of the shard
     num_rows: int
@@ -267,7 +289,9 @@ class _Grid:
     def gather(
         self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
     ) -> np.ndarray:
-        """[T, ...]: the value of token `position + shift` of each position's row where `where`, `fill` elsewhere."""
+        """[T, ...]: the value of token `position + shift` of each position's row where `where`,
+        `fill` elsewhere.
+        """
         gathered = np.full((len(where), *column.values.shape[1:]), fill, dtype=column.dtype)
         if self.num_rows == 0:
             return gathered
@@ -278,7 +302,8 @@ class _Grid:
             first = segment[np.argmax(beyond)]
             row, read = self.rows[first], self.length[self.segment == first][0]
             raise ValueError(
-                f"column {name!r} has {column.lengths[row]} tokens in row {row}, but the plan reads {read}; "
+                f"column {name!r} has {column.lengths[row]} tokens in row {row}, but the plan reads"
+                f" {read}; "
                 "every token column needs a value for each token of its row"
             )
         gathered[where] = column.values[source]
@@ -301,7 +326,8 @@ def _row_column(
     column: np.ndarray | Tensor, rows: np.ndarray, device: str | torch.device
 ) -> Tensor:
     """[R, ...] on `device`; one row of zeros for a dummy."""
-    # NumPy gathers first: arrays that arrive through shared memory are read-only, which torch cannot represent.
+    # NumPy gathers first: arrays that arrive through shared memory are read-only, which torch
+    # cannot represent.
     taken = (
         torch.from_numpy(column[rows])
         if isinstance(column, np.ndarray)

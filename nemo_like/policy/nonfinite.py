@@ -24,10 +24,12 @@ class SkippedStep:
 
 @torch.no_grad()
 def row_loss_sums(loss: Loss, inputs: LossInputs) -> list[float]:
-    """Summed loss of each of the R rows of a microbatch: the loss evaluated on the positions of that row alone.
+    """Summed loss of each of the R rows of a microbatch: the loss evaluated on the positions of
+    that row alone.
 
-    Together the rows have the loss of the microbatch, as a loss is a sum over positions; a value that is not finite shows
-    which row caused it. Positions that are not trained are included: a weight of 0 does not hide an infinity in them.
+    Together the rows have the loss of the microbatch, as a loss is a sum over positions; a value
+    that is not finite shows which row caused it. Positions that are not trained are included: a
+    weight of 0 does not hide an infinity in them.
     """
     sums = []
     for row in range(len(inputs.row_num_tokens)):

@@ -1,4 +1,6 @@
-"""AdamW over whatever parameters an engine has, and the learning rate as a pure function of the optimizer step."""
+"""AdamW over whatever parameters an engine has, and the learning rate as a pure function of the
+optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
     """The rate of optimizer step `step` (0 is the first).
 
-    Warm-up rises in equal parts so that step `warmup_steps` is the first at full rate; then `cosine` and `linear` fall
-    to `min_ratio`, reached at step `decay_steps` and kept.
+    Warm-up rises in equal parts so that step `warmup_steps` is the first at full rate; then
+    `cosine` and `linear` fall to `min_ratio`, reached at step `decay_steps` and kept.
 
-    Example: lr 1, 3 steps of warm-up, linear, decay_steps 7, min_ratio 0: 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0.
-    Raises ValueError if a decaying schedule has no `decay_steps`.
+    Example: lr 1, 3 steps of warm-up, linear, decay_steps 7, min_ratio 0: 0.25, 0.5, 0.75, 1, 0.75,
+    0.5, 0.25, 0, 0. Raises ValueError if a decaying schedule has no `decay_steps`.
     """
     if step < scheduler.warmup_steps:
         return optimizer.lr * (step + 1) / (scheduler.warmup_steps + 1)
@@ -30,7 +32,8 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
         return optimizer.lr
     if scheduler.decay_steps is None:
         raise ValueError(
-            f"policy.scheduler.kind is {scheduler.kind} and decay_steps is null: it needs the number of optimizer steps"
+            f"policy.scheduler.kind is {scheduler.kind} and decay_steps is null: it needs the"
+            f" number of optimizer steps"
         )
     span = max(scheduler.decay_steps - scheduler.warmup_steps, 1)
     progress = min((step - scheduler.warmup_steps) / span, 1.0)
@@ -51,7 +54,9 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> Polic
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: norms and biases, which have one dim, are not decayed."""
+    """AdamW with weight decay on matrices only: norms and biases, which have one dim, are not
+    decayed.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {
@@ -70,14 +75,17 @@ def build_optimizer(
 
 
 class NonFiniteError(RuntimeError):
-    """Weights or optimizer state are not finite or about to overflow; nothing may be saved or exported from them."""
+    """Weights or optimizer state are not finite or about to overflow; nothing may be saved or
+    exported from them.
+    """
 
 
 def clip_factor(norm: float, max_norm: float) -> float | None:
-    """Factor, at most 1, that scales gradients of global norm `norm` down to `max_norm`; a `max_norm` of 0 never clips.
+    """Factor, at most 1, that scales gradients of global norm `norm` down to `max_norm`; a
+    `max_norm` of 0 never clips.
 
-    None when the gradients must not be applied: `norm` is not finite, or above LARGEST, where the squares that Adam's
-    second moment sums overflow in float32.
+    None when the gradients must not be applied: `norm` is not finite, or above LARGEST, where the
+    squares that Adam's second moment sums overflow in float32.
     """
     if not norm <= LARGEST:  # NaN compares false
         return None

@@ -1,4 +1,5 @@
-"""The driver's side of the policy: it plans batches, sends each dp rank its rows once, and asks the workers.
+"""The driver's side of the policy: it plans batches, sends each dp rank its rows once, and asks the
+workers.
 
 Everything here is small and on the CPU; nothing imports a model.
 """
@@ -65,8 +66,8 @@ class Policy:
     def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
         """Which rows of a batch form which microbatch on which rank, from their lengths alone.
 
-        To `evaluate`, the whole batch is one step under the scoring budget. Raises ValueError for a row above the cap
-        where `policy.oversize_rows` is `error`.
+        To `evaluate`, the whole batch is one step under the scoring budget. Raises ValueError for a
+        row above the cap where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
             self.config,
@@ -80,12 +81,15 @@ class Policy:
         return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
 
     def place(self, batch: BatchedDataDict, plan: BatchPlan) -> PlacedBatch:
-        """Give each dp rank its rows of `batch`, unpadded, for any number of calls of score, train and evaluate."""
+        """Give each dp rank its rows of `batch`, unpadded, for any number of calls of score, train
+        and evaluate.
+        """
         shards = batch.shard(plan, self._score_plan(plan))
         return PlacedBatch(plan, tuple(self.group.put(shard) for shard in shards), frozenset(batch))
 
     def score(self, placed: PlacedBatch) -> dict[str, Jagged]:
-        """`prev_logprobs` (and `reference_logprobs` where there is a reference), rows in the batch's order.
+        """`prev_logprobs` (and `reference_logprobs` where there is a reference), rows in the
+        batch's order.
 
         Float32 per token, at the sampling temperature; 0 for tokens that are not trained.
         """
@@ -102,7 +106,8 @@ class Policy:
     ) -> list[Metrics]:
         """One optimizer step per global batch of the plan, and the metrics of each.
 
-        Of `columns` (rows in the batch's order) only those travel that the placed batch does not have.
+        Of `columns` (rows in the batch's order) only those travel that the placed batch does not
+        have.
         """
         new = {name: column for name, column in (columns or {}).items() if name not in placed.names}
         rows = [placed.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
@@ -110,7 +115,9 @@ class Policy:
         return self.group.run_all_workers_sharded_data("train", placed.shards, parts, loss=loss)[0]
 
     def skipped_steps(self, placed: PlacedBatch) -> list[SkippedStep]:
-        """The optimizer steps of the last `train` that were skipped, with the loss of each row of the batch in them."""
+        """The optimizer steps of the last `train` that were skipped, with the loss of each row of
+        the batch in them.
+        """
         parts = self.group.run_all_workers_sharded_data("skipped_steps")
         rows = [
             placed.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)
@@ -136,11 +143,15 @@ class Policy:
         return awake(self.group)
 
     def probe_isolation(self) -> IsolationReport:
-        """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model see each other."""
+        """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model
+        see each other.
+        """
         return self.group.run_all_workers("probe_isolation")[self.group.topology.output_rank(0)]
 
     def check_shared_directory(self, directory: Path) -> None:
-        """Raise ConfigError unless the driver and every worker read and write the same `directory`."""
+        """Raise ConfigError unless the driver and every worker read and write the same
+        `directory`.
+        """
         locations = getattr(self.group, "locations", ())  # workers in this process have none
         check_shared(
             directory,
@@ -151,7 +162,9 @@ class Policy:
         )
 
     def save(self, directory: Path) -> list[dict[str, FileRecord]]:
-        """Weights, optimizer and schedule into `directory`, every rank its part; returns the files of each rank."""
+        """Weights, optimizer and schedule into `directory`, every rank its part; returns the files
+        of each rank.
+        """
         return self.group.run_all_workers("save", str(directory.resolve()))
 
     def load(self, directory: Path) -> None:
@@ -166,7 +179,9 @@ class Policy:
         self.group.shutdown()
 
     def _score_plan(self, plan: BatchPlan) -> BatchPlan | None:
-        """The same rows on the same ranks under the scoring budget; None where one plan serves both."""
+        """The same rows on the same ranks under the scoring budget; None where one plan serves
+        both.
+        """
         max_tokens, max_rows = microbatch_budget(self.config, "evaluate")
         if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):
             return None

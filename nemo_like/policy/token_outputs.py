@@ -1,4 +1,6 @@
-"""Log-probs of rows out of any engine: each rank's share of every microbatch, brought together and cut into rows."""
+"""Log-probs of rows out of any engine: each rank's share of every microbatch, brought together and
+cut into rows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def score_rows(
     temperature: float = 1.0,
     token_filter: SamplingFilter | None = None,
 ) -> list[Jagged]:
-    """One Jagged of float32 log-probs per microbatch, its rows in their order; 0 where `label_mask` is False.
+    """One Jagged of float32 log-probs per microbatch, its rows in their order; 0 where `label_mask`
+    is False.
 
     Every rank calls; on pipeline stages but the last the list is empty.
     """

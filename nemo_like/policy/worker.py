@@ -1,8 +1,9 @@
-"""One rank of the policy: it scores, trains and evaluates its shard. It knows plans, losses and metrics, and no engine.
+"""One rank of the policy: it scores, trains and evaluates its shard. It knows plans, losses and
+metrics, and no engine.
 
-The division that makes a step independent of how its rows were split happens here and nowhere else: the counts of the
-whole optimizer step are summed over the dp ranks before the first backward, each microbatch contributes
-loss_sum / count, and the engine sums gradients.
+The division that makes a step independent of how its rows were split happens here and nowhere else:
+the counts of the whole optimizer step are summed over the dp ranks before the first backward, each
+microbatch contributes loss_sum / count, and the engine sums gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class PolicyInfo:
 
 
 class PolicyWorker:
-    """Drives one engine, and a frozen second one as reference. `DTensorPolicyWorker` says which engines those are."""
+    """Drives one engine, and a frozen second one as reference. `DTensorPolicyWorker` says which
+    engines those are.
+    """
 
     def __init__(self, config: PolicyConfig, policy: Engine, reference: Engine | None) -> None:
         self.config = config
@@ -68,10 +71,12 @@ class PolicyWorker:
         self._skipped: list[SkippedStep] = []
 
     def score(self, shard: SlicedDataDict) -> dict[str, Jagged]:
-        """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its order.
+        """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its
+        order.
 
-        Float32 per token at the sampling temperature; 0 for tokens that are not trained. `prev_logprobs` are those of the
-        distribution that is sampled from, `reference_logprobs` those of the reference's whole distribution.
+        Float32 per token at the sampling temperature; 0 for tokens that are not trained.
+        `prev_logprobs` are those of the distribution that is sampled from, `reference_logprobs`
+        those of the reference's whole distribution.
         """
         plan = _score_plan(shard)
         rows = self._rows(shard, plan.spec)
@@ -91,9 +96,9 @@ class PolicyWorker:
     def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
         """One optimizer step for each step of the plan; `columns` join the shard's, row by row.
 
-        A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`); `skipped_steps` describes it.
-        Returns the metrics of each step, over all dp ranks and so equal on all of them. Raises NonFiniteError when a
-        step leaves weights that are not finite.
+        A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
+        `skipped_steps` describes it. Returns the metrics of each step, over all dp ranks and so
+        equal on all of them. Raises NonFiniteError when a step leaves weights that are not finite.
         """
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         rows = self._rows({**shard, **(columns or {})}, shard.plan.spec)
@@ -123,7 +128,9 @@ class PolicyWorker:
         return merge_metrics(self._policy.gather_over_dp_cp(parts))
 
     def probe_isolation(self) -> IsolationReport:
-        """Check on the model itself that rows of a microbatch do not see each other; IsolationError if they do."""
+        """Check on the model itself that rows of a microbatch do not see each other; IsolationError
+        if they do.
+        """
         return probe_isolation(
             self._policy,
             layout="packed" if self.config.sequence_packing.enabled else "padded",
@@ -144,7 +151,9 @@ class PolicyWorker:
         )
 
     def num_weight_buckets(self, max_bytes: int) -> int:
-        """Cut the weights into buckets of at most `max_bytes` for the calls of `weight_bucket` that follow."""
+        """Cut the weights into buckets of at most `max_bytes` for the calls of `weight_bucket` that
+        follow.
+        """
         itemsize = 2 if self.config.precision == "bfloat16" else 4
         shapes = self._policy.weight_shapes()
         names = list(shapes)
@@ -153,7 +162,9 @@ class PolicyWorker:
         return len(self._buckets)
 
     def weight_bucket(self, index: int) -> Bucket | None:
-        """Bucket `index` of the weights as they are now, on rank 0; the others help to gather it and return None."""
+        """Bucket `index` of the weights as they are now, on rank 0; the others help to gather it
+        and return None.
+        """
         activity.note(f"weight bucket {index + 1} of {len(self._buckets)}")
         weights = self._policy.full_weights(self._buckets[index])
         if self._policy.rank == 0:
@@ -163,7 +174,8 @@ class PolicyWorker:
         return None
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
-        """Every rank writes its part of weights, optimizer and schedule into `directory` and returns its files' records.
+        """Every rank writes its part of weights, optimizer and schedule into `directory` and
+        returns its files' records.
 
         Raises NonFiniteError, before anything is written, if a weight or a moment is not finite.
         """
@@ -178,12 +190,15 @@ class PolicyWorker:
         self._policy.load(Path(directory))
         if not self._policy.is_finite(with_moments=True):
             raise NonFiniteError(
-                f"{directory} has weights or optimizer moments that are not finite, or weights larger than {LARGEST:.2g};"
+                f"{directory} has weights or optimizer moments that are not finite, or weights"
+                f" larger than {LARGEST:.2g};"
                 " remove this checkpoint, so that an earlier one is loaded"
             )
 
     def export_hf(self, directory: str | Path) -> None:
-        """Rank 0 writes a model that transformers loads; raises NonFiniteError if a weight is not finite."""
+        """Rank 0 writes a model that transformers loads; raises NonFiniteError if a weight is not
+        finite.
+        """
         self._check_finite()
         self._policy.export_hf(Path(directory))
 
@@ -215,7 +230,9 @@ class PolicyWorker:
         return SamplingFilter.from_config(self.config.generation)
 
     def _score_options(self, loss: Loss) -> dict[str, Any]:
-        """Likelihood is of the model's own distribution, a policy gradient of the one that was sampled from."""
+        """Likelihood is of the model's own distribution, a policy gradient of the one that was
+        sampled from.
+        """
         if isinstance(loss, NllLoss):
             return {"temperature": 1.0, "with_entropy": loss.needs_entropy}
         return {
@@ -261,7 +278,9 @@ class PolicyWorker:
         return metrics | self._memory_metrics()
 
     def _memory_metrics(self) -> Metrics:
-        """The peak memory of the step: the largest of all ranks and their mean. None on a device that does not count it."""
+        """The peak memory of the step: the largest of all ranks and their mean. None on a device
+        that does not count it.
+        """
         peak = peak_memory_bytes(self._policy.device)
         if peak is None:
             return {}
@@ -279,7 +298,9 @@ class PolicyWorker:
         microbatches: Sequence[Microbatch],
         seen: Sequence[LossInputs],
     ) -> None:
-        """Keep what `skipped_steps` returns. Context-parallel ranks each hold a part of every row, which are added up."""
+        """Keep what `skipped_steps` returns. Context-parallel ranks each hold a part of every row,
+        which are added up.
+        """
         losses: dict[int, float] = {}
         for microbatch, inputs in zip(microbatches, seen, strict=bool(seen)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
@@ -293,9 +314,12 @@ class PolicyWorker:
         if not self._policy.is_finite(with_moments=with_moments):
             what = "weights or optimizer moments" if with_moments else "weights"
             raise NonFiniteError(
-                f"the policy's {what} are not finite, or larger than {LARGEST:.2g}, after optimizer step"
-                f" {self._policy.num_optimizer_steps}. They are neither saved nor exported, and no completion is sampled"
-                f" from them. Lower policy.optimizer.lr (now {self.config.optimizer.lr:g}), then run again"
+                f"the policy's {what} are not finite, or larger than {LARGEST:.2g}, after optimizer"
+                f" step"
+                f" {self._policy.num_optimizer_steps}. They are neither saved nor exported, and no"
+                f" completion is sampled"
+                f" from them. Lower policy.optimizer.lr (now {self.config.optimizer.lr:g}), then"
+                f" run again"
             )
 
 
@@ -312,7 +336,9 @@ class _Rows:
     device: torch.device
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
-        """(trained tokens, rows that have any): what the summed loss is divided by, once summed over dp ranks."""
+        """(trained tokens, rows that have any): what the summed loss is divided by, once summed
+        over dp ranks.
+        """
         counts = [self.num_trained_tokens(microbatch) for microbatch in microbatches]
         return float(sum(count.sum() for count in counts)), float(
             sum((count > 0).sum() for count in counts)
@@ -328,7 +354,9 @@ class _Rows:
         return counts
 
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
-        """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet the vocabulary."""
+        """Model inputs whose `label_mask` is narrowed to trained tokens, so that only those meet
+        the vocabulary.
+        """
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
         inputs = build_inputs(
             self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device
@@ -342,7 +370,9 @@ class _Rows:
         return dataclasses.replace(inputs, label_mask=mask, row_columns=row_columns)
 
     def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
-        """The rows of `parts` (one Jagged per microbatch) where the shard has them; 0 for tokens that were cut off."""
+        """The rows of `parts` (one Jagged per microbatch) where the shard has them; 0 for tokens
+        that were cut off.
+        """
         offsets = self.columns["input_ids"].offsets
         values = np.zeros(offsets[-1], dtype=np.float32)
         for microbatch, part in zip(microbatches, parts, strict=True):
@@ -353,7 +383,9 @@ class _Rows:
 
 @dataclass
 class _LossStep:
-    """What the engine does with the scores of a microbatch: its share of the loss, its metrics, and what it was computed from."""
+    """What the engine does with the scores of a microbatch: its share of the loss, its metrics, and
+    what it was computed from.
+    """
 
     loss: Loss
     denominator: float
@@ -401,7 +433,9 @@ def _score_plan(shard: SlicedDataDict) -> RankPlan:
 
 
 def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
-    """Every column of real numbers, one value per position; what is given per row holds for all its positions."""
+    """Every column of real numbers, one value per position; what is given per row holds for all its
+    positions.
+    """
     columns = {
         name: column.float()
         for name, column in inputs.columns.items()

@@ -1,4 +1,6 @@
-"""The same rows under every way to form batches: padding, microbatches, balance, and what each is worth."""
+"""The same rows under every way to form batches: padding, microbatches, balance, and what each is
+worth.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Strategy:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a strategy makes of the rows. A step is one optimizer step; ratios are over all steps, weighted by work."""
+    """What a strategy makes of the rows. A step is one optimizer step; ratios are over all steps,
+    weighted by work.
+    """
 
     strategy: Strategy
     plan: BatchPlan
@@ -121,8 +125,8 @@ class Outcome:
 
     @cached_property
     def over_bound(self) -> float | None:
-        """The time ranks take, waiting included, over the least that is proven possible in as many microbatches; None where
-        rows are padded, which no bound is known for."""
+        """The time ranks take, waiting included, over the least that is proven possible in as many
+        microbatches; None where rows are padded, which no bound is known for."""
         if self.plan.spec.layout == "padded":
             return None
         least = least_times(self.plan, self.plan.spec.cost)
@@ -145,7 +149,9 @@ class Comparison:
     chosen_key: str
     """The strategy that memory and pictures are about."""
     least_microbatches: float
-    """The fewest microbatches of each rank in a step that packing can do, on average: proven by the L2 bound."""
+    """The fewest microbatches of each rank in a step that packing can do, on average: proven by the
+    L2 bound.
+    """
 
     def __getitem__(self, key: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.strategy.key == key)
@@ -174,10 +180,11 @@ def strategies(
     chosen: PlanSpec | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[Strategy]:
-    """Every way to form batches under the budget of the packed `spec`, whose algorithm and balance are replaced.
+    """Every way to form batches under the budget of the packed `spec`, whose algorithm and balance
+    are replaced.
 
-    Plain padding takes `micro_batch_size` rows at a time, or as many as the budget holds of the longest row. `chosen`, where
-    it is none of them, comes last.
+    Plain padding takes `micro_batch_size` rows at a time, or as many as the budget holds of the
+    longest row. `chosen`, where it is none of them, comes last.
     """
     assert spec.max_tokens is not None
     plain = replace(
@@ -215,8 +222,8 @@ def compare(
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` under every strategy.
 
-    The chosen one is `chosen` where it is given, else the schedule by `balance`. Raises ConfigError for rows that cannot be
-    planned.
+    The chosen one is `chosen` where it is given, else the schedule by `balance`. Raises ConfigError
+    for rows that cannot be planned.
     """
     assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)

@@ -1,4 +1,6 @@
-"""Row lengths from a file: one integer per line, columns of a CSV, a field of a JSONL, or what a past run recorded."""
+"""Row lengths from a file: one integer per line, columns of a CSV, a field of a JSONL, or what a
+past run recorded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _MOST_TOKENS = 2**40
 class RowLengths:
     """How long rows are, and where each of them stands.
 
-    Example: `RowLengths(np.array([374 + 44, 396 + 109]), "conv.csv, ContextTokens + GeneratedTokens", ...)`.
+    Example: `RowLengths(np.array([374 + 44, 396 + 109]), "conv.csv, ContextTokens +
+    GeneratedTokens", ...)`.
     """
 
     values: np.ndarray
@@ -62,7 +65,8 @@ def read_lengths(
         numbers.append(number)
     if not values:
         raise ConfigError(
-            f"{shown} has no rows; give a file with one length per line, or name its --column or --field"
+            f"{shown} has no rows; give a file with one length per line, or name its --column or"
+            f" --field"
         )
     return RowLengths(
         np.asarray(values, dtype=np.int64), f"{shown}, {what}", _Places(shown, numbers)
@@ -80,7 +84,8 @@ def _text_of(path: Path) -> str:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL file"
+            f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL"
+            f" file"
         ) from error
     except OSError as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
@@ -116,7 +121,8 @@ def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tupl
                 f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}"
             )
         raise ConfigError(
-            f"{shown} has no column {missing[0]!r}; its first line names {', '.join(header) or 'nothing'}"
+            f"{shown} has no column {missing[0]!r}; its first line names"
+            f" {', '.join(header) or 'nothing'}"
         )
     indices = [header.index(name) for name in columns]
     for cells in reader:

@@ -1,8 +1,9 @@
-"""What one GPU must hold, part by part, as a function of the token budget. Arithmetic from sizes; nothing is allocated.
+"""What one GPU must hold, part by part, as a function of the token budget. Arithmetic from sizes;
+nothing is allocated.
 
-The formulas are those of what this package does: FSDP2 over dp x cp with float32 master weights and AdamW, log-probs in
-chunks, attention that saves no scores. Activations are what autograd saves in a Llama-like layer; `assumptions` spells every
-formula out beside where it was checked.
+The formulas are those of what this package does: FSDP2 over dp x cp with float32 master weights and
+AdamW, log-probs in chunks, attention that saves no scores. Activations are what autograd saves in a
+Llama-like layer; `assumptions` spells every formula out beside where it was checked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ CONTEXT_BYTES = 2 * GIB
 SAFETY_SHARE = 0.10
 """Of the rest, left to the allocator's fragmentation and to what the formulas leave out."""
 WHOLE_SHARE = 1 / 8
-"""A model whose float32 weights are at most this share of the memory stays unsharded within a step, as the engine does."""
+"""A model whose float32 weights are at most this share of the memory stays unsharded within a step,
+as the engine does.
+"""
 CPU_GIB = 32.0
 """Stands for a device without memory of its own: there the engine keeps up to 4 GiB whole."""
 MEASURED = (
-    "predicted over measured bytes per token is 0.99 - 1.04 for small real Llamas on CPU (bfloat16 and float32, with and without"
+    "predicted over measured bytes per token is 0.99 - 1.04 for small real Llamas on CPU (bfloat16"
+    " and float32, with and without"
     " checkpointing, the copies of CPU attention counted); no GPU has been measured"
 )
 
@@ -69,7 +73,9 @@ def usable_bytes(device_gib: float) -> float:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak bytes of one GPU of the busiest pipeline stage, for microbatches of up to so many tokens."""
+    """Peak bytes of one GPU of the busiest pipeline stage, for microbatches of up to so many
+    tokens.
+    """
 
     shape: ModelShape
     placement: Placement
@@ -86,7 +92,9 @@ class MemoryModel:
         )
 
     def largest_budget(self, num_bytes: float, multiple: int) -> int:
-        """The largest multiple of `multiple` tokens whose peak is at most `num_bytes`; 0 if not even one fits."""
+        """The largest multiple of `multiple` tokens whose peak is at most `num_bytes`; 0 if not
+        even one fits.
+        """
         if self.peak(multiple) > num_bytes:
             return 0
         low, high = 1, 2
@@ -119,7 +127,8 @@ class MemoryModel:
         if shape.has_head_norms:
             norms += (4 + size) * (query + key) + 4 * (shape.num_heads + shape.num_kv_heads) / tp
         inputs = 2 * size * shape.hidden_size * (1 + max(shape.num_active_experts - 1, 0) / 2)
-        # Context parallelism gathers the keys and values of whole rows: its own chunks and those before them.
+        # Context parallelism gathers the keys and values of whole rows: its own chunks and those
+        # before them.
         seen = 1 if cp == 1 else cp + 0.5
         attention = size * (2 * query + 2 * key * seen) + 4 * shape.num_heads / tp
         return norms + inputs + attention + 4 * size * shape.mlp_width / tp
@@ -133,20 +142,29 @@ class MemoryModel:
             else "layers x one layer"
         )
         lines = [
-            f"{self.shape.name}: {self.shape.num_params / 1e9:.3f} B parameters P, counted from the configuration (equal to"
+            f"{self.shape.name}: {self.shape.num_params / 1e9:.3f} B parameters P, counted from the"
+            f" configuration (equal to"
             " transformers' count for Llama, Qwen2, Qwen3 and Mixtral shapes).",
             *self._state_lines(),
-            f"activations: {kept}; a layer saves {self.activation_bytes:,.0f} bytes per token: norms 2 x (4 + c) x hidden,"
-            " projection inputs 2 c hidden, attention c (2 H d + 2 H_kv d) + 4 H, feed-forward 4 c width; c bytes per value."
+            f"activations: {kept}; a layer saves {self.activation_bytes:,.0f} bytes per token:"
+            f" norms 2 x (4 + c) x hidden,"
+            " projection inputs 2 c hidden, attention c (2 H d + 2 H_kv d) + 4 H, feed-forward 4 c"
+            " width; c bytes per value."
             f" Saved tensors equal autograd's; of the peak, {MEASURED}.",
-            "tensor parallelism divides heads and width, sequence parallelism also the norms; context parallelism divides the"
-            " tokens, but keys and values of whole rows are gathered (cp + 1/2 shares); a pipeline's first stage holds pp"
+            "tensor parallelism divides heads and width, sequence parallelism also the norms;"
+            " context parallelism divides the"
+            " tokens, but keys and values of whole rows are gathered (cp + 1/2 shares); a"
+            " pipeline's first stage holds pp"
             " microbatches.",
-            f"at the peak either logits or a layer's backward, the larger: {place.chunk_size} tokens x vocabulary x"
-            f" {self._logit_bytes} bytes of logits and the output embedding's gradient, or 2 c (width + hidden) bytes per token"
+            f"at the peak either logits or a layer's backward, the larger: {place.chunk_size}"
+            f" tokens x vocabulary x"
+            f" {self._logit_bytes} bytes of logits and the output embedding's gradient, or 2 c"
+            f" (width + hidden) bytes per token"
             " and a layer's gradients before they are reduced.",
-            f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) - {SAFETY_SHARE:.0%} of the rest"
-            " (fragmentation). Generation is not in it: a colocated generator is asleep while the policy trains.",
+            f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
+            f" {SAFETY_SHARE:.0%} of the rest"
+            " (fragmentation). Generation is not in it: a colocated generator is asleep while the"
+            " policy trains.",
         ]
         return lines
 
@@ -155,8 +173,10 @@ class MemoryModel:
         tp = place.topology.tp
         if place.engine == "megatron":
             return [
-                f"Megatron: weights {place.compute_bytes} P and gradients 4 P on every rank, AdamW with float32 master weights"
-                f" 12 P over dp x cp = {place.num_shards} (distributed optimizer); P / (tp x pp) per rank."
+                f"Megatron: weights {place.compute_bytes} P and gradients 4 P on every rank, AdamW"
+                f" with float32 master weights"
+                f" 12 P over dp x cp = {place.num_shards} (distributed optimizer); P / (tp x pp)"
+                f" per rank."
             ]
         copy = "the output embedding and two layers at a time"
         if not place.has_compute_copy:
@@ -223,7 +243,9 @@ class MemoryModel:
 
     @property
     def _head_bytes(self) -> float:
-        """Kept of the last norm and the hidden states that log-probs are computed from, per token."""
+        """Kept of the last norm and the hidden states that log-probs are computed from, per
+        token.
+        """
         size, hidden = self.placement.compute_bytes, self.shape.hidden_size
         return ((4 + size) * hidden + 4) / self._token_shares + 2 * size * hidden
 
@@ -232,7 +254,9 @@ class MemoryModel:
         return 6 if self.placement.compute_bytes == 2 else 4
 
     def _logits(self, tokens: float, embedding: float) -> float:
-        """A chunk of logits, and the gradient of the output embedding summed over chunks in float32."""
+        """A chunk of logits, and the gradient of the output embedding summed over chunks in
+        float32.
+        """
         place, size = self.placement, self.placement.compute_bytes
         chunk = (
             min(tokens, place.chunk_size)
@@ -246,7 +270,9 @@ class MemoryModel:
         return chunk + gradient + tokens * (self._head_bytes + size * self.shape.hidden_size)
 
     def _backward(self, tokens: float, is_last: bool) -> float:
-        """The last norm's backward or a layer's: gradients of activations, and those of weights before they are reduced."""
+        """The last norm's backward or a layer's: gradients of activations, and those of weights
+        before they are reduced.
+        """
         shape, place = self.shape, self.placement
         size, tp, hidden = place.compute_bytes, place.topology.tp, shape.hidden_size
         norm = (

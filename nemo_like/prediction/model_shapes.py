@@ -1,6 +1,8 @@
-"""The size of a dense or sparse decoder from its configuration: parameters counted exactly, and some shapes by name.
+"""The size of a dense or sparse decoder from its configuration: parameters counted exactly, and
+some shapes by name.
 
-A configuration is a mapping with the key names of a Hugging Face `config.json`; no weights and no library are needed.
+A configuration is a mapping with the key names of a Hugging Face `config.json`; no weights and no
+library are needed.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     mlp_width: int
-    """Of the feed-forward inner activations of one token: all its active experts together in a sparse model."""
+    """Of the feed-forward inner activations of one token: all its active experts together in a
+    sparse model.
+    """
     num_active_experts: int
     """0 in a dense model."""
     has_head_norms: bool
@@ -122,7 +126,8 @@ def load_shape(model: str) -> ModelShape:
     known = SHAPES.get(model.lower())
     if known is None:
         raise ConfigError(
-            f"unknown model {model!r}: there is no such directory or config.json, and the sizes known by name are "
+            f"unknown model {model!r}: there is no such directory or config.json, and the sizes"
+            f" known by name are "
             + ", ".join(f"{size} ({name})" for size, (name, _) in SHAPES.items())
         )
     return ModelShape.from_config(known[1], known[0])

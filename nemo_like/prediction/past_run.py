@@ -1,4 +1,6 @@
-"""What a past run left in its directory: the row lengths of every step, and the packing it logged."""
+"""What a past run left in its directory: the row lengths of every step, and the packing it
+logged.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,18 @@ class PastRun:
         return self.path / "config.yaml"
 
     def rows(self) -> RowLengths:
-        """The rows of all whole steps, step after step: the last step of an epoch may have fewer rows than the others."""
+        """The rows of all whole steps, step after step: the last step of an epoch may have fewer
+        rows than the others.
+        """
         size = max(map(len, self.steps.values()))
         whole = [lengths for lengths in self.steps.values() if len(lengths) == size]
         source = f"{len(whole):,} step{'s' * (len(whole) > 1)} of the run {shown_path(self.path)}"
         return RowLengths(np.concatenate(whole), source, is_ordered=True)
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
-        """Metric -> (what the run logged, what its lengths under `spec` come to), means over the steps that have both."""
+        """Metric -> (what the run logged, what its lengths under `spec` come to), means over the
+        steps that have both.
+        """
         steps = [
             step
             for step in self.steps
@@ -62,7 +68,9 @@ class PastRun:
 
 
 def read_run(path: Path) -> PastRun:
-    """The run that `path` (its metrics.jsonl, or its directory) belongs to. Raises ConfigError where lengths are missing."""
+    """The run that `path` (its metrics.jsonl, or its directory) belongs to. Raises ConfigError
+    where lengths are missing.
+    """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise ConfigError(f"there is no {str(path)!r}; give the metrics.jsonl in a run's directory")
@@ -83,7 +91,8 @@ def read_run(path: Path) -> PastRun:
         steps = {}
     if not any(len(lengths) for lengths in steps.values()):
         raise ConfigError(
-            f"{shown_path(folder)} has no row lengths: there is neither {shown_path(recorded)} nor {shown_path(first)}; give the"
+            f"{shown_path(folder)} has no row lengths: there is neither {shown_path(recorded)} nor"
+            f" {shown_path(first)}; give the"
             " metrics.jsonl of a run that trained a step"
         )
     logged = folder / "metrics.jsonl"

@@ -1,4 +1,6 @@
-"""`nemo-like plan` without its command line: a request of plain values in, everything a table or a page shows out."""
+"""`nemo-like plan` without its command line: a request of plain values in, everything a table or a
+page shows out.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class PlanRequest:
     """Rows of a plainly padded microbatch; None: as many of the longest row as the budget holds."""
     seed: int = 0
     chosen: PlanSpec | None = None
-    """How a configuration forms its batches, where that is among the strategies or not; its numbers are replaced."""
+    """How a configuration forms its batches, where that is among the strategies or not; its numbers
+    are replaced.
+    """
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of a past run: metric -> (what it logged, what is predicted from its lengths)."""
     notes: tuple[str, ...] = ()
@@ -71,7 +75,9 @@ class Recommendation:
     enough: int
     """From here on a whole step is one microbatch, so a larger budget buys nothing."""
     outcome: Outcome | None
-    """The chosen strategy under this budget (or under `enough`); None where the longest row does not fit."""
+    """The chosen strategy under this budget (or under `enough`); None where the longest row does
+    not fit.
+    """
     other_max_tokens: int
     """The largest budget with activation checkpointing the other way round."""
 
@@ -187,7 +193,9 @@ def sync_of(request: PlanRequest) -> Sync:
 
 
 def least_tokens(request: PlanRequest) -> float:
-    """Tokens of a microbatch below which moving the weights takes longer than computing with them; 0 where they stay."""
+    """Tokens of a microbatch below which moving the weights takes longer than computing with them;
+    0 where they stay.
+    """
     placement, shape = request.placement, request.shape
     is_whole = shape is not None and MemoryModel(shape, placement).keeps_whole
     if placement.engine == "megatron" or placement.num_shards == 1 or is_whole:
@@ -199,8 +207,8 @@ def least_tokens(request: PlanRequest) -> float:
 
 
 def enough_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> int:
-    """A budget under which every step is one microbatch per rank, whatever the packer: least-loaded dealing never exceeds the
-    mean rank plus one row."""
+    """A budget under which every step is one microbatch per rank, whatever the packer: least-loaded
+    dealing never exceeds the mean rank plus one row."""
     longest = int(lengths.max())
     steps = np.add.reduceat(lengths, np.arange(0, len(lengths), request.batch_size))
     return round_up(-(-int(steps.max()) // request.placement.topology.dp) + longest, multiple)
@@ -211,16 +219,19 @@ def _check(request: PlanRequest) -> None:
     topology, shape = request.placement.topology, request.shape
     if request.batch_size < topology.dp:
         raise ConfigError(
-            f"a batch of {request.batch_size} rows on {topology.dp} data-parallel ranks leaves some without a row; use a batch"
+            f"a batch of {request.batch_size} rows on {topology.dp} data-parallel ranks leaves some"
+            f" without a row; use a batch"
             f" of {topology.dp} rows or more, or fewer ranks"
         )
     if topology.pp > 1 and request.placement.engine == "dtensor":
         raise ConfigError(
-            f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine, or pp 1"
+            f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine,"
+            f" or pp 1"
         )
     if request.placement.sequence_parallel and topology.tp == 1:
         raise ConfigError(
-            "sequence parallelism shares what tensor parallelism leaves whole: raise tp, which is 1, or turn it off"
+            "sequence parallelism shares what tensor parallelism leaves whole: raise tp, which is"
+            " 1, or turn it off"
         )
     if shape is None:
         return
@@ -249,7 +260,8 @@ def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
     size = request.batch_size
     if len(values) < size:
         return values, [
-            f"only {len(values):,} rows are there for a batch of {size:,}: one smaller batch is planned"
+            f"only {len(values):,} rows are there for a batch of {size:,}: one smaller batch is"
+            f" planned"
         ]
     left = len(values) % size
     return values[: len(values) - left], [
@@ -271,17 +283,20 @@ def _default_budget(
     enough = enough_tokens(lengths, request, multiple)
     if fits < longest:
         return longest, (
-            f"the longest row does not fit into {request.memory_gib:g} GiB: planned with {longest:,} tokens all the same; use"
+            f"the longest row does not fit into {request.memory_gib:g} GiB: planned with"
+            f" {longest:,} tokens all the same; use"
             " activation checkpointing, more cp, tp or dp, or truncate the rows"
         )
     if fits >= enough:
         return (
             enough,
-            f"{request.budget_name} was not given: {enough:,} tokens, all that a step needs; {fits:,} would fit",
+            f"{request.budget_name} was not given: {enough:,} tokens, all that a step needs;"
+            f" {fits:,} would fit",
         )
     return (
         fits,
-        f"{request.budget_name} was not given: {fits:,} tokens, the most that fits into {request.memory_gib:g} GiB",
+        f"{request.budget_name} was not given: {fits:,} tokens, the most that fits into"
+        f" {request.memory_gib:g} GiB",
     )
 
 
@@ -303,7 +318,8 @@ def _fitted(
     if request.oversize == "error":
         raise ConfigError(
             f"{what}, the longest with {longest:,} tokens ({place}); raise it to"
-            f" {round_up(round_up(longest, spec.row_multiple), spec.total_multiple):,}, or set {request.oversize_name} to"
+            f" {round_up(round_up(longest, spec.row_multiple), spec.total_multiple):,}, or set"
+            f" {request.oversize_name} to"
             " truncate (cut the end), drop or singleton (run it alone)"
         )
     if request.oversize == "singleton":
@@ -347,7 +363,8 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     cost, topology = spec.cost, request.placement.topology
     name = "a dense 7B model (no model was given)" if request.shape is None else request.shape.name
     yield (
-        f"work of a row of L positions, padding included: {cost.linear:.4g} L + {cost.quadratic:.4g} L^2"
+        f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
+        f" {cost.quadratic:.4g} L^2"
         + (f" (sliding window {cost.window})" if cost.window else "")
         + f", forward FLOPs of {name} with causal attention; a step does three times that."
     )
@@ -358,18 +375,24 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     )
     bubble = f", times (M + {topology.pp} - 1) / M for the pipeline" if topology.pp > 1 else ""
     yield (
-        f"step time: ranks wait for each other {where}{bubble}; 1.00 is the real tokens' work spread evenly, without padding or"
+        f"step time: ranks wait for each other {where}{bubble}; 1.00 is the real tokens' work"
+        f" spread evenly, without padding or"
         " waiting. Other communication and kernel efficiency are not in it."
     )
     least = least_tokens(request)
     if least:
         yield (
-            f"a microbatch takes no less time than {least:,.0f} tokens do: FSDP2 moves the weights twice and the gradients once"
-            f" for each, (2 c + 4) bytes a parameter at {ACHIEVED_BYTES_PER_S / 1e9:.0f} GB/s, against"
-            f" {8 if request.placement.activation_checkpointing else 6} FLOPs a parameter and token at"
+            f"a microbatch takes no less time than {least:,.0f} tokens do: FSDP2 moves the weights"
+            f" twice and the gradients once"
+            f" for each, (2 c + 4) bytes a parameter at {ACHIEVED_BYTES_PER_S / 1e9:.0f} GB/s,"
+            f" against"
+            f" {8 if request.placement.activation_checkpointing else 6} FLOPs a parameter and token"
+            f" at"
             f" {ACHIEVED_FLOPS / 1e12:.0f} TFLOP/s."
         )
     yield (
-        "least: ceil(L2 / ranks) microbatches of each rank, L2 by Martello and Toth: no packing can do with fewer. over bound:"
-        " the time over the least proven possible in as many microbatches (1 is optimal; - where rows are padded)."
+        "least: ceil(L2 / ranks) microbatches of each rank, L2 by Martello and Toth: no packing can"
+        " do with fewer. over bound:"
+        " the time over the least proven possible in as many microbatches (1 is optimal; - where"
+        " rows are padded)."
     )

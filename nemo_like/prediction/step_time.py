@@ -1,9 +1,11 @@
-"""How long a planned step takes, relative to one without padding and without waiting. A model, not a measurement.
+"""How long a planned step takes, relative to one without padding and without waiting. A model, not
+a measurement.
 
-The time of a microbatch is its work: `a * L + b * L^2` summed over all positions that are computed, padding included. With
-`sync="microbatch"` ranks wait for each other at every microbatch, with `"step"` once at the end. A pipeline of p stages
-needs p - 1 turns more than it has microbatches: the time is multiplied by (M + p - 1) / M. Where weights are sharded, a
-microbatch takes no less than moving them does.
+The time of a microbatch is its work: `a * L + b * L^2` summed over all positions that are computed,
+padding included. With `sync="microbatch"` ranks wait for each other at every microbatch, with
+`"step"` once at the end. A pipeline of p stages needs p - 1 turns more than it has microbatches:
+the time is multiplied by (M + p - 1) / M. Where weights are sharded, a microbatch takes no less
+than moving them does.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from nemo_like.data.planning.plan import BatchPlan
 
 ACHIEVED_FLOPS = 400e12
 ACHIEVED_BYTES_PER_S = 300e9
-"""Of one GPU: dense bf16 arithmetic and collectives within a node, as an H100 node achieves them; only their ratio counts."""
+"""Of one GPU: dense bf16 arithmetic and collectives within a node, as an H100 node achieves them;
+only their ratio counts.
+"""
 
 
 def traffic_tokens(compute_bytes: int, *, recomputes: bool) -> float:
-    """Tokens whose arithmetic takes as long as moving the weights of a sharded model once for a microbatch.
+    """Tokens whose arithmetic takes as long as moving the weights of a sharded model once for a
+    microbatch.
 
-    Weights are gathered for forward and backward, float32 gradients are scattered: 2 c + 4 bytes a parameter, against 6 FLOPs
-    a parameter and token, 8 with recomputation. The model's size cancels.
+    Weights are gathered for forward and backward, float32 gradients are scattered: 2 c + 4 bytes a
+    parameter, against 6 FLOPs a parameter and token, 8 with recomputation. The model's size
+    cancels.
     """
     return (
         (2 * compute_bytes + 4) / (8 if recomputes else 6) * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
@@ -34,7 +40,9 @@ def traffic_tokens(compute_bytes: int, *, recomputes: bool) -> float:
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """Forward work of each microbatch over all its positions, float64 [R, M]; the alignment at its end is attended by none."""
+    """Forward work of each microbatch over all its positions, float64 [R, M]; the alignment at its
+    end is attended by none.
+    """
     work = by_microbatch(plan, cost.of(plan.padded_lengths))
     tail = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
     return work + np.where(work > 0, cost.linear * tail, cost.of(plan.num_tokens))
@@ -43,7 +51,8 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
 def step_times(
     work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, least_work: float = 0.0
 ) -> np.ndarray:
-    """Time of each optimizer step in units of work, float64 [S], from the work [R, M] of its microbatches.
+    """Time of each optimizer step in units of work, float64 [S], from the work [R, M] of its
+    microbatches.
 
     A microbatch takes no less than `least_work`.
     """
@@ -58,7 +67,9 @@ def step_times(
 
 
 def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """The work of the real tokens alone, spread evenly over the ranks, float64 [S]: nothing can be faster."""
+    """The work of the real tokens alone, spread evenly over the ranks, float64 [S]: nothing can be
+    faster.
+    """
     work = by_microbatch(plan, cost.of(plan.lengths)).sum(axis=0)
     return np.add.reduceat(work, plan.step_offsets[:-1]) / plan.spec.num_ranks
 
@@ -69,7 +80,9 @@ def rank_work(work: np.ndarray, plan: BatchPlan) -> np.ndarray:
 
 
 def least_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
-    """Fewest microbatches of each rank in each step, int64 [S], as far as the L2 bound proves. Packed rows only."""
+    """Fewest microbatches of each rank in each step, int64 [S], as far as the L2 bound proves.
+    Packed rows only.
+    """
     spec = plan.spec
     rows = [
         np.minimum(round_up_all(lengths, spec.row_multiple), spec.capacity or 1)
@@ -80,7 +93,9 @@ def least_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray
 
 
 def least_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """The least a step can take in as many microbatches under this cap, float64 [S]: proven, perhaps not reachable."""
+    """The least a step can take in as many microbatches under this cap, float64 [S]: proven,
+    perhaps not reachable.
+    """
     least, spec = [], plan.spec
     is_dummy = (np.diff(plan.offsets) == 0).reshape(plan.num_tokens.shape)
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):

@@ -1,4 +1,6 @@
-"""The pictures of a batch plan, each from plain arrays: row lengths, filled microbatches, ranks over time, memory."""
+"""The pictures of a batch plan, each from plain arrays: row lengths, filled microbatches, ranks
+over time, memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Microbatches:
 
 
 def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -> Drawing:
-    """How many rows are how long, with mean, median, p99 and, where it is near, the token budget."""
+    """How many rows are how long, with mean, median, p99 and, where it is near, the token
+    budget.
+    """
     longest = int(lengths.max())
     shows_budget = max_tokens <= 1.6 * longest
     high = 1.02 * max(longest, max_tokens if shows_budget else 0)
@@ -68,7 +72,9 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
 
 
 def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
-    """Each microbatch as a bar of real tokens and padding against the budget, fullest first; two panels side by side."""
+    """Each microbatch as a bar of real tokens and padding against the budget, fullest first; two
+    panels side by side.
+    """
     width, height, gap = (WIDTH - 32) / 2, 112, 56
     drawing = Drawing(
         WIDTH,
@@ -123,10 +129,11 @@ def _fill_panel(
 def timeline(
     panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, most_ranks: int = 64
 ) -> Drawing:
-    """One step over time, a bar per rank: real work, work on padding, and blank where the rank waits for another.
+    """One step over time, a bar per rank: real work, work on padding, and blank where the rank
+    waits for another.
 
-    All panels share the time axis, whose unit `ideal` is the real work spread evenly. The dashed line is the mean rank's
-    work, the end line the step's end.
+    All panels share the time axis, whose unit `ideal` is the real work spread evenly. The dashed
+    line is the mean rank's work, the end line the step's end.
     """
     num_ranks = min(panels[0].real.shape[0], most_ranks)
     pitch = max(2.4, min(11.0, 96 / num_ranks))
@@ -194,7 +201,9 @@ def _rank_bars(
 def memory_stack(
     bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str
 ) -> Drawing:
-    """Memory of one device by part, a bar for each (label, parts), against limits (name, size); all sizes in `unit`."""
+    """Memory of one device by part, a bar for each (label, parts), against limits (name, size); all
+    sizes in `unit`.
+    """
     pitch = 58
     most = max(sum(parts.values()) for _, parts in bars)
     height = pitch * len(bars) + 54

@@ -1,4 +1,6 @@
-"""One self-contained page: its style, its sections and its tables. No script, no resource from elsewhere."""
+"""One self-contained page: its style, its sections and its tables. No script, no resource from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """(cells, whether it is the chosen one) of each row; cells are HTML, so their text must be escaped already."""
+    """(cells, whether it is the chosen one) of each row; cells are HTML, so their text must be
+    escaped already.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
         f"<tr{' class=chosen' if is_chosen else ''}>"

@@ -1,4 +1,6 @@
-"""A plan report as one page: what the rows are like, how microbatches fill, who waits for whom, what fits in memory."""
+"""A plan report as one page: what the rows are like, how microbatches fill, who waits for whom,
+what fits in memory.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ from nemo_like.reports.terminal import (
 )
 
 _DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")
-"""What the chosen strategy is drawn beside: plain padding, padding by length, and the usual packer dealt to ranks in turn."""
+"""What the chosen strategy is drawn beside: plain padding, padding by length, and the usual packer
+dealt to ranks in turn.
+"""
 _COLUMNS = (
-    "Over least: microbatches over the fewest proven possible. Rank: the busiest over the mean. Over bound: time over the"
-    " least proven possible. Step time: 1 is the real tokens' work spread evenly. A packer's bins are dealt to ranks in turn."
+    "Over least: microbatches over the fewest proven possible. Rank: the busiest over the mean."
+    " Over bound: time over the"
+    " least proven possible. Step time: 1 is the real tokens' work spread evenly. A packer's bins"
+    " are dealt to ranks in turn."
 )
 _TIMELINE_LEGEND = (
     ("real", "work on tokens"),
@@ -87,7 +93,8 @@ def _body(report: PlanReport) -> Iterator[str]:
     where = "at every microbatch" if report.spec.sync == "microbatch" else "once, at the step's end"
     yield section(
         "Who waits for whom",
-        f"{of}. A row is a data-parallel rank; ranks wait for each other {where}. Time 1 is the real tokens' work spread evenly.",
+        f"{of}. A row is a data-parallel rank; ranks wait for each other {where}. Time 1 is the"
+        f" real tokens' work spread evenly.",
         legend(_TIMELINE_LEGEND),
         timeline(
             [_work(outcome) for outcome in drawn],

@@ -1,4 +1,6 @@
-"""A plan report as plain values for JSON. README.md says what the keys mean; a key is never renamed within a format number."""
+"""A plan report as plain values for JSON. README.md says what the keys mean; a key is never renamed
+within a format number.
+"""
 
 from __future__ import annotations
 

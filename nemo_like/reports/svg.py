@@ -1,4 +1,6 @@
-"""Drawing with numbers: scales, rectangles, lines and text as one inline SVG. It knows colours only by the names of page.py."""
+"""Drawing with numbers: scales, rectangles, lines and text as one inline SVG. It knows colours only
+by the names of page.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Scale:
         return self.start + (self.stop - self.start) * value / self.high
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Round values from 0 up to `high`, at most about `most`. Example: high 14089 gives 0, 2500, ... 12500."""
+        """Round values from 0 up to `high`, at most about `most`. Example: high 14089 gives 0,
+        2500, ... 12500.
+        """
         rough = self.high / most
         magnitude = 10.0 ** math.floor(math.log10(rough))
         step = magnitude * next(
@@ -33,7 +37,9 @@ class Scale:
 
 
 class Drawing:
-    """An SVG of `width` x `height` units, as wide as its column on the page. `label` is what a screen reader says."""
+    """An SVG of `width` x `height` units, as wide as its column on the page. `label` is what a
+    screen reader says.
+    """
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
@@ -78,7 +84,8 @@ class Drawing:
 def spread_labels(
     positions: list[float], widths: list[float], low: float, high: float
 ) -> list[float]:
-    """Centres for labels of these widths, in the order of `positions`, moved apart until none overlaps another.
+    """Centres for labels of these widths, in the order of `positions`, moved apart until none
+    overlaps another.
 
     Example: centres 10 and 12 of width 20 each in 0 to 100 become 10 and 30.
     """

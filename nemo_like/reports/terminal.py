@@ -65,9 +65,12 @@ def headline(report: PlanReport) -> list[str]:
     )
     steps = f"{comparison.num_steps:,} step{'s' * (comparison.num_steps > 1)}"
     return [
-        f"{len(lengths):,} rows from {request.rows.source}: {steps} of {comparison.batch_size:,} rows",
-        f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f}, longest {lengths.max():,}",
-        f"{model}{request.placement.topology}, {request.placement.precision}, microbatches of at most"
+        f"{len(lengths):,} rows from {request.rows.source}: {steps} of {comparison.batch_size:,}"
+        f" rows",
+        f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"
+        f" longest {lengths.max():,}",
+        f"{model}{request.placement.topology}, {request.placement.precision}, microbatches of at"
+        f" most"
         f" {report.max_tokens:,} tokens, ranks wait once per {report.spec.sync}",
     ]
 
@@ -101,8 +104,10 @@ def verdict(report: PlanReport) -> str:
     chosen, baseline = comparison.chosen, comparison.baseline
     bubble = ", the pipeline's bubble included" if report.request.placement.topology.pp > 1 else ""
     return (
-        f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of {baseline.strategy.title}"
-        f" ({comparison['padded/batch'].step_time / chosen.step_time:.2f}x of padding to the batch),"
+        f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of"
+        f" {baseline.strategy.title}"
+        f" ({comparison['padded/batch'].step_time / chosen.step_time:.2f}x of padding to the"
+        f" batch),"
         f" {chosen.step_time - 1:.1%} above a step without padding or waiting{bubble}"
     )
 
@@ -118,7 +123,8 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
             f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
         ]
     lines = [
-        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose peak fits into {usable}"
+        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose"
+        f" peak fits into {usable}"
     ]
     outcome, chosen = recommendation.outcome, report.comparison.chosen
     if outcome is None:
@@ -126,12 +132,15 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
     elif outcome.max_tokens != report.max_tokens:
         gain = chosen.step_time / outcome.step_time - 1.0
         lines.append(
-            f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of {chosen.num_microbatches:.2f}"
-            f" microbatches per step, step time {outcome.step_time:.3f} instead of {chosen.step_time:.3f} ({gain:+.1%} speed)"
+            f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of"
+            f" {chosen.num_microbatches:.2f}"
+            f" microbatches per step, step time {outcome.step_time:.3f} instead of"
+            f" {chosen.step_time:.3f} ({gain:+.1%} speed)"
         )
     if recommendation.max_tokens > recommendation.enough:
         lines.append(
-            f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys nothing"
+            f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys"
+            f" nothing"
         )
     return [*lines, _other_way(recommendation, report)]
 

@@ -10,11 +10,13 @@ from nemo_like.metrics import Max, Mean, Metrics, Min
 def reward_metrics(
     rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
 ) -> Metrics:
-    """Mean, spread and extremes of the reward, the mean of each named component, and groups without spread.
+    """Mean, spread and extremes of the reward, the mean of each named component, and groups without
+    spread.
 
-    A group without spread has equal rewards and does not train the policy. `reward/frac_groups_zero_std` is the share of
-    such groups; `reward/frac_groups_all_worst` and `reward/frac_groups_all_best` the shares of groups whose rewards all
-    equal the lowest or the highest reward of the batch. Where the whole batch has one reward, it is neither: both are 0.
+    A group without spread has equal rewards and does not train the policy.
+    `reward/frac_groups_zero_std` is the share of such groups; `reward/frac_groups_all_worst` and
+    `reward/frac_groups_all_best` the shares of groups whose rewards all equal the lowest or the
+    highest reward of the batch. Where the whole batch has one reward, it is neither: both are 0.
     `reward/frac_groups_all_zero` is the share of groups whose rewards are all 0.
     """
     _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)

@@ -1,4 +1,6 @@
-"""Prompts in, scored rows out: sample a group of completions per prompt, score them, and lay them out as training rows."""
+"""Prompts in, scored rows out: sample a group of completions per prompt, score them, and lay them
+out as training rows.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from nemo_like.rollout.reward_metrics import reward_metrics
 class Rollout:
     """P prompts x G completions = B rows, prompt-major.
 
-    `batch` columns: `input_ids`, `token_mask`, `generation_logprobs` (Jagged over prompt + completion), `length`, `reward`,
-    `group`, `row_mask` ([B]).
+    `batch` columns: `input_ids`, `token_mask`, `generation_logprobs` (Jagged over prompt +
+    completion), `length`, `reward`, `group`, `row_mask` ([B]).
     """
 
     batch: BatchedDataDict
@@ -78,7 +80,9 @@ class Rollout:
 
 
 def row_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
-    """uint64 [num_rows]: the sampling stream of each row, a function of the run's seed and the step, so resume is exact."""
+    """uint64 [num_rows]: the sampling stream of each row, a function of the run's seed and the
+    step, so resume is exact.
+    """
     return np.random.SeedSequence((seed, step)).generate_state(num_rows, np.uint64)
 
 
@@ -95,7 +99,8 @@ def collect(
     weight_version: int,
     timers: Timers,
 ) -> Rollout:
-    """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build rows.
+    """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build
+    rows.
 
     Raises RuntimeError if the generator's weights are not of `weight_version`.
     """
@@ -107,8 +112,10 @@ def collect(
         )
     if completions.weight_version != weight_version:
         raise RuntimeError(
-            f"the completions were sampled with weights of version {completions.weight_version}, but step"
-            f" {weight_version} needs version {weight_version}; the weights were not pushed to the generator"
+            f"the completions were sampled with weights of version {completions.weight_version},"
+            f" but step"
+            f" {weight_version} needs version {weight_version}; the weights were not pushed to the"
+            f" generator"
         )
     texts = tokenizer.batch_decode(
         [ids.tolist() for ids in completions.token_ids], skip_special_tokens=True
@@ -126,7 +133,9 @@ def collect(
 
 
 def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataDict:
-    """Prompt and completion end to end; only completion tokens are trained and carry the sampler's log-probs."""
+    """Prompt and completion end to end; only completion tokens are trained and carry the sampler's
+    log-probs.
+    """
     rows = range(len(prompt_ids))
     prompts = prompt_ids.lengths
     input_ids = Jagged.from_rows(

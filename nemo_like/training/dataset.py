@@ -1,4 +1,6 @@
-"""Where a run's rows come from: files, encoded with the model's tokenizer, checked, and shuffled by a loader."""
+"""Where a run's rows come from: files, encoded with the model's tokenizer, checked, and shuffled by
+a loader.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
-    """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for missing files.
+    """The tokenizer of the policy with its chat template, or the one given. Raises ConfigError for
+    missing files.
 
     With `local_files_only` a hub name must be in this machine's cache.
     """
@@ -64,14 +67,17 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory of a Hugging"
-            " Face model with its tokenizer, or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory of a"
+            f" Hugging"
+            " Face model with its tokenizer, or a hub name such as"
+            " HuggingFaceTB/SmolLM2-135M-Instruct"
         ) from error
     if config.policy.chat_template is not None:
         path = Path(config.policy.chat_template)
         if not path.is_file():
             raise ConfigError(
-                f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave it null"
+                f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave"
+                f" it null"
             )
         try:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
@@ -93,7 +99,8 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
         Exception
     ) as error:  # values of the wrong type in tokenizer_config.json are first noticed in use
         raise ConfigError(
-            f"{key}: the tokenizer of {name!r} cannot be used ({type(error).__name__}: {error}); correct its"
+            f"{key}: the tokenizer of {name!r} cannot be used ({type(error).__name__}: {error});"
+            f" correct its"
             " tokenizer_config.json, or save the tokenizer again"
         ) from error
 
@@ -127,7 +134,8 @@ def weight_file_problem(path: Path) -> str | None:
 
 
 def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> PretrainedConfig:
-    """The model's configuration; raises ConfigError if a file of the model is missing or `parallel` does not divide it.
+    """The model's configuration; raises ConfigError if a file of the model is missing or `parallel`
+    does not divide it.
 
     With `local_files_only` a hub name must be in this machine's cache.
     """
@@ -153,7 +161,8 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
             problem = weight_file_problem(file)
             if problem is not None:
                 raise ConfigError(
-                    f"{key}but its file {shown_path(file)} {problem}; download or export the model again"
+                    f"{key}but its file {shown_path(file)} {problem}; download or export the model"
+                    f" again"
                 )
     try:
         model_config = load_model_config(
@@ -163,12 +172,14 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
         if path.is_dir() or isinstance(error, ValueError):
             raise ConfigError(f"{key}whose config.json cannot be used: {error}") from error
         raise ConfigError(
-            f"{key}but there is no such directory, and no model of that name in this machine's Hugging Face cache"
+            f"{key}but there is no such directory, and no model of that name in this machine's"
+            f" Hugging Face cache"
         ) from error
     _check_sizes(model_config, key)
     if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
         raise ConfigError(
-            "policy.engine is megatron, but megatron-core is not installed: pip install 'nemo-like[megatron]'"
+            "policy.engine is megatron, but megatron-core is not installed: pip install"
+            " 'nemo-like[megatron]'"
         )
     if config.policy.engine == "megatron":
         check_model_config(model_config, name)
@@ -177,7 +188,9 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
 
 
 def _weight_files(folder: Path, key: str) -> list[Path]:
-    """The safetensors files of a model directory, with those that its index names. Raises ConfigError for a bad index."""
+    """The safetensors files of a model directory, with those that its index names. Raises
+    ConfigError for a bad index.
+    """
     files = {file.name for file in folder.glob("*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -193,7 +206,8 @@ def _weight_files(folder: Path, key: str) -> list[Path]:
             RecursionError,
         ) as error:
             raise ConfigError(
-                f"{key}but its file {shown_path(index)} is not an index of weight files ({type(error).__name__}: {error})"
+                f"{key}but its file {shown_path(index)} is not an index of weight files"
+                f" ({type(error).__name__}: {error})"
             ) from error
         if not is_plain:
             raise ConfigError(
@@ -204,18 +218,23 @@ def _weight_files(folder: Path, key: str) -> list[Path]:
 
 
 def _check_sizes(model_config: PretrainedConfig, key: str) -> None:
-    """Raises ConfigError for a size of the model that is not a positive integer. `key` begins the message."""
+    """Raises ConfigError for a size of the model that is not a positive integer. `key` begins the
+    message.
+    """
     text_config = getattr(model_config, "text_config", None) or model_config
     for name in _SIZES:
         size = getattr(text_config, name, None)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(
-                f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive integer"
+                f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive"
+                f" integer"
             )
 
 
 def _is_hub_name(name: str) -> bool:
-    """Only a full hub name is looked for over the network; a mistyped path would wait there for nothing."""
+    """Only a full hub name is looked for over the network; a mistyped path would wait there for
+    nothing.
+    """
     return not Path(name).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 
@@ -251,7 +270,9 @@ class SftSource:
         return in_epochs if sft.max_num_steps is None else min(in_epochs, sft.max_num_steps)
 
     def last_step(self, loader: RowLoader[EncodedRow], step: int) -> int:
-        """The step at which the run ends, for a loader that stands behind `step`; `num_steps` unless rows changed."""
+        """The step at which the run ends, for a loader that stands behind `step`; `num_steps`
+        unless rows changed.
+        """
         in_epochs = step + loader.batches_left(self.config.sft.max_num_epochs, self.rows.is_kept)
         limit = self.config.sft.max_num_steps
         return in_epochs if limit is None else min(in_epochs, limit)
@@ -308,7 +329,9 @@ class PromptSource:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps of the run; the last step of an epoch may have fewer prompts, and so fewer of them."""
+        """Optimizer steps of the run; the last step of an epoch may have fewer prompts, and so
+        fewer of them.
+        """
         grpo, last_batch = self.config.grpo, self.config.data.last_batch
         batch_size = self.config.policy.train_global_batch_size
         num_prompts = self.rows.num_kept
@@ -350,7 +373,9 @@ def load_training(config: RunConfig, purpose: Literal["sft", "rl"], progress: Pr
 
 
 def load_validation(config: RunConfig, purpose: Literal["sft", "rl"]) -> Rows | None:
-    """The held-out rows, None where no file is named. Raises ConfigError for a missing or empty file, or a bad line."""
+    """The held-out rows, None where no file is named. Raises ConfigError for a missing or empty
+    file, or a bad line.
+    """
     data = config.data
     if data.validation_path is None:
         return None

@@ -1,4 +1,6 @@
-"""Rows of a file as the token ids a run works with: encoded once, ahead of the steps, long ones as the config says."""
+"""Rows of a file as the token ids a run works with: encoded once, ahead of the steps, long ones as
+the config says.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _POLICY_KEYS = (
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
-    """One SFT row; None if it is too long and `policy.oversize_rows` is drop. Raises ConfigError if that is error."""
+    """One SFT row; None if it is too long and `policy.oversize_rows` is drop. Raises ConfigError if
+    that is error.
+    """
     encoded = encoder.encode_sft(conversation(row), row_tools(row))
     limit, length = config.policy.max_total_sequence_length, len(encoded.input_ids)
     if length <= limit or config.policy.oversize_rows == "singleton":
@@ -40,7 +44,8 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
     if config.policy.oversize_rows == "drop":
         return None
     raise ConfigError(
-        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or set policy.oversize_rows"
+        f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or"
+        f" set policy.oversize_rows"
         " to truncate (cut the end), drop (leave the row out) or singleton (run it alone)"
     )
 
@@ -48,8 +53,8 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
 def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
     """The prompt of one row, without trained tokens.
 
-    A prompt that leaves no room for a completion is cut at its beginning, so that `max_new_tokens` fit behind it, or None,
-    or a ConfigError, as `policy.oversize_rows` says.
+    A prompt that leaves no room for a completion is cut at its beginning, so that `max_new_tokens`
+    fit behind it, or None, or a ConfigError, as `policy.oversize_rows` says.
     """
     asked = question(row)
     token_ids = encoder.encode_prompt(asked.messages, asked.tools)
@@ -60,8 +65,10 @@ def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> Encode
             return None
         if policy.oversize_rows != "truncate":
             raise ConfigError(
-                f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so there is no room for a"
-                " completion; raise it, or set policy.oversize_rows to truncate (cut the beginning) or drop (leave the row out)"
+                f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
+                f" there is no room for a"
+                " completion; raise it, or set policy.oversize_rows to truncate (cut the beginning)"
+                " or drop (leave the row out)"
             )
         token_ids = token_ids[-max(limit - policy.generation.max_new_tokens, 1) :]
     return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
@@ -119,10 +126,12 @@ def open_training_rows(config: RunConfig, encoder: ChatEncoder, rows: Rows) -> E
 def start_encoding(
     config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
 ) -> None:
-    """Begin to encode the rows that the run will visit: the first `num_needed` of `order`, int64 [N].
+    """Begin to encode the rows that the run will visit: the first `num_needed` of `order`, int64
+    [N].
 
-    With `policy.oversize_rows=drop` that is every row, and all are encoded when this returns, because the number of steps
-    depends on how many are left. Raises ConfigError for a bad row that is found at once.
+    With `policy.oversize_rows=drop` that is every row, and all are encoded when this returns,
+    because the number of steps depends on how many are left. Raises ConfigError for a bad row that
+    is found at once.
     """
     if config.policy.oversize_rows != "drop":
         rows.start(order[:num_needed])
@@ -132,7 +141,8 @@ def start_encoding(
 
 
 def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) -> None:
-    """Wait for the rows that `start_encoding` began with, at most `data.encoding_timeout_s`, and say what was left out.
+    """Wait for the rows that `start_encoding` began with, at most `data.encoding_timeout_s`, and
+    say what was left out.
 
     Raises ConfigError for a bad row.
     """
@@ -143,13 +153,15 @@ def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) ->
         done = rows.finish(phase.advance, None if must_wait else config.data.encoding_timeout_s)
     if not done:
         progress.say(
-            f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after data.encoding_timeout_s; the others are"
+            f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after"
+            f" data.encoding_timeout_s; the others are"
             " encoded and checked during training"
         )
     dropped = np.flatnonzero(~rows.is_kept)
     if len(dropped):
         progress.say(
-            f"policy.oversize_rows=drop leaves {len(dropped):,} of {len(rows):,} rows out, the first is"
+            f"policy.oversize_rows=drop leaves {len(dropped):,} of {len(rows):,} rows out, the"
+            f" first is"
             f" {rows.place(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"
         )

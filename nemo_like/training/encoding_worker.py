@@ -1,4 +1,6 @@
-"""What an encoding process runs: `python -m nemo_like.training.encoding_worker`, see `data.encoding_pool`."""
+"""What an encoding process runs: `python -m nemo_like.training.encoding_worker`, see
+`data.encoding_pool`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nemo_like.training.encoding import encode_conversation, encode_question
 
 
 def open_encode(setup: dict[str, Any]) -> Callable[[Row], tuple[EncodedRow | None, str | None]]:
-    """The encoding that `encoding.encoding_setup` describes. The driver has checked the files, so they are read locally."""
+    """The encoding that `encoding.encoding_setup` describes. The driver has checked the files, so
+    they are read locally.
+    """
     import_transformers_without_torch()
     generation = GenerationConfig(max_new_tokens=setup["max_new_tokens"])
     policy = PolicyConfig(**setup["policy"], generation=generation)

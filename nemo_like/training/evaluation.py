@@ -16,7 +16,9 @@ _SEED_OFFSET = 2**31
 
 
 def is_due(step: int, period: int, total: int) -> bool:
-    """Whether something with `period` (0: never in between) happens after `step` of `total`; it always does at the end."""
+    """Whether something with `period` (0: never in between) happens after `step` of `total`; it
+    always does at the end.
+    """
     return step == total or (period > 0 and step % period == 0)
 
 
@@ -25,7 +27,8 @@ def score_answers(
 ) -> Metrics:
     """Metrics `validation/*` of one completion per prompt; none without prompts.
 
-    The generator must have the weights of `step`; RuntimeError if its completions carry another version.
+    The generator must have the weights of `step`; RuntimeError if its completions carry another
+    version.
     """
     if not prompts:
         return {}

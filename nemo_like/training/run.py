@@ -1,4 +1,6 @@
-"""What every run shares: its directory, its workers, resume, saving and logging. The loops are in `sft` and `grpo`."""
+"""What every run shares: its directory, its workers, resume, saving and logging. The loops are in
+`sft` and `grpo`.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ class Job:
     def begin(self, loader: RowLoader) -> int:
         """The step to start from: 0, or that of the checkpoint, with policy and loader restored.
 
-        The first change to the files of an existing run happens here, after everything that can refuse it has passed.
+        The first change to the files of an existing run happens here, after everything that can
+        refuse it has passed.
         """
         step = 0
         if self.resumed is not None:
@@ -134,7 +137,8 @@ class Job:
     def sync_weights(self, version: int) -> None:
         """Push the policy's weights to the generator; its completions carry `version` afterwards.
 
-        The version of a run's weights is the number of steps done. Call inside `workplace.training()`.
+        The version of a run's weights is the number of steps done. Call inside
+        `workplace.training()`.
         """
         assert self.workplace.generator is not None, "only a run that generates has a generator"
         push(self.policy.group, self.workplace.generator.group, version)
@@ -162,8 +166,8 @@ class Job:
     def next_rows(self, loader: RowLoader[Value], step: int) -> list[Value]:
         """Return the batch after `step`; how long the run waited for its encoding is logged.
 
-        Raises ConfigError for a bad row, after a checkpoint of `step`: rows that the run has not reached may be
-        corrected, so that a resume loses nothing.
+        Raises ConfigError for a bad row, after a checkpoint of `step`: rows that the run has not
+        reached may be corrected, so that a resume loses nothing.
         """
         try:
             with self.timers("data_wait"):
@@ -173,7 +177,8 @@ class Job:
                 raise
             self.save_if_due(step, loader, is_last=True)
             raise ConfigError(
-                f"{error}. The run stopped after step {step} and saved it: resume=true continues with the corrected file"
+                f"{error}. The run stopped after step {step} and saved it: resume=true continues"
+                f" with the corrected file"
             ) from error
         self.note({"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)})
         return rows
@@ -213,7 +218,9 @@ class Job:
         self.first = values | self.first
 
     def save_if_due(self, step: int, loader: RowLoader, *, is_last: bool) -> None:
-        """Write a checkpoint if this step is due; its time counts to the next step's `timing/checkpoint_s`."""
+        """Write a checkpoint if this step is due; its time counts to the next step's
+        `timing/checkpoint_s`.
+        """
         if self.checkpointer.should_save(step, is_last=is_last):
             self.save(step, loader)
 
@@ -245,10 +252,13 @@ class Job:
         raise RunStopped(f"stopped by {reason} after step {step}: {then}", self.stop.exit_code)
 
     def finish(self, step: int) -> RunResult:
-        """Export the model and say where everything is. Raises RunStopped instead after a stop request."""
+        """Export the model and say where everything is. Raises RunStopped instead after a stop
+        request.
+        """
         if self.stop.reason is not None and self.config.checkpointing.export_hf:
             raise RunStopped(
-                f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes the export",
+                f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes"
+                f" the export",
                 self.stop.exit_code,
             )
         self.stop.finish_steps(enabled=False)
@@ -286,10 +296,11 @@ def open_job(
     num_steps: int,
     num_optimizer_steps: int,
 ) -> Iterator[Job]:
-    """Lock the run directory, find the checkpoint, start the workers and check them; everything closes with the block.
+    """Lock the run directory, find the checkpoint, start the workers and check them; everything
+    closes with the block.
 
-    Raises ConfigError or CheckpointError where the run cannot start. Nothing of an existing run has changed then: its
-    files change in `Job.begin`.
+    Raises ConfigError or CheckpointError where the run cannot start. Nothing of an existing run has
+    changed then: its files change in `Job.begin`.
     """
     plain = to_dict(config)
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))

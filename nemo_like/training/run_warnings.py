@@ -1,4 +1,6 @@
-"""What is legal in a config, and probably not intended: rows, steps, directories and precision. One sentence each."""
+"""What is legal in a config, and probably not intended: rows, steps, directories and precision. One
+sentence each.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
         )
     if isinstance(config, SftRunConfig) and not any(map(_has_answer, rows.rows)):
         yield (
-            f"every assistant turn of {config.data.train_path} is empty, so the model learns to answer nothing;"
+            f"every assistant turn of {config.data.train_path} is empty, so the model learns to"
+            f" answer nothing;"
             " check which columns hold the answers"
         )
 
@@ -49,14 +52,18 @@ def step_warnings(config: SftRunConfig, num_steps: int) -> Iterator[str]:
 
 
 def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> Iterator[str]:
-    """bfloat16 on a CPU that has no instructions for it. `cpu_flags` are this machine's by default."""
+    """bfloat16 on a CPU that has no instructions for it. `cpu_flags` are this machine's by
+    default.
+    """
     if config.policy.precision != "bfloat16" or config.cluster.gpus_per_node > 0:
         return
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
     if flags and not flags & _BFLOAT16_FLAGS:
         yield (
-            "policy.precision is bfloat16, but this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16), so the run is"
-            " about 20 times slower than in float32; set policy.precision to float32, or use GPUs (cluster.gpus_per_node)"
+            "policy.precision is bfloat16, but this CPU has no bfloat16 instructions (avx512_bf16,"
+            " amx_bf16), so the run is"
+            " about 20 times slower than in float32; set policy.precision to float32, or use GPUs"
+            " (cluster.gpus_per_node)"
         )
 
 
@@ -71,8 +78,10 @@ def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
     warmup = config.policy.scheduler.warmup_steps
     if warmup > num_steps:
         yield (
-            f"policy.scheduler.warmup_steps is {warmup}, but the run has {num_steps} optimizer steps, so the learning rate"
-            f" ends at {num_steps / warmup:.0%} of policy.optimizer.lr; set it to {num_steps} or less"
+            f"policy.scheduler.warmup_steps is {warmup}, but the run has {num_steps} optimizer"
+            f" steps, so the learning rate"
+            f" ends at {num_steps / warmup:.0%} of policy.optimizer.lr; set it to {num_steps} or"
+            f" less"
         )
 
 
@@ -82,7 +91,8 @@ def _replica_warnings(config: RunConfig) -> Iterator[str]:
         holders = "workers" if replica_size(config.parallel) == 1 else "copies of the model"
         below, above = batch // replicas * replicas, -(-batch // replicas) * replicas
         yield (
-            f"policy.train_global_batch_size {batch} does not divide by the {replicas} {holders}, so some have more rows"
+            f"policy.train_global_batch_size {batch} does not divide by the {replicas} {holders},"
+            f" so some have more rows"
             f" than others in every step; {f'{below} or ' if below else ''}{above} would divide"
         )
 
@@ -96,7 +106,8 @@ def _directory_warnings(config: RunConfig) -> Iterator[str]:
         problem = f"{path} is not a directory"
     else:
         try:
-            # Asking for permissions is not enough: root has them all, also on a read-only file system.
+            # Asking for permissions is not enough: root has them all, also on a read-only file
+            # system.
             with tempfile.TemporaryDirectory(prefix=".nemo-like-", dir=path):
                 pass
         except OSError as error:

@@ -1,8 +1,10 @@
-"""Optimizer steps that are skipped because the loss or the gradients are not finite: counting, recording, stopping.
+"""Optimizer steps that are skipped because the loss or the gradients are not finite: counting,
+recording, stopping.
 
-The rows of a skipped step are consumed: weights, optimizer state and learning-rate schedule stay as they were and the
-run continues with the next batch. When more than `policy.max_skipped_steps` optimizer steps in a row are skipped, the
-run saves a checkpoint after the current step and stops; a resumed run continues behind the skipped rows.
+The rows of a skipped step are consumed: weights, optimizer state and learning-rate schedule stay as
+they were and the run continues with the next batch. When more than `policy.max_skipped_steps`
+optimizer steps in a row are skipped, the run saves a checkpoint after the current step and stops; a
+resumed run continues behind the skipped rows.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ class TrainedBatch:
 
 
 def train(job: Job, placed: PlacedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
-    """Train on the placed batch; count skipped optimizer steps and write their rows to `<run>/skipped/step_<N>.jsonl`.
+    """Train on the placed batch; count skipped optimizer steps and write their rows to
+    `<run>/skipped/step_<N>.jsonl`.
 
-    Raises NonFiniteError if an optimizer step left weights that are not finite. `stop_if_too_many` has to follow, after
-    the step is logged.
+    Raises NonFiniteError if an optimizer step left weights that are not finite. `stop_if_too_many`
+    has to follow, after the step is logged.
     """
     try:
         steps = job.policy.train(placed, trained.columns, loss)
@@ -80,27 +83,35 @@ def train(job: Job, placed: PlacedBatch, trained: TrainedBatch, loss: Loss) -> M
 
 
 def stop_if_too_many(job: Job, step: int, loader: RowLoader) -> None:
-    """Save step `step` and raise SkippedStepsError if more steps in a row were skipped than allowed."""
+    """Save step `step` and raise SkippedStepsError if more steps in a row were skipped than
+    allowed.
+    """
     limit, in_a_row = job.config.policy.max_skipped_steps, job.num_skipped_in_a_row
     if in_a_row <= limit:
         return
     job.counters[IN_A_ROW] = 0.0  # a resumed run starts to count anew
     job.save_if_due(step, loader, is_last=True)
     saved = (
-        f"Step {step} was saved with the last finite weights, and a resumed run continues with the rows after it"
+        f"Step {step} was saved with the last finite weights, and a resumed run continues with the"
+        f" rows after it"
         if job.config.checkpointing.enabled
         else "Nothing was saved, as checkpointing.enabled is false"
     )
     raise SkippedStepsError(
-        f"{in_a_row} optimizer steps in a row were skipped up to step {step}, more than policy.max_skipped_steps={limit}"
-        f" allows: their loss or gradients were not finite. Their rows are in {job.run.skipped(step).parent}. {saved}."
-        f" Remove such rows, lower policy.optimizer.lr (now {job.config.policy.optimizer.lr:g}), or raise"
+        f"{in_a_row} optimizer steps in a row were skipped up to step {step}, more than"
+        f" policy.max_skipped_steps={limit}"
+        f" allows: their loss or gradients were not finite. Their rows are in"
+        f" {job.run.skipped(step).parent}. {saved}."
+        f" Remove such rows, lower policy.optimizer.lr (now {job.config.policy.optimizer.lr:g}), or"
+        f" raise"
         " policy.max_skipped_steps"
     )
 
 
 def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
-    """Update the totals; returns the largest number of skipped steps in a row that these steps reached."""
+    """Update the totals; returns the largest number of skipped steps in a row that these steps
+    reached.
+    """
     longest = in_a_row = int(counters.get(IN_A_ROW, 0.0))
     for is_skipped in skipped:
         in_a_row = in_a_row + 1 if is_skipped else 0
@@ -111,7 +122,9 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
 
 
 def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The rows with a loss that is not finite; all rows of the optimizer step if every loss is finite."""
+    """The rows with a loss that is not finite; all rows of the optimizer step if every loss is
+    finite.
+    """
     losses = dict(sorted(step.row_losses.items()))
     responsible = {row: loss for row, loss in losses.items() if not math.isfinite(loss)}
     for row, loss in (responsible or losses).items():

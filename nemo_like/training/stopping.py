@@ -63,7 +63,9 @@ class StopRequests:
         return EXIT_INTERRUPTED if self._signal == signal.SIGINT else EXIT_STOPPED
 
     def finish_steps(self, *, enabled: bool) -> None:
-        """From here on a signal waits for the end of the step, or with False ends the run directly."""
+        """From here on a signal waits for the end of the step, or with False ends the run
+        directly.
+        """
         self._finishes_steps = enabled
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -71,7 +73,8 @@ class StopRequests:
         received = signal.Signals(number)
         if received == signal.SIGINT and self._signal == signal.SIGINT:
             _say(
-                "interrupted twice: exiting at once; what was done since the last checkpoint is lost"
+                "interrupted twice: exiting at once; what was done since the last checkpoint is"
+                " lost"
             )
             remove_all_sessions()
             _exit_now(EXIT_INTERRUPTED)
@@ -97,7 +100,8 @@ _active: StopRequests | None = None
 
 @contextmanager
 def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
-    """Handle signals and the time limit inside the block; in a block inside another, those of the outer one.
+    """Handle signals and the time limit inside the block; in a block inside another, those of the
+    outer one.
 
     Only a main thread can handle signals; elsewhere the time limit alone has an effect.
     """
@@ -128,6 +132,8 @@ def process_age_s() -> float:
 
 
 def _say(text: str) -> None:
-    """Write a line to the console. Not by `print`, whose buffer may be in use when a signal arrives."""
+    """Write a line to the console. Not by `print`, whose buffer may be in use when a signal
+    arrives.
+    """
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())

@@ -8,7 +8,9 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.metrics import Mean, Metrics, Timers
 
 FLOPS_PER_TRAINED_UNIT = 3
-"""Forward and backward cost three forwards; recomputation is not counted (that would be hardware utilisation)."""
+"""Forward and backward cost three forwards; recomputation is not counted (that would be hardware
+utilisation).
+"""
 
 
 def throughput_metrics(
@@ -22,8 +24,9 @@ def throughput_metrics(
 ) -> Metrics:
     """Rates of one step over all its rows.
 
-    `lengths` int [B] counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a row, causal attention
-    over its own tokens only. MFU = (3 forwards trained + `num_score_passes` forwards scored) / (seconds x peak).
+    `lengths` int [B] counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
+    row, causal attention over its own tokens only. MFU = (3 forwards trained + `num_score_passes`
+    forwards scored) / (seconds x peak).
     """
     forward = float(cost.of(lengths).sum())
     tokens = float(lengths.sum())

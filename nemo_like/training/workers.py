@@ -1,4 +1,6 @@
-"""The workers of a run: a Ray cluster or this process, a policy, and for rollouts a generator and a reward environment."""
+"""The workers of a run: a Ray cluster or this process, a policy, and for rollouts a generator and a
+reward environment.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Workplace:
     generator: Generator | None
     rewards: RewardEnvironment | None
     shares_devices: bool
-    """Policy and generator take turns on the same accelerators; on CPU, and on devices of their own, both just stay."""
+    """Policy and generator take turns on the same accelerators; on CPU, and on devices of their
+    own, both just stay.
+    """
 
     def training(self) -> AbstractContextManager[None]:
         """The policy is on its devices inside."""
@@ -136,7 +140,9 @@ def _generation_arguments(config: RunConfig, end_token_ids: Sequence[int]) -> di
 def _starter(
     config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
 ) -> Callable[..., WorkerGroup]:
-    """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is stopped with `closing`."""
+    """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is
+    stopped with `closing`.
+    """
     if config.cluster.backend == "local":
         context = local_context(
             device="cuda:0" if config.cluster.gpus_per_node else "cpu",

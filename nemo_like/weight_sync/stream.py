@@ -1,7 +1,9 @@
-"""Named tensors as byte buckets of bounded size: the form in which weights travel. `transport` moves them.
+"""Named tensors as byte buckets of bounded size: the form in which weights travel. `transport`
+moves them.
 
-A bucket pickles as one flat NumPy array and a few strings, never as tensors, so Ray shares its bytes without a copy.
-Bytes are those of the tensor in memory, so every type, bfloat16 too, arrives bit by bit as it left.
+A bucket pickles as one flat NumPy array and a few strings, never as tensors, so Ray shares its
+bytes without a copy. Bytes are those of the tensor in memory, so every type, bfloat16 too, arrives
+bit by bit as it left.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _ALIGNMENT = 16
 class Bucket:
     """Tensors end to end in one buffer.
 
-    Example: a bfloat16 [2, 3] "w" (12 bytes) and a float32 [] "b" are names ("w", "b"), shapes ((2, 3), ()), dtypes
-    ("bfloat16", "float32") and 20 bytes of data: 12, 4 of alignment, 4.
+    Example: a bfloat16 [2, 3] "w" (12 bytes) and a float32 [] "b" are names ("w", "b"), shapes ((2,
+    3), ()), dtypes ("bfloat16", "float32") and 20 bytes of data: 12, 4 of alignment, 4.
     """
 
     names: tuple[str, ...]
@@ -45,7 +47,9 @@ class Bucket:
         return cls(tuple(name for name, _ in named), shapes, dtypes, data.numpy())
 
     def decode(self) -> Iterator[tuple[str, Tensor]]:
-        """Each name with its tensor, in host memory. Writing to one changes neither bucket nor sender."""
+        """Each name with its tensor, in host memory. Writing to one changes neither bucket nor
+        sender.
+        """
         flat = torch.empty(len(self.data), dtype=torch.uint8)
         flat.numpy()[:] = (
             self.data
@@ -56,7 +60,8 @@ class Bucket:
         starts, total = _layout(sizes)
         if total != flat.numel():
             raise ValueError(
-                f"a bucket of {len(self.names)} tensors has {flat.numel()} bytes; its shapes need {total}"
+                f"a bucket of {len(self.names)} tensors has {flat.numel()} bytes; its shapes need"
+                f" {total}"
             )
         for name, shape, dtype, start, size in zip(
             self.names, self.shapes, self.dtypes, starts, sizes, strict=True
@@ -67,8 +72,8 @@ class Bucket:
 def plan_buckets(num_bytes: Sequence[int], max_bytes: int) -> tuple[range, ...]:
     """Consecutive tensors, given by size in bytes, cut into buckets of at most `max_bytes`.
 
-    A tensor above the limit has a bucket to itself. Example: sizes [3, 4, 9, 2] under 8 give ranges 0-2, 2-3, 3-4.
-    Raises ValueError for a limit below 1.
+    A tensor above the limit has a bucket to itself. Example: sizes [3, 4, 9, 2] under 8 give ranges
+    0-2, 2-3, 3-4. Raises ValueError for a limit below 1.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes is {max_bytes}; a bucket holds at least one byte")

@@ -1,8 +1,9 @@
-"""Weights from the policy's workers to the generator's, in buckets. The driver passes handles and never sees a byte.
+"""Weights from the policy's workers to the generator's, in buckets. The driver passes handles and
+never sees a byte.
 
-The policy's workers have `num_weight_buckets(max_bytes) -> int` and `weight_bucket(index) -> Bucket` (all take part in
-gathering; rank 0 returns the bucket, the others None). The generator's have `begin_update()`, `load_bucket(bucket)` and
-`finish_update(version)`.
+The policy's workers have `num_weight_buckets(max_bytes) -> int` and `weight_bucket(index) ->
+Bucket` (all take part in gathering; rank 0 returns the bucket, the others None). The generator's
+have `begin_update()`, `load_bucket(bucket)` and `finish_update(version)`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ def push(
     *,
     max_bytes: int = MAX_BUCKET_BYTES,
 ) -> int:
-    """Give every generator the policy's weights under the number `version`; returns how many buckets that took.
+    """Give every generator the policy's weights under the number `version`; returns how many
+    buckets that took.
 
-    Raises WorkerFailure if a worker of either group fails; the generator's weights are then of no version.
+    Raises WorkerFailure if a worker of either group fails; the generator's weights are then of no
+    version.
     """
     num_buckets = max(policy_group.run_all_workers("num_weight_buckets", max_bytes))
     generator_group.run_all_workers("begin_update")

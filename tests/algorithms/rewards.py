@@ -7,7 +7,9 @@ from nemo_like.environments.reward import RewardSample
 
 
 def digit_share(sample: RewardSample) -> float:
-    """Share of characters that are digits: differs within nearly every group, so every step has a gradient."""
+    """Share of characters that are digits: differs within nearly every group, so every step has a
+    gradient.
+    """
     return sum(character.isdigit() for character in sample.completion) / max(
         len(sample.completion), 1
     )

@@ -1,4 +1,6 @@
-"""A program: one Ray node that joins the cluster of argv[1] and runs until its standard input ends."""
+"""A program: one Ray node that joins the cluster of argv[1] and runs until its standard input
+ends.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""A chat template whose end of a turn is no token that the model declares, and that opens more than a turn shows."""
+"""A chat template whose end of a turn is no token that the model declares, and that opens more than
+a turn shows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from nemo_like.training.run import open_job
 from tests.recipe import Recipe
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<assistant>' if message.role == 'assistant' else '' }}{{ message.content }}<user>"
+    "{% for message in messages %}{{ '<assistant>' if message.role == 'assistant' else '' }}{{"
+    " message.content }}<user>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>0{% endif %}"
 )
 

@@ -1,4 +1,6 @@
-"""Epochs of whole runs: how many rows each step has, how many steps there are, and what a changed file means for resume."""
+"""Epochs of whole runs: how many rows each step has, how many steps there are, and what a changed
+file means for resume.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_grpo_has_short_steps_at_the_end_of_an_epoch_and_decays_over_its_optimiz
 
 
 def test_resume_goes_on_with_the_rows_that_are_left_after_one_of_them_was_removed(recipe: Recipe):
-    """As the run would have gone without that row from the start; a row that was trained on may not change."""
+    """As the run would have gone without that row from the start; a row that was trained on may not
+    change.
+    """
     path = first_rows(recipe, "sft_train.jsonl", 60)
     lines = path.read_text().splitlines()
     options = (

@@ -1,4 +1,6 @@
-"""Rows and prompts that are too long or cannot be encoded: reported before the first step, cut or left out as configured."""
+"""Rows and prompts that are too long or cannot be encoded: reported before the first step, cut or
+left out as configured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs of the command on a local Ray cluster, two policy workers: the main job, a killed worker, and no room."""
+"""Runs of the command on a local Ray cluster, two policy workers: the main job, a killed worker,
+and no room.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a resume changes in a run's directory, and that a refused one changes nothing. Failing writers of a whole run."""
+"""What a resume changes in a run's directory, and that a refused one changes nothing. Failing
+writers of a whole run.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
         run.path / f"checkpoints/step_{step}/policy/rank_00000_000.safetensors" for step in (2, 4)
     ]
     flip_a_byte(weights[1])
-    # As a kill in step 4 leaves them: a line that is cut, and records of a step that will be repeated.
+    # As a kill in step 4 leaves them: a line that is cut, and records of a step that will be
+    # repeated.
     for path in (run.metrics, run.lengths):
         path.write_bytes(path.read_bytes()[:-7])
     resumed = run_sft(recipe.sft(*OPTIONS, "resume=true"))
@@ -257,7 +260,9 @@ def test_workers_that_see_another_directory_are_refused(
         ask(True, False, False)
 
     def on_a_copy(folder: str, token: str) -> list[str]:
-        """A directory that was copied at the start looks the same to the worker, but the driver does not get its file."""
+        """A directory that was copied at the start looks the same to the worker, but the driver
+        does not get its file.
+        """
         copied = other / "copy"
         shutil.copytree(folder, copied)
         return [answer(str(copied), token, 0)]

@@ -1,4 +1,6 @@
-"""Whole runs with the real policy, sampler and rewards, in this process: resume, planners, exports."""
+"""Whole runs with the real policy, sampler and rewards, in this process: resume, planners,
+exports.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
 
 def interrupt_at(run: Path, step: int) -> None:
-    """Leave the run as a kill between `step` and the next checkpoint would have: later checkpoints are not there."""
+    """Leave the run as a kill between `step` and the next checkpoint would have: later checkpoints
+    are not there.
+    """
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
@@ -167,7 +171,9 @@ def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
 def test_filtered_sampling_and_the_policy_have_one_distribution(
     recipe: Recipe, token_filter: str, reference_kl: float
 ) -> None:
-    """Equal weights, so sampler and policy may differ by rounding only; the KL to equal weights is 0."""
+    """Equal weights, so sampler and policy may differ by rounding only; the KL to equal weights is
+    0.
+    """
     options = [
         f"policy.generation.{item.strip()}".replace(": ", "=")
         for item in token_filter[1:-1].split(",")

@@ -1,4 +1,6 @@
-"""A Ray cluster whose head, without CPUs, does not share the run directory with the node of the workers."""
+"""A Ray cluster whose head, without CPUs, does not share the run directory with the node of the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def can_unshare() -> bool:
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """The cluster's address. On the second node `<tmp_path>/separate` is an empty file system of its own."""
+    """The cluster's address. On the second node `<tmp_path>/separate` is an empty file system of
+    its own.
+    """
     if not can_unshare():
         pytest.skip("needs unshare and the permission to mount")
     (tmp_path / "separate").mkdir()

@@ -1,4 +1,6 @@
-"""SFT with `sft.val_generate`: answers are sampled with the weights of the step that is validated, also after a resume."""
+"""SFT with `sft.val_generate`: answers are sampled with the weights of the step that is validated,
+also after a resume.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ STEPS, PERIOD = 24, 8
 
 
 def config_of(recipe: Recipe, *overrides: str) -> Any:
-    """Eight rows of one answer, which a tiny model learns in 24 steps, and the same rows to validate."""
+    """Eight rows of one answer, which a tiny model learns in 24 steps, and the same rows to
+    validate.
+    """
     path = recipe.folder / "constant.jsonl"
     rows = [{"prompt": f"{i}+{i}", "completion": "#### 7", "answer": "7"} for i in range(1, 9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,7 +47,9 @@ def config_of(recipe: Recipe, *overrides: str) -> Any:
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The weight version of each validation, in order; the generator's weights are compared with the policy's each time."""
+    """The weight version of each validation, in order; the generator's weights are compared with
+    the policy's each time.
+    """
     found: list[int] = []
 
     def checked_scores(job: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:

@@ -1,4 +1,6 @@
-"""The fault-injection benchmark: a killed and resumed run equals the reference, and the benchmark notices when it does not."""
+"""The fault-injection benchmark: a killed and resumed run equals the reference, and the benchmark
+notices when it does not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`nemo-like check parity` says equal of a right layout, DIFFERENT of a wrong one, and copies what matters of a model."""
+"""`nemo-like check parity` says equal of a right layout, DIFFERENT of a wrong one, and copies what
+matters of a model.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_a_right_layout_is_equal_in_everything(recipe: Recipe, capsys: pytest.Ca
 def test_a_wrong_step_is_found(
     recipe: Recipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The reference decays weights more than the layout: the first gradient agrees, the steps do not."""
+    """The reference decays weights more than the layout: the first gradient agrees, the steps do
+    not.
+    """
 
     def decays_more(parameters: Any, config: Any) -> Any:
         return build_optimizer(parameters, dataclasses.replace(config, weight_decay=2.0))

@@ -1,4 +1,6 @@
-"""`nemo-like export`: any checkpoint of a run becomes the model that the run itself would have exported."""
+"""`nemo-like export`: any checkpoint of a run becomes the model that the run itself would have
+exported.
+"""
 
 from __future__ import annotations
 

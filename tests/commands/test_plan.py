@@ -1,4 +1,6 @@
-"""`nemo-like plan` as a user sees it: every source of lengths, every output, and one message for each wrong input."""
+"""`nemo-like plan` as a user sees it: every source of lengths, every output, and one message for
+each wrong input.
+"""
 
 from __future__ import annotations
 
@@ -171,9 +173,11 @@ def test_the_page_is_one_file_without_scripts_or_resources(
 def test_lengths_need_no_heavy_library(lengths: Path, tmp_path: Path):
     script = (
         "import sys; from nemo_like.cli import main; "
-        f"code = main(['plan', '--lengths', {str(lengths)!r}, '--model', '7b', '--dp', '8', '--memory-gb', '80', "
+        f"code = main(['plan', '--lengths', {str(lengths)!r}, '--model', '7b', '--dp', '8',"
+        f" '--memory-gb', '80', "
         f"'--html', {str(tmp_path / 'plan.html')!r}, '--json', {str(tmp_path / 'plan.json')!r}]); "
-        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'hydra'} & sys.modules.keys(); "
+        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'hydra'} &"
+        " sys.modules.keys(); "
         "print('heavy:', *sorted(heavy)); sys.exit(code)"
     )
     done = subprocess.run(
@@ -188,7 +192,8 @@ def test_a_config_needs_no_cluster_and_no_device(recipe: Recipe):
     script = (
         "import sys; from nemo_like.cli import main; "
         f"code = main(['plan', '--config', {str(recipe.folder / 'sft.yaml')!r}]); "
-        "print('heavy:', *sorted({'ray', 'vllm', 'megatron'} & sys.modules.keys()), sys.modules['torch'].cuda.is_initialized()); "
+        "print('heavy:', *sorted({'ray', 'vllm', 'megatron'} & sys.modules.keys()),"
+        " sys.modules['torch'].cuda.is_initialized()); "
         "sys.exit(code)"
     )
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""`validate` names what would stop a run, from the files themselves, and shows what the model would be trained on."""
+"""`validate` names what would stop a run, from the files themselves, and shows what the model would
+be trained on.
+"""
 
 from __future__ import annotations
 
@@ -151,10 +153,12 @@ def test_control_tokens_in_texts_are_reported(model: Path, write: Write) -> None
     train = write(rows)
     ended, forged = validate(sft(model, train)).warnings
     assert ended.startswith(
-        f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g. {train}:41"
+        f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g."
+        f" {train}:41"
     )
     assert forged.startswith(
-        "1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g. '<assistant>'"
+        "1 of the 42 rows contain special tokens in a text that is not the assistant's, e.g."
+        " '<assistant>'"
     )
     assert f"in {train}:42;" in forged
     assert validate(grpo(model, train)).warnings == (forged,)
@@ -165,14 +169,16 @@ def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(
-        "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<assistant>' }}{{ message.content }}"
+        "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<assistant>' }}{{"
+        " message.content }}"
         "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>0+{% endif %}"
     )
     train = write(ROWS)
     (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
     assert warning.startswith(
-        f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a rollout"
+        f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a"
+        f" rollout"
     )
     assert "<assistant>0+'" in warning
     (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
@@ -336,7 +342,8 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
     train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
     told = f"1 of the 41 rows looked at are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
     assert validate(sft(model, train)).problems == (
-        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or singleton",
+        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or"
+        f" singleton",
     )
     cut = validate(sft(model, train, oversize_rows="truncate"))
     assert (cut.problems, cut.warnings) == (
@@ -350,7 +357,8 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
     assert alone.problems == ()
     assert alone.warnings == (
         f"{told} policy.oversize_rows is singleton, so they stay whole",
-        "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens 80; policy.oversize_rows is"
+        "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens 80;"
+        " policy.oversize_rows is"
         " singleton",
     )
 
@@ -359,13 +367,16 @@ def test_prompts_must_leave_room(model: Path, write: Write) -> None:
     short_of_room = validate(grpo(model, write([*ROWS, {"prompt": "1" * 50, "completion": "1"}])))
     assert short_of_room.problems == ()
     assert short_of_room.warnings == (
-        "1 of the 41 prompts looked at leave less than policy.generation.max_new_tokens 16 for the completion;"
+        "1 of the 41 prompts looked at leave less than policy.generation.max_new_tokens 16 for the"
+        " completion;"
         " policy.max_total_sequence_length 69 would hold them all",
     )
     train = write([*ROWS, {"prompt": "1" * 61, "completion": "1"}])
     assert validate(grpo(model, train)).problems == (
-        "1 of the 41 prompts looked at leave no room for a completion under policy.max_total_sequence_length 64, the longest with"
-        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (cut the beginning) or drop"
+        "1 of the 41 prompts looked at leave no room for a completion under"
+        " policy.max_total_sequence_length 64, the longest with"
+        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (cut"
+        f" the beginning) or drop"
         " (leave the rows out)",
     )
 
@@ -377,7 +388,8 @@ def test_reward_functions_are_tried_on_the_data(model: Path, write: Write) -> No
         grpo(model, train, RewardConfig(functions={"mine": RewardFunctionConfig(path=path)}))
     ).problems
     assert problems[0].startswith(
-        f"reward.functions.mine.path {path} raised KeyError: 'ground_truth' on this sample:\n  prompt: '0+1'"
+        f"reward.functions.mine.path {path} raised KeyError: 'ground_truth' on this sample:\n "
+        f" prompt: '0+1'"
     )
     missing = RewardConfig(functions={"mine": RewardFunctionConfig(path="no_such_module.reward")})
     assert "reward.functions.mine.path" in validate(grpo(model, train, missing)).problems[0]

@@ -1,4 +1,6 @@
-"""Each thing that cannot work whatever the data is has its message, with the arithmetic and the nearest legal values."""
+"""Each thing that cannot work whatever the data is has its message, with the arithmetic and the
+nearest legal values.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             {"policy.scheduler.decay_steps": 5, "policy.scheduler.warmup_steps": 5},
-            "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be above 5",
+            "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be"
+            " above 5",
         ),
         ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
         (
@@ -142,7 +145,8 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             {"cluster.backend": "local", "cluster.workers_per_node": 4},
-            "cluster.workers_per_node is 4, but cluster.backend local is one worker in this process: set it to 1",
+            "cluster.workers_per_node is 4, but cluster.backend local is one worker in this"
+            " process: set it to 1",
         ),
         (
             {"cluster.backend": "local", "cluster.generation_workers": 1},
@@ -169,12 +173,15 @@ def test_sft_is_not_asked_for_what_only_rollouts_need() -> None:
 
 def test_rows_must_divide_into_optimizer_steps() -> None:
     assert problems(GRPO, grpo__num_prompts_per_step=6, policy__train_global_batch_size=16) == [
-        "6 prompts x 4 generations = 24 rows per step, and 24 / policy.train_global_batch_size 16 = 1.5 optimizer steps, not a"
-        " whole number: set policy.train_global_batch_size to 12 or 24, or grpo.num_prompts_per_step to 4 or 8"
+        "6 prompts x 4 generations = 24 rows per step, and 24 / policy.train_global_batch_size 16 ="
+        " 1.5 optimizer steps, not a"
+        " whole number: set policy.train_global_batch_size to 12 or 24, or"
+        " grpo.num_prompts_per_step to 4 or 8"
     ]
     # More rows per optimizer step than there are is the same mistake.
     assert problems(GRPO, grpo__num_prompts_per_step=2)[0].endswith(
-        "= 0.25 optimizer steps, not a whole number: set policy.train_global_batch_size to 8, or grpo.num_prompts_per_step to 8"
+        "= 0.25 optimizer steps, not a whole number: set policy.train_global_batch_size to 8, or"
+        " grpo.num_prompts_per_step to 8"
     )
 
 
@@ -203,7 +210,8 @@ def test_workers_share_a_global_batch() -> None:
     assert problems(
         SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12
     ) == [
-        "policy.train_global_batch_size 12 / 8 workers (cluster.num_nodes 2 x cluster.workers_per_node 4) = 1.5 rows each;"
+        "policy.train_global_batch_size 12 / 8 workers (cluster.num_nodes 2 x"
+        " cluster.workers_per_node 4) = 1.5 rows each;"
         " without packing or dynamic batching every worker takes equally many: set it to 8 or 16"
     ]
     packed = {
@@ -212,7 +220,8 @@ def test_workers_share_a_global_batch() -> None:
     }
     assert problems(SFT, policy__train_global_batch_size=12, **packed) == []
     assert problems(SFT, policy__train_global_batch_size=4, **packed) == [
-        "policy.train_global_batch_size 4 / 8 workers (cluster.num_nodes 1 x cluster.gpus_per_node 8) = 0.5 rows each; every"
+        "policy.train_global_batch_size 4 / 8 workers (cluster.num_nodes 1 x cluster.gpus_per_node"
+        " 8) = 0.5 rows each; every"
         " worker needs at least one: set it to 8 or more, or use fewer workers"
     ]
 
@@ -223,15 +232,18 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     )
     small = {"policy__sequence_packing": packing, "policy__max_total_sequence_length": 1000}
     assert problems(SFT, **small) == [
-        "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens (policy.max_total_sequence_length, 1024"
-        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the run: set train_mb_tokens to at"
+        "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens"
+        " (policy.max_total_sequence_length, 1024"
+        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the"
+        " run: set train_mb_tokens to at"
         " least 1024, or policy.oversize_rows to truncate or singleton"
     ]
     assert problems(SFT, **small, policy__oversize_rows="truncate") == []
     assert problems(SFT, **small, policy__oversize_rows="singleton") == []
     tiny = replace(packing, logprob_mb_tokens=32)
     assert problems(SFT, policy__sequence_packing=tiny, policy__oversize_rows="truncate") == [
-        "policy.sequence_packing.logprob_mb_tokens is 32, below policy.sequence_packing.sequence_length_round 64:"
+        "policy.sequence_packing.logprob_mb_tokens is 32, below"
+        " policy.sequence_packing.sequence_length_round 64:"
         " no row would fit"
     ]
 
@@ -250,11 +262,14 @@ def test_workers_must_be_whole_copies_of_the_model() -> None:
 
     assert parallel_problems(parallel__tensor=2) == []
     assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
-        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers share one copy of the model, and 6 workers"
-        " (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5 copies, not a whole number: use 4 or 8 workers"
+        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers share one copy of"
+        " the model, and 6 workers"
+        " (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5 copies, not a whole number:"
+        " use 4 or 8 workers"
     ]
     assert parallel_problems(parallel__pipeline=2) == [
-        "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or policy.engine to megatron"
+        "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or"
+        " policy.engine to megatron"
     ]
     assert parallel_problems(parallel__pipeline=2, policy__engine="megatron") == []
     (no_tensor,) = parallel_problems(parallel__sequence=True)
@@ -276,7 +291,8 @@ def test_a_model_must_divide_among_the_workers_that_share_it() -> None:
         SFT, {"parallel.tensor": 2, "parallel.pipeline": 16, "policy.engine": "megatron"}
     )
     assert [str(problem).partition(" has ")[2] for problem in model_problems(config, Model())] == [
-        "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set parallel.tensor to 1 or 3",
+        "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set"
+        " parallel.tensor to 1 or 3",
         "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]
     shared = {
@@ -326,18 +342,21 @@ def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
     assert problems(
         SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4
     ) == [
-        "parallel.expert 4 workers share the experts of a pipeline stage, which has 12 workers (cluster.num_nodes 1 x"
-        " cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole number: set parallel.expert"
+        "parallel.expert 4 workers share the experts of a pipeline stage, which has 12 workers"
+        " (cluster.num_nodes 1 x"
+        " cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole"
+        " number: set parallel.expert"
         " to 3 or 6"
     ]
     (on_dtensor,) = problems(SFT, parallel__expert=2)
     assert (
-        "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to megatron"
-        in on_dtensor
+        "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to"
+        " megatron" in on_dtensor
     )
     assert both(Mixture(), parallel__expert=3) == []
     assert both(Mixture(), parallel__expert=4) == [
-        "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
+        "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert to 3"
+        " or 6"
     ]
     assert both(Dense(), parallel__expert=2) == [
         "no experts, and parallel.expert is 2: set it to 1"
@@ -368,7 +387,8 @@ def test_the_derivation_is_spelled_out() -> None:
     assert derivation(packed) == (
         "32 rows per step = 1 optimizer step\n"
         "32 rows / 1 worker = 32 rows each\n"
-        "training: packed in microbatches of at most 4096 tokens, which hold 4 of the longest rows (1000 tokens) and more of"
+        "training: packed in microbatches of at most 4096 tokens, which hold 4 of the longest rows"
+        " (1000 tokens) and more of"
         " shorter ones"
     )
 

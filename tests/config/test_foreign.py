@@ -223,7 +223,8 @@ def test_sections_of_other_files_and_overrides_are_in_the_same_list(tmp_path: Pa
     )
     path = tmp_path / "a.yaml"
     path.write_text(
-        "defaults: base.yaml\nrun_name: a\nsft: {seed: 2}\npolicy: {dtensor_cfg: {cpu_offload: true}}\n1: 2\n"
+        "defaults: base.yaml\nrun_name: a\nsft: {seed: 2}\npolicy: {dtensor_cfg: {cpu_offload:"
+        " true}}\n1: 2\n"
     )
     text = message(path, "trainer.n_gpus_per_node=2")
     assert text.count("sft.seed ->") == 1 and f"sft.seed -> seed  [{path}:3]" in text.replace(
@@ -341,7 +342,8 @@ def test_the_tables_do_not_contradict_each_other() -> None:
 def test_one_section_of_another_tool_is_enough_for_the_list(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
-        "run_name: a\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\ndata: {train_path: t}\nsft: {}\n"
+        "run_name: a\npolicy: {model_name: m, dtensor_cfg: {cpu_offload: true}}\ndata: {train_path:"
+        " t}\nsft: {}\n"
     )
     assert "nothing is offloaded to the CPU: policy.dtensor_cfg" in message(path)
     assert "trainer.nnodes -> cluster.num_nodes" in message(path, "trainer.nnodes=2")
@@ -351,7 +353,8 @@ def test_thousands_of_unknown_keys_make_a_message_of_readable_length(tmp_path: P
     path = tmp_path / "a.yaml"
     keys = "".join(f"  max_k{n}_sizes: {n}\n" for n in range(150))
     path.write_text(
-        f"run_name: a\npolicy: {{model_name: m}}\ndata: {{train_path: t, num_workers: 1}}\nsft:\n  seed: 1\n{keys}"
+        f"run_name: a\npolicy: {{model_name: m}}\ndata: {{train_path: t, num_workers: 1}}\nsft:\n "
+        f" seed: 1\n{keys}"
     )
     text = message(path)
     assert "sft.seed -> seed" in text and "and 90 more" in text

@@ -1,4 +1,6 @@
-"""Configs in the form NeMo RL writes them: inheritance by path, and arithmetic in interpolations."""
+"""Configs in the form NeMo RL writes them: inheritance by path, and arithmetic in
+interpolations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`load_config`: what composes, and the one message for each thing that can be wrong in a file or on the command line."""
+"""`load_config`: what composes, and the one message for each thing that can be wrong in a file or
+on the command line.
+"""
 
 from __future__ import annotations
 
@@ -208,15 +210,18 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ("sft:\n  lr: 1\n", "unknown key sft.lr; did you mean policy.optimizer.lr? (run.yaml:8)"),
         (
             "loss_fn: {}\n",
-            "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo` (run.yaml:7)",
+            "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo`"
+            " (run.yaml:7)",
         ),
         (
             "sft.max_num_steps: 3\n",
-            "sft.max_num_steps is one key with dots in it; in YAML write nested sections, dots are for overrides (run.yaml:7)",
+            "sft.max_num_steps is one key with dots in it; in YAML write nested sections, dots are"
+            " for overrides (run.yaml:7)",
         ),
         (
             "logger:\n",
-            "logger is empty; remove the line or give it keys (tensorboard, wandb_project, mlflow_experiment, ",
+            "logger is empty; remove the line or give it keys (tensorboard, wandb_project,"
+            " mlflow_experiment, ",
         ),
         ("logger: [1]\n", "logger is a list; it is a section with keys (tensorboard, "),
         ("seed: fast\n", "seed is 'fast'; it must be an integer (run.yaml:7)"),
@@ -238,7 +243,8 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ),
         (
             "reward: {functions: {a: m.f}}\n",
-            "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight) (run.yaml:7)",
+            "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight)"
+            " (run.yaml:7)",
         ),
         (
             "reward: {functions: {a: {weight: 1}}}\n",
@@ -250,7 +256,8 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ),
         (
             "seed: ${nope}\n",
-            "seed cannot be resolved: Interpolation key 'nope' not found; for a literal ${ write \\${ (run.yaml:7)",
+            "seed cannot be resolved: Interpolation key 'nope' not found; for a literal ${ write"
+            " \\${ (run.yaml:7)",
         ),
         (
             "output_dir: ${oc.env:NOT_THERE_}\n",
@@ -411,7 +418,8 @@ def test_interpolations_in_a_circle(write: Write) -> None:
 def test_both_batching_modes_are_one_clear_error(write: Write) -> None:
     path = write(MINIMAL.replace("data:", "  dynamic_batching:\n    enabled: true\ndata:"))
     assert message(path, "policy.sequence_packing.enabled=true") == (
-        "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and a batch is formed one way:"
+        "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and a"
+        " batch is formed one way:"
         " set one of them to false (packing is the faster one) (run.yaml:6)"
     )
 

@@ -1,4 +1,6 @@
-"""An encoding process for the tests: the text of a row as its characters' codes, and some ways to fail."""
+"""An encoding process for the tests: the text of a row as its characters' codes, and some ways to
+fail.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ Out = TypeVar("Out")
 
 
 class LazyRows(Generic[In, Out]):
-    """Rows that `encode` turns into their encoded form, in this process, each time they are fetched."""
+    """Rows that `encode` turns into their encoded form, in this process, each time they are
+    fetched.
+    """
 
     def __init__(self, rows: Sequence[In], encode: Callable[[In], Out | None]) -> None:
         self._rows = rows

@@ -1,4 +1,6 @@
-"""Chat encoding: the same text for every template, and loss on exactly what the assistant writes."""
+"""Chat encoding: the same text for every template, and loss on exactly what the assistant
+writes.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def test_a_row_begins_with_its_prompt(name: str) -> None:
 @pytest.mark.parametrize("opening", ["assistant:", "assistant: ", "assistant:\n"])
 def test_no_space_is_put_where_an_answer_begins(opening: str) -> None:
     template = (
-        "{% for message in messages %}{{ 'OPENING' if message.role == 'assistant' else 'user: ' }}{{ message.content }}"
+        "{% for message in messages %}{{ 'OPENING' if message.role == 'assistant' else 'user: '"
+        " }}{{ message.content }}"
         "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'OPENING' }}{% endif %}"
     )
     tokenizer = space_marking_tokenizer(template.replace("OPENING", opening.replace("\n", "\\n")))
@@ -135,7 +138,9 @@ def test_a_prompt_may_open_more_than_a_finished_turn_shows() -> None:
 
 @pytest.mark.parametrize("text", ["<answer>4</answer>", "<think>4", "<", "0", "1", "four"])
 def test_the_mask_covers_the_answer_where_the_prompt_opens_more(text: str) -> None:
-    """The answer and the generation prompt may begin alike by chance; nothing of the answer is taken for the prompt."""
+    """The answer and the generation prompt may begin alike by chance; nothing of the answer is
+    taken for the prompt.
+    """
     encoder = ChatEncoder(tiny_tokenizer(OPENS_THINKING))
     answer = {"role": "assistant", "content": text}
     for messages in ([USER, answer], [USER, answer, USER, answer], [answer, USER, answer]):
@@ -196,7 +201,9 @@ def test_end_tokens_are_those_of_tokenizer_and_template(
 
 
 def test_a_turn_that_changes_once_it_is_not_the_last() -> None:
-    """The reasoning of earlier turns is dropped by the template, and the loss covers what is left of them."""
+    """The reasoning of earlier turns is dropped by the template, and the loss covers what is left
+    of them.
+    """
     thinking = [
         USER,
         {"role": "assistant", "content": "<think>\n1 + 1\n</think>\n\nfour"},
@@ -242,7 +249,8 @@ def test_system_prompt_and_prompt_template() -> None:
     )
     text = str(encoder.tokenizer.decode(encoder.encode_prompt([USER])))
     assert text == (
-        "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nSolve: What is two plus two? {}<|im_end|>\n"
+        "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nSolve: What is two plus two?"
+        " {}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     own = str(encoder.tokenizer.decode(encoder.encode_prompt([SYSTEM, USER])))

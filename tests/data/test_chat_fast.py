@@ -1,4 +1,6 @@
-"""One rendering per conversation gives the tokens and masks of the exact method, for any conversation and template."""
+"""One rendering per conversation gives the tokens and masks of the exact method, for any
+conversation and template.
+"""
 
 from __future__ import annotations
 

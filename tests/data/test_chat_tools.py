@@ -1,4 +1,6 @@
-"""Tools and tool calls: given to the template, trained, and refused where the template drops them."""
+"""Tools and tool calls: given to the template, trained, and refused where the template drops
+them.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,8 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
             {"messages": [USER, RESULT, ANSWER]},
             "drops the content of a message of role 'tool'",
         ),
-        # The dropped text also stands elsewhere: counted, and looked for in a conversation of distinct words.
+        # The dropped text also stands elsewhere: counted, and looked for in a conversation of
+        # distinct words.
         (
             MISTRAL,
             {"messages": [USER, {"role": "tool", "content": "four"}, ANSWER]},

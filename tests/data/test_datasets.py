@@ -1,4 +1,6 @@
-"""Data files: every promised format and file type, and one clear message for everything that is wrong."""
+"""Data files: every promised format and file type, and one clear message for everything that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -139,11 +141,13 @@ GOOD = {"prompt": "a", "answer": "1"}
         ([GOOD, "", "[1, 2]"], r"jsonl:3: \[1, 2\] \(list\) is not an object with columns"),
         (
             [{"text": "x", "label": 1}],
-            r"jsonl:1: columns \['label', 'text'\] are no format that is understood. Understood: messages",
+            r"jsonl:1: columns \['label', 'text'\] are no format that is understood. Understood:"
+            r" messages",
         ),
         (
             [GOOD, {"prompt": "a"}],
-            r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer, this one has \['prompt'\]",
+            r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer, this one"
+            r" has \['prompt'\]",
         ),
         (
             [GOOD, {"prompt": 7, "answer": "1"}],

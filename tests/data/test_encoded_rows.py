@@ -1,4 +1,6 @@
-"""Rows encoded ahead: the same with and without processes, once each, and nothing left behind when something fails."""
+"""Rows encoded ahead: the same with and without processes, once each, and nothing left behind when
+something fails.
+"""
 
 from __future__ import annotations
 

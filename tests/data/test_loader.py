@@ -1,4 +1,6 @@
-"""The loader: every row once an epoch, no batch of two epochs, and a position that survives changes of later rows."""
+"""The loader: every row once an epoch, no batch of two epochs, and a position that survives changes
+of later rows.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_the_order_is_a_uniform_shuffle() -> None:
-    """Chi-square of where each of 8 rows stands over 4,000 epochs, and of the row that follows it: 49 degrees of freedom."""
+    """Chi-square of where each of 8 rows stands over 4,000 epochs, and of the row that follows it:
+    49 degrees of freedom.
+    """
     order = RowOrder(np.arange(8, dtype=np.uint64), seed=5)
     epochs = []
     for _ in range(4000):

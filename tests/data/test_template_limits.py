@@ -1,4 +1,6 @@
-"""Hostile chat templates and format strings are refused in bounded time and memory; those of real models pass."""
+"""Hostile chat templates and format strings are refused in bounded time and memory; those of real
+models pass.
+"""
 
 from __future__ import annotations
 

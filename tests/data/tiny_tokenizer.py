@@ -1,4 +1,6 @@
-"""A tiny real tokenizer and chat templates in the manner of well-known models, for the tests of this room."""
+"""A tiny real tokenizer and chat templates in the manner of well-known models, for the tests of
+this room.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content +"
+    " '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """As SmolLM2 and Qwen2.5: a line break behind the end of the turn."""
 
 LLAMA = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>\\n\\n' }}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>\\n\\n'"
+    " }}"
     "{{ message.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>\\n\\n' }}{% endif %}"
 )
@@ -22,23 +26,28 @@ THINKING = (
     "{% set last = namespace(user=0) %}{% for message in messages %}{% if message.role == 'user' %}"
     "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
     "{% for message in messages %}{% if message.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\\n' }}{% if loop.index0 > last.user %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ '<|im_start|>assistant\\n' }}{% if loop.index0 > last.user %}{{"
+    " '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{{ message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%"
+    " endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """As Qwen3: an assistant turn is written otherwise once it is no longer the last."""
 
 OPENS_THINKING = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '<|User|>' + message.content }}"
-    "{% elif message.role == 'assistant' %}{{ '<|Assistant|>' + message.content.split('</think>')[-1] + eos_token }}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '<|User|>' +"
+    " message.content }}"
+    "{% elif message.role == 'assistant' %}{{ '<|Assistant|>' +"
+    " message.content.split('</think>')[-1] + eos_token }}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
 )
 """As DeepSeek-R1: the generation prompt opens a thought that a finished turn does not show."""
 
 GENERATION_BLOCKS = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role =="
+    " 'assistant' %}"
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
     "{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -52,14 +61,17 @@ NO_END_OF_TURN = (
 """As a hand-written one: nothing but line breaks between turns."""
 
 REFUSES_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{%"
+    " endif %}"
     "{% for message in messages %}{{ message.role + message.content + eos_token }}{% endfor %}"
 )
 """As Gemma."""
 
 ENDS_CONVERSATION = (
-    "{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' + message.content + '<|eot|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% for message in messages %}{{ '<|start|>' + message.role + '<|/start|>' + message.content +"
+    " '<|eot|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|/start|>' }}{% else %}{{ eos_token }}{%"
+    " endif %}"
 )
 """As Phi-3: the eos token ends the conversation, another token ends a turn."""
 
@@ -104,7 +116,9 @@ def tiny_tokenizer(
 
 
 def space_marking_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """In the manner of SentencePiece: a space is part of the word behind it, and the very first word gets one."""
+    """In the manner of SentencePiece: a space is part of the word behind it, and the very first
+    word gets one.
+    """
     core = Tokenizer(models.BPE(unk_token="<|unk|>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
     core.decoder = decoders.Metaspace(prepend_scheme="first")  # type: ignore[assignment]

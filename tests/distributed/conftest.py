@@ -15,7 +15,9 @@ NODE: dict[str, Any] = {"num_cpus": 2, "num_gpus": 2}
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    """Two raylets with two CPUs and two GPUs each, as far as Ray knows, and this process connected to them."""
+    """Two raylets with two CPUs and two GPUs each, as far as Ray knows, and this process connected
+    to them.
+    """
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     cluster.add_node(**NODE)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)

@@ -1,4 +1,6 @@
-"""A worker without torch, so that its process starts at once: for what groups do with calls, values and failures."""
+"""A worker without torch, so that its process starts at once: for what groups do with calls, values
+and failures.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from nemo_like.distributed.worker_group import WorkerContext
 
 
 class Unpicklable(Exception):
-    """Pickles, but does not come back: its constructor wants two arguments and its state holds one."""
+    """Pickles, but does not come back: its constructor wants two arguments and its state holds
+    one.
+    """
 
     def __init__(self, what: str, detail: str) -> None:
         super().__init__(f"{what} ({detail})")

@@ -159,7 +159,9 @@ def test_chunk_is_a_contiguous_part() -> None:
     shards=st.integers(1, 4),
 )
 def test_the_plan_by_the_names_of_nemo_rl(lengths: list[int], is_packed: bool, shards: int) -> None:
-    """Ranges of rows within each global batch of 4 rows, and what a microbatch iterator yields for them."""
+    """Ranges of rows within each global batch of 4 rows, and what a microbatch iterator yields for
+    them.
+    """
     batch = make_batch(lengths)
     assert (
         batch.micro_batch_indices is batch.micro_batch_lengths is batch.elem_counts_per_gb is None
@@ -377,7 +379,9 @@ def test_reorder_data_undoes_every_mode(
 
 
 def check_microbatches(steps: list[SlicedDataDict], mode: str, width: int) -> None:
-    """Equal counts on all ranks, no microbatch above the budget, every row of the step once and in order."""
+    """Equal counts on all ranks, no microbatch above the budget, every row of the step once and in
+    order.
+    """
     counts = set()
     for part in steps:
         if mode == "dynamic":
@@ -441,7 +445,9 @@ def test_make_microbatch_iterator_has_one_size() -> None:
 
 
 def test_dynamic_example_of_six_rows() -> None:
-    """Rows of 2, 4, 7, 6, 3, 4 tokens under 16: the two long ones together, the four short ones cut to 4."""
+    """Rows of 2, 4, 7, 6, 3, 4 tokens under 16: the two long ones together, the four short ones cut
+    to 4.
+    """
     batch = make_batch([2, 4, 7, 6, 3, 4])
     shards, _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic_args(16))
     shapes = [
@@ -472,7 +478,9 @@ def test_unshard_undoes_shard_for_every_kind_of_column(lengths: list[int], num_r
 
 
 def check_score_plan(shard: SlicedDataDict, num_steps: int) -> None:
-    """The score plan's rows are rows of the shard, of the right length and step, also after `get_batch`."""
+    """The score plan's rows are rows of the shard, of the right length and step, also after
+    `get_batch`.
+    """
     assert shard.plan is not None and shard.score_plan is not None
     lengths = shard["input_lengths"].tolist()
     for step in range(num_steps):

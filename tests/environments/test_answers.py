@@ -1,4 +1,6 @@
-"""Where answers are found in texts of the forms that models write, at which cost, and that no text raises."""
+"""Where answers are found in texts of the forms that models write, at which cost, and that no text
+raises.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +187,8 @@ PIECES = [
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_extraction_is_linear_in_the_length(piece: str) -> None:
-    """Four times the text takes about four times as long; a quadratic pass over 200,000 characters takes many minutes.
+    """Four times the text takes about four times as long; a quadratic pass over 200,000 characters
+    takes many minutes.
 
     The bound is CPU time and generous: these take at most 0.8 s.
     """

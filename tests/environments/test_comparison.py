@@ -1,4 +1,6 @@
-"""Symbolic comparison within limits: hostile answers are unequal after a bounded time, in every thread."""
+"""Symbolic comparison within limits: hostile answers are unequal after a bounded time, in every
+thread.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,10 @@ def test_a_child_that_cannot_start_is_an_error_and_not_a_wrong_answer(
 
 def test_the_child_ends_with_its_parent() -> None:
     script = (
-        "import os, signal; from nemo_like.environments.comparison import AnswerComparer as A; a = A();"
-        "a.is_equal('1/2', '0.5'); print(a._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from nemo_like.environments.comparison import AnswerComparer as A; a ="
+        " A();"
+        "a.is_equal('1/2', '0.5'); print(a._child.pid, flush=True); os.kill(os.getpid(),"
+        " signal.SIGKILL)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -94,7 +98,8 @@ def _is_running(pid: int) -> bool:
 
 def test_symbolic_libraries_are_not_imported_with_the_rewards() -> None:
     script = (
-        "import sys, nemo_like.environments.math as m; m.answers_equal('2', '2.0'); m.answers_equal('a b', 'A b');"
+        "import sys, nemo_like.environments.math as m; m.answers_equal('2', '2.0');"
+        " m.answers_equal('a b', 'A b');"
         "print([n for n in ('sympy', 'math_verify') if n in sys.modules])"
     )
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Reward functions named in the YAML: found, called, weighted; and what is said when one cannot be."""
+"""Reward functions named in the YAML: found, called, weighted; and what is said when one cannot
+be.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Seeded random mutations of configs and data files, and what must hold of each: accepted, or one short ConfigError."""
+"""Seeded random mutations of configs and data files, and what must hold of each: accepted, or one
+short ConfigError.
+"""
 
 from __future__ import annotations
 

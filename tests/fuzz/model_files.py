@@ -1,4 +1,6 @@
-"""Seeded random mutations of the files of a model directory other than its weights: tokenizer, template, configuration."""
+"""Seeded random mutations of the files of a model directory other than its weights: tokenizer,
+template, configuration.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _ROWS = (
 
 
 def model_case(seed: int, folder: Path) -> Callable[[], None]:
-    """Write a model directory with one mutated file for `seed`; the action validates a run with it."""
+    """Write a model directory with one mutated file for `seed`; the action validates a run with
+    it.
+    """
     rng = random.Random(seed)
     model = folder / "model"
     shutil.rmtree(model, ignore_errors=True)

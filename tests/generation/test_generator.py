@@ -1,4 +1,6 @@
-"""The driver's side of generation: work dealt evenly, results in the order asked, versions that must agree."""
+"""The driver's side of generation: work dealt evenly, results in the order asked, versions that
+must agree.
+"""
 
 from __future__ import annotations
 

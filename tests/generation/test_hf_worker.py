@@ -1,4 +1,6 @@
-"""The embedded generator against transformers: greedy tokens, log-probs of a full forward, rows on their own."""
+"""The embedded generator against transformers: greedy tokens, log-probs of a full forward, rows on
+their own.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_logprobs_equal_a_full_forward(model_directory: Path, sampling: Sampling
 
 
 def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
-    """The chat template's end of a turn is passed where neither the model nor the tokenizer declares it."""
+    """The chat template's end of a turn is passed where neither the model nor the tokenizer
+    declares it.
+    """
     prompts, greedy = _prompts(4), SamplingParams(max_new_tokens=12, temperature=0.0)
     free = _worker(model_directory).generate(prompts, _seeds(4), greedy, max_total_length=64)
     end = int(free.token_ids[0][5])
@@ -168,7 +172,9 @@ def test_greedy_equals_transformers_generate(model_directory: Path) -> None:
 
 
 def test_a_row_depends_on_its_prompt_and_seed_alone(model_directory: Path) -> None:
-    """Whatever the batch size, the order, or the rows beside it (which end at other times and are compacted away)."""
+    """Whatever the batch size, the order, or the rows beside it (which end at other times and are
+    compacted away).
+    """
     prompts, seeds = _prompts(24, seed=2), _seeds(24)
     sampling = SamplingParams(max_new_tokens=40, temperature=1.3)
     worker = _worker(model_directory)

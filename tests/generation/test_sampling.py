@@ -26,7 +26,9 @@ def test_uniforms_are_a_function_of_seed_and_token_index() -> None:
 
 
 def test_uniforms_never_change_between_versions() -> None:
-    """A resumed run must draw what the first would have drawn; NumPy guarantees the raw Philox stream."""
+    """A resumed run must draw what the first would have drawn; NumPy guarantees the raw Philox
+    stream.
+    """
     expected = [0.3035680343067586, 0.8487087496857769, 0.1561347780434731]
     assert row_uniforms(np.array([1], np.uint64), 3)[0].tolist() == expected
 
@@ -56,7 +58,8 @@ def test_frequencies_follow_the_filtered_distribution(params: SamplingParams) ->
     chi_square = float(((counts[likely] - expected) ** 2 / expected).sum())
     degrees = int(likely.sum()) - 1
     assert degrees >= 3
-    # Mean `degrees`, standard deviation sqrt(2 degrees); five of them is far outside chance, and the seed is fixed.
+    # Mean `degrees`, standard deviation sqrt(2 degrees); five of them is far outside chance, and
+    # the seed is fixed.
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
     torch.testing.assert_close(logprobs, filtered.log_softmax(dim=-1)[token_ids])
 

@@ -1,4 +1,5 @@
-"""What only a CUDA device can show: the kernels equal the CPU path, a step does, and taking turns keeps the weights.
+"""What only a CUDA device can show: the kernels equal the CPU path, a step does, and taking turns
+keeps the weights.
 
 make test-gpu
 """
@@ -59,7 +60,9 @@ def test_the_packed_kernel_equals_the_cpu_path_in_bfloat16(window: int | None):
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("cp_rank", [0, 1])
 def test_query_chunks_of_a_shared_row_see_what_is_before_them(cp_rank: int, window: int | None):
-    """The kernel aligns fewer queries with the end of more keys, forward and backward, as context parallelism needs."""
+    """The kernel aligns fewer queries with the end of more keys, forward and backward, as context
+    parallelism needs.
+    """
     lengths, size = [128, 32, 512, 4, 64], 2
     exchange = _make_exchange(
         boundaries(lengths), max(lengths), size, cp_rank, sum(lengths) // size
@@ -116,8 +119,10 @@ def some_rows() -> BatchedDataDict:
 @pytest.mark.parametrize("worker", [DTensorPolicyWorker, MegatronPolicyWorker])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_equals_the_cpu_step(
-    model_dir: Callable[[str], str], precision: str, worker: type[PolicyWorker]
-):  # noqa: F811
+    model_dir: Callable[[str], str],  # noqa: F811
+    precision: str,
+    worker: type[PolicyWorker],
+):
     values = {}
     for device in ("cpu", "cuda:0"):
         policy = open_policy(model_dir("qwen3"), device, precision, worker)

@@ -1,4 +1,6 @@
-"""The losses: exact formulas, independence from how rows are split, and masked positions that cannot poison anything."""
+"""The losses: exact formulas, independence from how rows are split, and masked positions that
+cannot poison anything.
+"""
 
 import math
 

@@ -27,7 +27,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[ProcessPoolExecutor]:
-    """Up to four processes that stay warm: importing torch costs more than most tests. They start as they are needed."""
+    """Up to four processes that stay warm: importing torch costs more than most tests. They start
+    as they are needed.
+    """
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
 

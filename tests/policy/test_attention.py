@@ -1,4 +1,6 @@
-"""Packed attention equals each row alone, whole or cut over context-parallel ranks, and no row sees another."""
+"""Packed attention equals each row alone, whole or cut over context-parallel ranks, and no row sees
+another.
+"""
 
 import itertools
 
@@ -116,7 +118,9 @@ def attend_in_shares(
     cp_size: int,
     window: int | None,
 ) -> list[Tensor]:
-    """Output and gradients of q, k, v, each put together from what `cp_size` ranks compute with their shares."""
+    """Output and gradients of q, k, v, each put together from what `cp_size` ranks compute with
+    their shares.
+    """
 
     def attend(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         held = torch.from_numpy(cp_shard_positions(lengths, cp_size, group.rank()))

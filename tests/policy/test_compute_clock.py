@@ -52,7 +52,9 @@ def test_cpu_time_does_not_pass_while_a_rank_sleeps() -> None:
 def train_beside_a_slow_rank(
     worker_context: WorkerContext, config: PolicyConfig, delay_s: float
 ) -> float:
-    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1 waits for it."""
+    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1
+    waits for it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtensor_engine, "ComputeClock", WallClock)
         patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # collectives in every microbatch

@@ -1,4 +1,6 @@
-"""Training on filtered sampling, in layouts of the DTensor engine, against transformers in float64."""
+"""Training on filtered sampling, in layouts of the DTensor engine, against transformers in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def filtered(layout: str, model: str) -> PolicyConfig:
 def gradients_by_definition(
     model_name: str, batch: BatchedDataDict
 ) -> tuple[dict[str, Tensor], float, float]:
-    """Gradients, loss and the share of trained tokens that the filter removes; each row by itself, float64 autograd."""
+    """Gradients, loss and the share of trained tokens that the filter removes; each row by itself,
+    float64 autograd.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager").double()
     token_filter = SamplingFilter(
         top_k=GENERATION.top_k, top_p=GENERATION.top_p, min_p=GENERATION.min_p

@@ -1,4 +1,6 @@
-"""The test that decides: one gradient, whatever the layout, the microbatches, the row order or the number of ranks."""
+"""The test that decides: one gradient, whatever the layout, the microbatches, the row order or the
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def train_once(
     loss: Loss,
     out: Path,
 ) -> dict[str, float]:
-    """One optimizer step on this rank's share; the gradient is in the checkpoint `out` as `exp_avg`."""
+    """One optimizer step on this rank's share; the gradient is in the checkpoint `out` as
+    `exp_avg`.
+    """
     worker = DTensorPolicyWorker(worker_context, config=config)
     spec = plan_spec(
         config,
@@ -174,7 +178,9 @@ def train_once_in_shards(
     loss: Loss,
     out: Path,
 ) -> dict[str, float]:
-    """`train_once` as a model too large to stay whole does it: gathered and reduced layer by layer, each microbatch."""
+    """`train_once` as a model too large to stay whole does it: gathered and reduced layer by layer,
+    each microbatch.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)
         return train_once(worker_context, config, batch, loss, out)

@@ -1,4 +1,6 @@
-"""Chunked log-probs equal the naive ones in value and gradient, in a fraction of the memory, on one rank or several."""
+"""Chunked log-probs equal the naive ones in value and gradient, in a fraction of the memory, on one
+rank or several.
+"""
 
 import weakref
 
@@ -118,7 +120,9 @@ def test_temperature_zero_is_an_error():
 
 
 class Recorder(TorchDispatchMode):
-    """The bytes of floating-point tensors alive at once, the largest such tensor, and the collectives."""
+    """The bytes of floating-point tensors alive at once, the largest such tensor, and the
+    collectives.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +154,9 @@ class Recorder(TorchDispatchMode):
 
 
 def test_peak_memory_is_a_fraction_of_the_naive_one():
-    """2048 tokens x 8192 vocabulary: one float32 matrix of logits would be 64 MiB, one chunk of them is 4 MiB."""
+    """2048 tokens x 8192 vocabulary: one float32 matrix of logits would be 64 MiB, one chunk of
+    them is 4 MiB.
+    """
     hidden, weight, _, labels = random_inputs(2048, 16, 8192)
     one_chunk, all_logits = 128 * 8192 * 4, 2048 * 8192 * 4
     with Recorder() as naive:
@@ -216,7 +222,8 @@ def test_a_vocabulary_spread_over_ranks_gives_the_same(
         torch.cat([shard[3] for shard in shards]),
         torch.cat([shard[4] for shard in shards]),
     ]
-    # Products of other shapes round the logits otherwise, and a probability's relative error is its logit's absolute one.
+    # Products of other shapes round the logits otherwise, and a probability's relative error is its
+    # logit's absolute one.
     tolerances = (1e-6, 1e-6, 5e-6, 5e-6, 5e-6)
     for found, wanted, tolerance in zip(joined, score(slice(0, 33), None), tolerances, strict=True):
         assert float((found - wanted).norm()) <= tolerance * float(wanted.norm())
@@ -313,7 +320,9 @@ FILTERS = st.builds(
 def filtered_by_definition(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, token_filter: SamplingFilter
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Filtered log-probs, entropy and unfiltered log-probs, each [T] in float64 and by plain autograd."""
+    """Filtered log-probs, entropy and unfiltered log-probs, each [T] in float64 and by plain
+    autograd.
+    """
     logits = hidden.double() @ weight.double().t() / temperature
     kept = torch.zeros(logits.shape, dtype=torch.bool)
     for row, label in enumerate(labels.tolist()):
@@ -350,7 +359,9 @@ def filtered_loss(outputs: tuple[Tensor | None, ...], with_entropy: bool) -> Ten
 def test_filtered_values_and_gradients_equal_the_definition_in_float64(
     num_tokens, chunk_size, temperature, with_entropy, cuts, token_filter, seed
 ):
-    """On one rank and with a vocabulary sharded unevenly; labels are inside and outside of what is kept."""
+    """On one rank and with a vocabulary sharded unevenly; labels are inside and outside of what is
+    kept.
+    """
     hidden, weight, _, labels = random_inputs(num_tokens, 8, 33, seed=seed)
     expected = filtered_by_definition(hidden, weight, labels, temperature, token_filter)
     wanted = torch.autograd.grad(filtered_loss(expected, with_entropy), (hidden, weight))

@@ -1,4 +1,6 @@
-"""Layout: packing loses nothing, adds nothing and shifts as it says, whole and cut over context-parallel ranks."""
+"""Layout: packing loses nothing, adds nothing and shifts as it says, whole and cut over
+context-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def make_shard(lengths: list[int], seed: int = 0) -> dict[str, object]:
-    """Rows of distinct token ids (token i of row r is 1000 (r+1) + i), with columns that repeat the ids."""
+    """Rows of distinct token ids (token i of row r is 1000 (r+1) + i), with columns that repeat the
+    ids.
+    """
     rows = [1000 * (row + 1) + np.arange(length) for row, length in enumerate(lengths)]
     mask = np.random.default_rng(seed).random(sum(lengths)) < 0.5
     input_ids = Jagged.from_rows(rows, np.int32)

@@ -1,4 +1,6 @@
-"""Steps with a loss or gradients that are not finite are skipped, equally on every rank of both engines."""
+"""Steps with a loss or gradients that are not finite are skipped, equally on every rank of both
+engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The driver: plans by configuration, places rows once, and brings results back in the batch's order."""
+"""The driver: plans by configuration, places rows once, and brings results back in the batch's
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The short last batch of an epoch: the same step whatever forms the microbatches, also with fewer rows than replicas."""
+"""The short last batch of an epoch: the same step whatever forms the microbatches, also with fewer
+rows than replicas.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ MODES = {
     ),
 }
 BATCHES = ([7], [9, 14, 6, 23, 3, 17, 5, 12, 11])
-"""Rows of each batch: fewer than the ranks, and an optimizer step of 8 rows and one of a single row."""
+"""Rows of each batch: fewer than the ranks, and an optimizer step of 8 rows and one of a single
+row.
+"""
 
 
 def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:

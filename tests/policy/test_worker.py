@@ -1,4 +1,6 @@
-"""Scores equal transformers row by row; reference, bfloat16, weight buckets, export and the errors of a worker."""
+"""Scores equal transformers row by row; reference, bfloat16, weight buckets, export and the errors
+of a worker.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,9 @@ def test_a_step_without_trained_tokens_has_zero_loss_and_gradient(model_dir):
 def sharded_program(
     worker_context: WorkerContext, config: PolicyConfig, out: Path
 ) -> dict[str, object]:
-    """What two ranks do in one process group: the checks are made by the test, on what this returns."""
+    """What two ranks do in one process group: the checks are made by the test, on what this
+    returns.
+    """
     worker = DTensorPolicyWorker(worker_context, config=config, needs_reference=True)
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)

@@ -1,4 +1,6 @@
-"""Ranks as threads of this process with gloo between them: for functions of a process group that need no process each."""
+"""Ranks as threads of this process with gloo between them: for functions of a process group that
+need no process each.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ _MIXTURE: dict[str, Any] = _SIZES | {
 }
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
-    # The first layer is dense, the scores of the chosen experts do not add up to 1, and all layers have a window.
+    # The first layer is dense, the scores of the chosen experts do not add up to 1, and all layers
+    # have a window.
     "qwen3_moe_mixed": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(
@@ -72,7 +73,9 @@ MIXTURES: dict[str, tuple[type, Any]] = {
         ),
     ),
 }
-"""Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on all rows together."""
+"""Of experts; kept apart, as not every test holds for them: what an expert multiplies depends on
+all rows together.
+"""
 
 
 def save_tiny_model(directory: Path, architecture: str) -> Path:
@@ -97,7 +100,9 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
 
 
 def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
-    """Rows of random tokens with every column a policy-gradient loss reads; about two thirds of the tokens are trained."""
+    """Rows of random tokens with every column a policy-gradient loss reads; about two thirds of the
+    tokens are trained.
+    """
     generator = np.random.default_rng(seed)
     size = sum(lengths)
 
@@ -120,7 +125,9 @@ def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
 
 
 def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
-    """Mean negative log-likelihood of the trained tokens by plain transformers, each row by itself and unpadded."""
+    """Mean negative log-likelihood of the trained tokens by plain transformers, each row by itself
+    and unpadded.
+    """
     total, count = torch.zeros(()), 0
     for ids, mask, is_trained in zip(
         batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
@@ -160,7 +167,9 @@ def run_ranks(
     meeting: Path,
     *args: Any,
 ) -> list[Any]:
-    """`function(context, *args)` on every rank of a fresh process group, each in a process of the pool."""
+    """`function(context, *args)` on every rank of a fresh process group, each in a process of the
+    pool.
+    """
     futures = [
         pool.submit(function, context(rank, world_size, meeting), *args)
         for rank in range(world_size)
@@ -169,7 +178,9 @@ def run_ranks(
 
 
 def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
-    """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any layout."""
+    """Full tensors of one kind (`weight`, `exp_avg`, ...) from a policy checkpoint of any
+    layout.
+    """
     with open_checkpoint(directory) as reader:
         return {
             name: reader.read(f"{kind}/{name}", (0,) * len(shape), shape)
@@ -178,7 +189,9 @@ def saved_tensors(directory: Path, kind: str) -> dict[str, Tensor]:
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest |found - expected| / |expected| over the tensors, in the 2-norm; the names must agree."""
+    """The largest |found - expected| / |expected| over the tensors, in the 2-norm; the names must
+    agree.
+    """
     assert found.keys() == expected.keys()
     return max(
         float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected

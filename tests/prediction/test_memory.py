@@ -1,4 +1,6 @@
-"""Sizes against real models: parameters, gradients and optimizer state exactly, activations and peaks as CPU has them."""
+"""Sizes against real models: parameters, gradients and optimizer state exactly, activations and
+peaks as CPU has them.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,8 @@ def test_the_peak_of_a_step_grows_as_predicted(checkpointing: bool, precision: A
         shape_of(config),
         Placement(precision=precision, activation_checkpointing=checkpointing, chunk_size=32),
     )
-    # On CPU attention also keeps the rows it has put together, and keys and values repeated for every query head.
+    # On CPU attention also keeps the rows it has put together, and keys and values repeated for
+    # every query head.
     size, layers = memory.placement.compute_bytes, 1 if checkpointing else 2
     copies = layers * size * (96 + 2 * (96 - 32))
     predicted = (memory.peak(4096) - memory.peak(2048)) / 2048 + copies

@@ -1,4 +1,6 @@
-"""Warnings about configs that are legal and probably not intended: they are reported, and the exit code stays 0."""
+"""Warnings about configs that are legal and probably not intended: they are reported, and the exit
+code stays 0.
+"""
 
 from __future__ import annotations
 

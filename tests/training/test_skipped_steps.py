@@ -1,4 +1,6 @@
-"""Runs with rows whose loss is not finite: skipped, counted, recorded, stopped after too many, and resumed behind them."""
+"""Runs with rows whose loss is not finite: skipped, counted, recorded, stopped after too many, and
+resumed behind them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ _LINES = range(_BATCH, 3 * _BATCH)
 
 
 def poisoned_model(demo: Path, out: Path) -> Path:
-    """The demo's model with one more token, of finite weights, whose rows have a loss of NaN; other rows never notice.
+    """The demo's model with one more token, of finite weights, whose rows have a loss of NaN; other
+    rows never notice.
 
-    Only the token's embedding has dimension `last`, and only one neuron of the first MLP reads it, with weights whose
-    product overflows.
+    Only the token's embedding has dimension `last`, and only one neuron of the first MLP reads it,
+    with weights whose product overflows.
     """
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
     tokenizer.add_tokens([BAD])
@@ -87,7 +90,9 @@ def poisoned_model(demo: Path, out: Path) -> Path:
 
 @pytest.fixture
 def poisoned(recipe: Recipe) -> tuple[str, ...]:
-    """Overrides of an SFT run of 4 steps, of which steps 2 and 3 each have one bad row: lines 20 and 40."""
+    """Overrides of an SFT run of 4 steps, of which steps 2 and 3 each have one bad row: lines 20
+    and 40.
+    """
     lines = (recipe.demo / "sft_train.jsonl").read_text().splitlines()[: 4 * _BATCH]
     for number in (20, 40):
         row = json.loads(lines[number - 1])

@@ -20,7 +20,9 @@ DTYPES = [
 
 @st.composite
 def tensors(draw: Any) -> Tensor:
-    """Any type and shape, 0-dim and empty included, with random bits (so also NaN and denormals)."""
+    """Any type and shape, 0-dim and empty included, with random bits (so also NaN and
+    denormals).
+    """
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

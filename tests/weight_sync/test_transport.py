@@ -21,7 +21,9 @@ MAX_BYTES = 700
 
 
 def check_push(policy: WorkerGroup, generator: WorkerGroup) -> None:
-    """All generators end with the policy's weights, whatever the bucket size, and the version of the last push."""
+    """All generators end with the policy's weights, whatever the bucket size, and the version of
+    the last push.
+    """
     before = policy.run_all_workers("checksum")[0]
     assert {state[1] for state in generator.run_all_workers("state")} != {before}
     num_buckets = push(policy, generator, 7, max_bytes=MAX_BYTES)
@@ -63,7 +65,8 @@ def test_push_between_processes_passes_the_driver_by(
         pickle.loads(tripwire)
     check_push(policy, generator)
 
-    # A policy worker that fails half-way is named itself, not the generator that waited for its bucket.
+    # A policy worker that fails half-way is named itself, not the generator that waited for its
+    # bucket.
     with pytest.raises(
         WorkerError,
         match="worker 1 of the policy group failed in `weight_bucket`: ValueError: a shard",

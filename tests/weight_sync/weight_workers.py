@@ -1,4 +1,6 @@
-"""A policy and a generator reduced to what the weight transport asks of them, around real parameters."""
+"""A policy and a generator reduced to what the weight transport asks of them, around real
+parameters.
+"""
 
 from __future__ import annotations
 

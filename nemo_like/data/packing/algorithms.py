@@ -1,7 +1,9 @@
-"""Bin packers: which rows share a bin of `bin_capacity` tokens. They know nothing of ranks or steps: that is `plan`.
+"""Bin packers: which rows share a bin of `bin_capacity` tokens. They know nothing of ranks or
+steps: that is `plan`.
 
-All are O(n log n) or better and pure functions of the lengths (and a seed). "Decreasing" means longest first, rows of
-equal length in their given order. Rows within a bin, and bins, are in the order in which they were placed and opened.
+All are O(n log n) or better and pure functions of the lengths (and a seed). "Decreasing" means
+longest first, rows of equal length in their given order. Rows within a bin, and bins, are in the
+order in which they were placed and opened.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class PackingAlgorithm(StrEnum):
     FIRST_FIT_DECREASING = "first_fit_decreasing"
     """The first bin with room."""
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
-    """Johnson and Garey's five phases: pairs for the bins of rows above half the capacity, then first fit decreasing.
+    """Johnson and Garey's five phases: pairs for the bins of rows above half the capacity, then
+    first fit decreasing.
     """
     FIRST_FIT_SHUFFLE = "first_fit_shuffle"
     """The first bin with room, rows in a random order from the seed."""
@@ -44,7 +47,8 @@ class PackingAlgorithm(StrEnum):
         close = get_close_matches(name, list(cls), n=1)
         hint = f"; did you mean {str(close[0])!r}?" if close else ""
         raise ValueError(
-            f"{value!r} is no packing algorithm{hint} policy.sequence_packing.algorithm is one of {', '.join(cls)}"
+            f"{value!r} is no packing algorithm{hint} policy.sequence_packing.algorithm is one of"
+            f" {', '.join(cls)}"
         )
 
 
@@ -60,7 +64,9 @@ _PACKERS: dict[PackingAlgorithm, Callable[[np.ndarray, int, int, int], Packing]]
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePacker:
-    """A packer with its settings; see `get_packer`. `pack` is a pure function: the same lengths give the same bins."""
+    """A packer with its settings; see `get_packer`. `pack` is a pure function: the same lengths
+    give the same bins.
+    """
 
     algorithm: PackingAlgorithm
     bin_capacity: int
@@ -93,8 +99,8 @@ class SequencePacker:
         return bins
 
     def pack_csr(self, sequence_lengths: Sequence[int] | np.ndarray) -> Packing:
-        """The bins as arrays. Raises ValueError for a length below 1 or (rounded up) above the capacity, and for
-        fewer rows than bins asked.
+        """The bins as arrays. Raises ValueError for a length below 1 or (rounded up) above the
+        capacity, and for fewer rows than bins asked.
         """
         lengths = self._occupied(sequence_lengths)
         max_items = self.max_items or max(len(lengths), 1)
@@ -103,12 +109,15 @@ class SequencePacker:
         if target > len(lengths):
             raise ValueError(
                 f"{target} bins were asked for (min_bin_count={self.min_bin_count}, "
-                f"bin_count_multiple={self.bin_count_multiple}) but there are only {len(lengths)} rows to put in them"
+                f"bin_count_multiple={self.bin_count_multiple}) but there are only {len(lengths)}"
+                f" rows to put in them"
             )
         return self.spread(packing, lengths, target)
 
     def spread(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-        """The rows of `packing` in `num_bins` bins, at most one per row: `packers.spread` under this packer's caps."""
+        """The rows of `packing` in `num_bins` bins, at most one per row: `packers.spread` under
+        this packer's caps.
+        """
         return packers.spread(
             packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1)
         )
@@ -141,7 +150,8 @@ class SequencePacker:
                 else ""
             )
             raise ValueError(
-                f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity {self.bin_capacity}; "
+                f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity"
+                f" {self.bin_capacity}; "
                 "raise policy.sequence_packing.train_mb_tokens or shorten the row"
             )
         return occupied
@@ -160,9 +170,10 @@ def get_packer(
 ) -> SequencePacker:
     """A packer by name; with `collect_metrics` its `.metrics` gathers over calls of `pack`.
 
-    The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`: the fullest bins are split
-    into more for that. A bin has at most `max_items` rows, a row occupies its length rounded up to `pad_multiple`,
-    and `seed` is of `first_fit_shuffle`. Raises ValueError for an unknown name or a number out of range.
+    The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`: the
+    fullest bins are split into more for that. A bin has at most `max_items` rows, a row occupies
+    its length rounded up to `pad_multiple`, and `seed` is of `first_fit_shuffle`. Raises ValueError
+    for an unknown name or a number out of range.
     """
     return SequencePacker(
         algorithm=PackingAlgorithm(algorithm),

@@ -1,8 +1,10 @@
-"""The inner loops of the packers: plain Python that numba can compile, so both ways give the same bins by construction.
+"""The inner loops of the packers: plain Python that numba can compile, so both ways give the same
+bins by construction.
 
-Every kernel takes lengths in the order of placement (each 1 to `capacity`), writes the bin of each position to `bin_of`
-and opens bins 0, 1, 2, ... `max_items` is the most rows of a bin. Work space comes from the caller: lists for the
-interpreter, arrays for compiled code, each the faster of the two in its place.
+Every kernel takes lengths in the order of placement (each 1 to `capacity`), writes the bin of each
+position to `bin_of` and opens bins 0, 1, 2, ... `max_items` is the most rows of a bin. Work space
+comes from the caller: lists for the interpreter, arrays for compiled code, each the faster of the
+two in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Any
 import numpy as np
 
 MIN_COMPILED = 4096
-"""Rows from which compiled code is worth importing numba for; below it the interpreter needs a few milliseconds."""
+"""Rows from which compiled code is worth importing numba for; below it the interpreter needs a few
+milliseconds.
+"""
 MAX_TABLE = 1 << 24
 """Largest capacity for which a table over all possible rooms is kept."""
 # The position of the only set bit of a 32-bit word, by a de Bruijn multiplication.
@@ -29,7 +33,9 @@ _BIT_POSITION = np.array([0, 1, 28, 2, 29, 14, 24, 3, 30, 22, 20, 15, 25, 17, 4,
 
 @cache
 def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`kernel` as machine code kept on disk between processes; None where numba, or a place to keep it, is missing."""
+    """`kernel` as machine code kept on disk between processes; None where numba, or a place to keep
+    it, is missing.
+    """
     if find_spec("numba") is None:
         return None
     import numba
@@ -61,7 +67,9 @@ def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
 
 
 def counting_sort(keys: Any, starts: Any, order: Any) -> None:
-    """Write the stable order of `keys` to `order`; `starts[k]` is where those of key k begin, and is moved on."""
+    """Write the stable order of `keys` to `order`; `starts[k]` is where those of key k begin, and
+    is moved on.
+    """
     for i in range(len(keys)):
         order[starts[keys[i]]] = i
         starts[keys[i]] += 1
@@ -84,8 +92,9 @@ def first_fit(
 ) -> int:
     """The leftmost bin with room, found in a tree of maxima. Returns the number of bins.
 
-    `tree` has 2 * num_leaves entries all equal to the capacity (leaf b, the room of bin b, is at num_leaves + b; a
-    power of two at least the number of bins), `slots` num_leaves entries equal to `max_items`.
+    `tree` has 2 * num_leaves entries all equal to the capacity (leaf b, the room of bin b, is at
+    num_leaves + b; a power of two at least the number of bins), `slots` num_leaves entries equal to
+    `max_items`.
     """
     i, num_bins = 0, 0
     while i < len(lengths):
@@ -117,7 +126,9 @@ def first_fit(
 
 
 def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin_of: Any) -> bool:
-    """Each row to the bin with the fewest tokens (then the lowest number). False if some row fits in none."""
+    """Each row to the bin with the fewest tokens (then the lowest number). False if some row fits
+    in none.
+    """
     heap = list(range(num_bins))  # entries are load * num_bins + bin
     slots = [max_items for _ in range(num_bins)]
     for i in range(len(lengths)):
@@ -139,9 +150,11 @@ def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin
 def best_fit_runs(
     lengths: list[int], capacity: int, max_items: int
 ) -> tuple[list[int], list[int], int]:
-    """Best fit of a non-increasing list for the interpreter: (bins, rows each takes in turn, number of bins).
+    """Best fit of a non-increasing list for the interpreter: (bins, rows each takes in turn, number
+    of bins).
 
-    Bins of equal room are a stack (the last touched is taken first), and a run of equal lengths moves whole stacks.
+    Bins of equal room are a stack (the last touched is taken first), and a run of equal lengths
+    moves whole stacks.
     """
     bins: list[int] = []
     takes: list[int] = []
@@ -204,9 +217,10 @@ def best_fit(
 ) -> int:
     """`best_fit_runs` for compiled code. Returns the number of bins.
 
-    `head[r]` is the top of the stack of bins with room r (-1: none) and `under[b]` the bin below b. `words` is a
-    bitset of the occupied rooms in levels of 32-bit words, level l from `starts[l]`; a bit of level l+1 says that a
-    word of level l is not 0, so the next occupied room is found in a step per level.
+    `head[r]` is the top of the stack of bins with room r (-1: none) and `under[b]` the bin below b.
+    `words` is a bitset of the occupied rooms in levels of 32-bit words, level l from `starts[l]`; a
+    bit of level l+1 says that a word of level l is not 0, so the next occupied room is found in a
+    step per level.
     """
     num_levels = len(starts) - 1
     i, num_bins = 0, 0
@@ -262,13 +276,15 @@ def modified_first_fit(
     slots: Any,
     bin_of: Any,
 ) -> None:
-    """Phases 2 to 4 of modified first fit decreasing: what joins the bins that phase 1 opened for rows above half a bin.
+    """Phases 2 to 4 of modified first fit decreasing: what joins the bins that phase 1 opened for
+    rows above half a bin.
 
-    `values` [V] are the distinct other lengths ascending, `bounds` the first k above 1/6 and above 1/3 of the capacity;
-    `counts` how many there are, `firsts` the position of the first of each. `below` is 0..V, a union-find
-    whose root of k+1 is the longest length left that is at most `values[k]` (0: none). `rooms` and `slots` are of the bins,
-    fullest first; `bin_of` is written for rows that join. D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing,
-    J. Complexity 1 (1985).
+    `values` [V] are the distinct other lengths ascending, `bounds` the first k above 1/6 and above
+    1/3 of the capacity; `counts` how many there are, `firsts` the position of the first of each.
+    `below` is 0..V, a union-find whose root of k+1 is the longest length left that is at most
+    `values[k]` (0: none). `rooms` and `slots` are of the bins, fullest first; `bin_of` is written
+    for rows that join. D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing, J.
+    Complexity 1 (1985).
     """
 
     def longest_within(room: int) -> int:

@@ -1,4 +1,6 @@
-"""How well bins are filled, as numbers: utilization, waste, balance and efficiency, of one packing or over many."""
+"""How well bins are filled, as numbers: utilization, waste, balance and efficiency, of one packing
+or over many.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ import numpy as np
 
 
 class PackingMetrics:
-    """Statistics of packings, one by one (`update` returns them) and over all of them (`get_aggregated_stats`).
+    """Statistics of packings, one by one (`update` returns them) and over all of them
+    (`get_aggregated_stats`).
 
-    With bins of loads l_1 ... l_K, capacity C and total S: `average_utilization` = S / (K C), `waste_ratio` = 1 -
-    that, `bin_balance` = 1 - sample standard deviation of l_k / C over `average_utilization` (1 for one bin),
-    `theoretical_min_bins` = ceil(S / C) and `bin_efficiency` = that / K. Give real lengths, so that padding counts as
-    waste.
+    With bins of loads l_1 ... l_K, capacity C and total S: `average_utilization` = S / (K C),
+    `waste_ratio` = 1 - that, `bin_balance` = 1 - sample standard deviation of l_k / C over
+    `average_utilization` (1 for one bin), `theoretical_min_bins` = ceil(S / C) and `bin_efficiency`
+    = that / K. Give real lengths, so that padding counts as waste.
 
-    Example: lengths [6, 4, 5] in bins [[0, 1], [2]] of capacity 10: loads 10 and 5, `average_utilization` 0.75,
-    `waste_ratio` 0.25, `bin_balance` 1 - 0.3536 / 0.75 = 0.5286, `bin_efficiency` 1.0.
+    Example: lengths [6, 4, 5] in bins [[0, 1], [2]] of capacity 10: loads 10 and 5,
+    `average_utilization` 0.75, `waste_ratio` 0.25, `bin_balance` 1 - 0.3536 / 0.75 = 0.5286,
+    `bin_efficiency` 1.0.
     """
 
     def __init__(self) -> None:
@@ -57,8 +61,9 @@ class PackingMetrics:
     def get_aggregated_stats(self) -> dict[str, float]:
         """Means and extremes over everything gathered; empty before the first `update`.
 
-        `average_utilization`, `average_waste_ratio` and `average_bin_balance` are weighted by `total_bin_capacity`, so
-        that utilization and waste are those of all bins together. The extremes are of single packings.
+        `average_utilization`, `average_waste_ratio` and `average_bin_balance` are weighted by
+        `total_bin_capacity`, so that utilization and waste are those of all bins together. The
+        extremes are of single packings.
         """
         if not self._stats:
             return {}
@@ -102,8 +107,8 @@ def bin_stats(
 ) -> dict[str, float]:
     """The statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
 
-    A bin above the capacity (a row alone that exceeds it) counts as full. `theoretical_min_bins` may be given where
-    bins cannot be shared by all rows.
+    A bin above the capacity (a row alone that exceeds it) counts as full. `theoretical_min_bins`
+    may be given where bins cannot be shared by all rows.
     """
     if len(loads) == 0:
         return dict.fromkeys(_NAMES, 0.0)

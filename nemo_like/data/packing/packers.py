@@ -1,4 +1,5 @@
-"""The packers as functions over checked lengths: prepare, run a kernel, and sort the result into bins.
+"""The packers as functions over checked lengths: prepare, run a kernel, and sort the result into
+bins.
 
 Names, settings and messages for users are in `algorithms`; the inner loops are in `kernels`.
 """
@@ -84,7 +85,9 @@ def first_fit_shuffle(lengths: np.ndarray, capacity: int, max_items: int, seed: 
 
 
 def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
-    """Rows in the given order; the first that does not fit opens the next bin, and the old one stays closed."""
+    """Rows in the given order; the first that does not fit opens the next bin, and the old one
+    stays closed.
+    """
     order = np.arange(len(lengths))
     placed, bin_of = _run(kernels.next_fit, lengths, lambda array: (capacity, max_items))
     return _grouped(order, bin_of, placed)
@@ -93,7 +96,9 @@ def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int 
 def best_fit_decreasing(
     lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
-    """Longest first, each row to the fullest bin with room; of equally full ones the last touched."""
+    """Longest first, each row to the fullest bin with room; of equally full ones the last
+    touched.
+    """
     order = longest_first(lengths)
     kernel = _compiled(kernels.best_fit, len(lengths)) if capacity <= kernels.MAX_TABLE else None
     if kernel is None:
@@ -158,7 +163,9 @@ def modified_first_fit_decreasing(
 def least_loaded(
     lengths: np.ndarray, capacity: int, max_items: int, num_bins: int
 ) -> Packing | None:
-    """Longest first, each row to the least loaded of `num_bins` bins; None where that does not fit."""
+    """Longest first, each row to the least loaded of `num_bins` bins; None where that does not
+    fit.
+    """
     order = longest_first(lengths)
     fits, bin_of = _run(
         kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins)
@@ -179,11 +186,12 @@ def balanced(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) 
 def spread(
     packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
 ) -> Packing:
-    """The same rows in `num_bins` >= K bins, at most one per row: the fullest bins are dealt anew over more bins.
+    """The same rows in `num_bins` >= K bins, at most one per row: the fullest bins are dealt anew
+    over more bins.
 
-    As many of the fullest are taken as it needs for their share of the new bins to reach the fullest one left alone,
-    so the largest load is as small as it can get without touching the rest; their rows go longest first to the least
-    loaded.
+    As many of the fullest are taken as it needs for their share of the new bins to reach the
+    fullest one left alone, so the largest load is as small as it can get without touching the rest;
+    their rows go longest first to the least loaded.
     """
     extra = num_bins - packing.num_bins
     if extra <= 0:
@@ -209,7 +217,9 @@ def spread(
 
 
 def _halved(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-    """Split the fullest bin of two or more rows in two, again and again: always possible, less even than dealing anew."""
+    """Split the fullest bin of two or more rows in two, again and again: always possible, less even
+    than dealing anew.
+    """
     extra = num_bins - packing.num_bins
     loads = np.where(np.diff(packing.offsets) > 1, packing.loads(lengths), -1)
     split = np.sort(
@@ -254,7 +264,9 @@ def _run(
     lengths: np.ndarray,
     workspace: Callable[[Callable[[np.ndarray], Any]], tuple[Any, ...]],
 ) -> tuple[Any, np.ndarray]:
-    """Run a kernel compiled over arrays or interpreted over lists: (its result, the bin of each position int64 [n])."""
+    """Run a kernel compiled over arrays or interpreted over lists: (its result, the bin of each
+    position int64 [n]).
+    """
     compiled = _compiled(kernel, len(lengths))
     if compiled is None:
         bin_of: Any = [0] * len(lengths)
@@ -269,8 +281,8 @@ def _compiled(kernel: Callable[..., Any], num_rows: int) -> Callable[..., Any] |
 
 
 def _grouped(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
-    """Rows sorted by bin, within a bin in the order of placement; `bin_of` [n] is the bin of each position of
-    `order`.
+    """Rows sorted by bin, within a bin in the order of placement; `bin_of` [n] is the bin of each
+    position of `order`.
     """
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
     np.cumsum(np.bincount(bin_of, minlength=num_bins), out=offsets[1:])
@@ -278,8 +290,8 @@ def _grouped(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
 
 
 def _most_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
-    """No more bins than this are ever opened by first or best fit: of the bins with a free slot at most one is half
-    empty.
+    """No more bins than this are ever opened by first or best fit: of the bins with a free slot at
+    most one is half empty.
     """
     return max(
         1,
@@ -290,7 +302,9 @@ def _most_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
 
 
 def _bitset_starts(num_bits: int) -> np.ndarray:
-    """Where each level of a bitset of 32-bit words begins, int64 [levels + 1]; the last level is one word."""
+    """Where each level of a bitset of 32-bit words begins, int64 [levels + 1]; the last level is
+    one word.
+    """
     starts = [0]
     while True:
         num_bits = -(-num_bits // 32)

@@ -1,9 +1,11 @@
-"""The schedule: rows to microbatches and microbatches to data-parallel ranks, decided together from lengths and work.
+"""The schedule: rows to microbatches and microbatches to data-parallel ranks, decided together from
+lengths and work.
 
 What every schedule keeps, whatever the lengths:
 * each row is in one bin, and the rows of a group are in the same one;
 * no bin holds more than `max_tokens`;
-* every rank has the same number of bins, a multiple of `microbatch_multiple`, and the least possible where a start fits;
+* every rank has the same number of bins, a multiple of `microbatch_multiple`, and the least
+  possible where a start fits;
 * no bin is empty unless there are fewer rows (or groups) than bins;
 * the same arguments give the same schedule.
 """
@@ -29,26 +31,33 @@ from nemo_like.data.planning.local_search import Refiner, Rows
 Sync = Literal["microbatch", "step"]
 
 _STEPS_PER_ROW = 1000
-"""Refinement steps per row at effort 1: past it little is gained. A compiled step takes some 2 ns."""
+"""Refinement steps per row at effort 1: past it little is gained. A compiled step takes some 2
+ns.
+"""
 _MAX_INTERPRETED_STEPS = 200_000
 """Refinement steps at effort 1 without compiled code, where a step takes some 1 us."""
 _LEVEL_ENOUGH = 4e-3
-"""Ranks of r rows each are level when the dearest is above the mean by this share over r: the fewer rows, the coarser."""
+"""Ranks of r rows each are level when the dearest is above the mean by this share over r: the fewer
+rows, the coarser.
+"""
 _MIN_COMPILED_ROWS = 128
 """Rows from which compiled code is worth importing numba for."""
 _MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
-"""Rows up to which an interpreted search takes as many steps as a compiled one, and so finds the same schedule."""
+"""Rows up to which an interpreted search takes as many steps as a compiled one, and so finds the
+same schedule.
+"""
 _few_plans: ContextVar[bool] = ContextVar("few_plans", default=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Bins as two arrays, rank-major: bin m of rank r is rows `perm[offsets[r * M + m] : offsets[r * M + m + 1]]`.
+    """Bins as two arrays, rank-major: bin m of rank r is rows `perm[offsets[r * M + m] : offsets[r
+    * M + m + 1]]`.
 
     The bins of a rank are in order of their work, dearest first.
 
-    Example: two ranks of two microbatches, `perm=[0, 3, 1, 2]` and `offsets=[0, 1, 2, 4, 4]`: rank 0 runs rows [0] and
-    [3], rank 1 runs rows [1, 2] and, as rows have run out, an empty bin.
+    Example: two ranks of two microbatches, `perm=[0, 3, 1, 2]` and `offsets=[0, 1, 2, 4, 4]`: rank
+    0 runs rows [0] and [3], rank 1 runs rows [1, 2] and, as rows have run out, an empty bin.
     """
 
     perm: np.ndarray
@@ -86,9 +95,10 @@ class Schedule:
     def stats(self) -> dict[str, float]:
         """What the schedule is like, beside what is proven of the best one.
 
-        `rank_imbalance` is the dearest rank over the larger of the mean rank and the dearest row, `lockstep_ratio` the sum
-        over microbatches of the dearest rank over the same. `rank_over_bound` and `lockstep_over_bound` are the two over
-        the least they can be under this cap with this many microbatches: 1 is proven to be the best.
+        `rank_imbalance` is the dearest rank over the larger of the mean rank and the dearest row,
+        `lockstep_ratio` the sum over microbatches of the dearest rank over the same.
+        `rank_over_bound` and `lockstep_over_bound` are the two over the least they can be under
+        this cap with this many microbatches: 1 is proven to be the best.
         """
         rank_work, lockstep = (
             self.bin_work.sum(axis=1),
@@ -123,10 +133,11 @@ class Schedule:
 
 @contextmanager
 def few_plans() -> Iterator[None]:
-    """Within the block, batches of up to 200 rows are planned without numba; the plans are the same.
+    """Within the block, batches of up to 200 rows are planned without numba; the plans are the
+    same.
 
-    Importing numba takes more than a second of CPU time, which a process that plans a few steps does not get back:
-    without it such a plan takes at most some 0.03 s.
+    Importing numba takes more than a second of CPU time, which a process that plans a few steps
+    does not get back: without it such a plan takes at most some 0.03 s.
     """
     token = _few_plans.set(True)
     try:
@@ -149,17 +160,22 @@ def schedule(
     effort: float = 1.0,
     use_numba: bool | None = None,
 ) -> Schedule:
-    """Rows to bins and bins to ranks under a hard cap, with the fewest microbatches and then the least waiting.
+    """Rows to bins and bins to ranks under a hard cap, with the fewest microbatches and then the
+    least waiting.
 
-    `lengths` int [n] are the tokens each row occupies, `work` float [n] what it costs, or the cost model that says. With
-    `sync="microbatch"` the sum over microbatches of the dearest rank is made small, with `"step"` the dearest rank's
-    total. `groups` int [n]: rows of equal value stay in one bin, in their given order. `packed_bins` (perm, offsets) are a
-    packer's bins to start from besides our own. `effort` scales the bound on refinement, 0 is none. `use_numba`: None
-    compiles where numba is installed and there are rows enough, False interprets with less effort, True insists.
+    `lengths` int [n] are the tokens each row occupies, `work` float [n] what it costs, or the cost
+    model that says. With `sync="microbatch"` the sum over microbatches of the dearest rank is made
+    small, with `"step"` the dearest rank's total. `groups` int [n]: rows of equal value stay in one
+    bin, in their given order. `packed_bins` (perm, offsets) are a packer's bins to start from
+    besides our own. `effort` scales the bound on refinement, 0 is none. `use_numba`: None compiles
+    where numba is installed and there are rows enough, False interprets with less effort, True
+    insists.
 
-    Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays that do not match.
+    Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays that
+    do not match.
 
-    Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2, 4]]]`, two full bins.
+    Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2,
+    4]]]`, two full bins.
     """
     counts = {
         "max_tokens": max_tokens,
@@ -208,10 +224,12 @@ def assign_bins(
     sync: Sync = "microbatch",
     microbatch_multiple: int = 1,
 ) -> np.ndarray:
-    """Given bins to ranks, none of them changed: bin ids int64 [R, M], -1 where there is none, dearest first on each rank.
+    """Given bins to ranks, none of them changed: bin ids int64 [R, M], -1 where there is none,
+    dearest first on each rank.
 
-    M is the least multiple of `microbatch_multiple` with a place for every bin of `bin_work` [K]. Microbatches of bins of
-    like work make the sum of their dearest least; with `sync="step"` bins are then exchanged between ranks.
+    M is the least multiple of `microbatch_multiple` with a place for every bin of `bin_work` [K].
+    Microbatches of bins of like work make the sum of their dearest least; with `sync="step"` bins
+    are then exchanged between ranks.
 
     Example: work [5, 1, 4, 2] over 2 ranks is `[[0, 1], [2, 3]]`: lockstep 5 + 2, ranks 6 and 6.
     """
@@ -235,9 +253,11 @@ def assign_bins(
 def _lockstep(
     refiner: Refiner, packed: Packing | None, max_steps: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Bins levelled by microbatch: (bin of each row, rank of each bin), or None where no start fits.
+    """Bins levelled by microbatch: (bin of each row, rank of each bin), or None where no start
+    fits.
 
-    Every start is tried and the best one finished; best fit decreasing, good at nothing but fitting, is the last resort.
+    Every start is tried and the best one finished; best fit decreasing, good at nothing but
+    fitting, is the last resort.
     """
     starts = [refiner.complete(), refiner.fill(refiner.targets()), refiner.spread(packed)]
     starts = [start for start in starts if start is not None] or [refiner.best_fit()]
@@ -257,7 +277,8 @@ def _by_step(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Ranks levelled: (bin of each row, rank of each bin), or None where no start fits.
 
-    Tried from one start after the other as it is, then with its bins levelled first, until ranks are as level as can be.
+    Tried from one start after the other as it is, then with its bins levelled first, until ranks
+    are as level as can be.
     """
     floor = refiner.rank_bound()
     starts = [
@@ -305,7 +326,9 @@ def _slots(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
 def _in_slots(
     slot_of: np.ndarray, group_of: np.ndarray, num_slots: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows sorted by slot, within a slot by group (dearest first), within a group as given: (perm, offsets)."""
+    """Rows sorted by slot, within a slot by group (dearest first), within a group as given: (perm,
+    offsets).
+    """
     offsets = np.zeros(num_slots + 1, dtype=np.int64)
     np.cumsum(np.bincount(slot_of, minlength=num_slots), out=offsets[1:])
     return np.lexsort((group_of, slot_of)), offsets
@@ -314,7 +337,9 @@ def _in_slots(
 def _sorted_groups(
     groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
 ) -> tuple[np.ndarray, Rows]:
-    """(the group of each row, numbered by decreasing work, int64 [n]; tokens and work of the groups)."""
+    """(the group of each row, numbered by decreasing work, int64 [n]; tokens and work of the
+    groups).
+    """
     if groups is None:
         order = np.argsort(-work, kind="stable")
         group_of = np.empty(len(order), dtype=np.int64)
@@ -323,7 +348,8 @@ def _sorted_groups(
     groups = np.asarray(groups)
     if groups.shape != lengths.shape:
         raise ValueError(
-            f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id per row"
+            f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id"
+            f" per row"
         )
     ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
     tokens, group_work = np.bincount(ids, lengths).astype(np.int64), np.bincount(ids, work)
@@ -339,7 +365,9 @@ def _group_packing(
     tokens: np.ndarray,
     max_tokens: int,
 ) -> Packing:
-    """A packing of rows as one of their groups; raises ValueError if it is no packing of these rows under the cap."""
+    """A packing of rows as one of their groups; raises ValueError if it is no packing of these rows
+    under the cap.
+    """
     perm, offsets = (np.asarray(array, dtype=np.int64) for array in packed_bins)
     sizes = np.diff(offsets)
     if (
@@ -376,7 +404,8 @@ def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
     kernels = balance_kernels.compiled()
     if use_numba and kernels is None:
         raise ValueError(
-            "use_numba=True but numba is not installed; install nemo-like[speed] or leave use_numba at None"
+            "use_numba=True but numba is not installed; install nemo-like[speed] or leave use_numba"
+            " at None"
         )
     return kernels
 
@@ -399,7 +428,8 @@ def _checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> n
     array = np.asarray(work, dtype=np.float64)
     if array.shape != lengths.shape:
         raise ValueError(
-            f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per row"
+            f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per"
+            f" row"
         )
     if len(array) and not (np.isfinite(array).all() and array.min() >= 0):
         row = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
@@ -413,7 +443,8 @@ def _check_cap(group_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_gr
     rows = np.flatnonzero(group_of == tokens.argmax()).tolist()
     what = f"the group of rows {rows}" if has_groups and len(rows) > 1 else f"row {rows[0]}"
     raise ValueError(
-        f"{what} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the cap or shorten it"
+        f"{what} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the cap or shorten"
+        f" it"
     )
 
 

@@ -1,7 +1,9 @@
-"""The inner loops of the scheduler: plain Python that numba can compile, so both ways keep the same promises.
+"""The inner loops of the scheduler: plain Python that numba can compile, so both ways keep the same
+promises.
 
-Rows come sorted by work, dearest first, so a lower position is a dearer row. Results depend on the arguments alone: effort
-is counted in steps, never in seconds. Interpreted the loops want lists, compiled they want arrays.
+Rows come sorted by work, dearest first, so a lower position is a dearer row. Results depend on the
+arguments alone: effort is counted in steps, never in seconds. Interpreted the loops want lists,
+compiled they want arrays.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ _MAX_WALK = 1000
 class State(NamedTuple):
     """An assignment under refinement, updated in place.
 
-    A unit is what is compared: a bin where ranks meet at every microbatch, all bins of a rank where they meet once a step.
-    Units stand in lines of one per rank (a line for each microbatch, or one line), and of each line the dearest unit is
-    what counts.
+    A unit is what is compared: a bin where ranks meet at every microbatch, all bins of a rank where
+    they meet once a step. Units stand in lines of one per rank (a line for each microbatch, or one
+    line), and of each line the dearest unit is what counts.
     """
 
     tokens: Any  # [n] of each row, dearest row first
@@ -47,13 +49,14 @@ class State(NamedTuple):
 
 @cache
 def compiled() -> Any | None:
-    """`fill`, `complete` and `level` as machine code kept on disk between processes; None where numba, or a place to keep
-    it, is missing."""
+    """`fill`, `complete` and `level` as machine code kept on disk between processes; None where
+    numba, or a place to keep it, is missing."""
     if find_spec("numba") is None:
         return None
     import numba
 
-    # Numba resolves names in a function's globals, so copies of the functions get globals that hold compiled copies.
+    # Numba resolves names in a function's globals, so copies of the functions get globals that hold
+    # compiled copies.
     scope = dict(globals())
     try:
         for function in (
@@ -78,10 +81,12 @@ def compiled() -> Any | None:
 
 
 def fill(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any) -> bool:
-    """Each row that has no bin to the one furthest below its target among those with room; False if a row fits in none.
+    """Each row that has no bin to the one furthest below its target among those with room; False if
+    a row fits in none.
 
-    With equal targets this is longest-processing-time-first under the cap. `bin_of` [n] is -1 where there is no bin yet,
-    `bin_tokens` [K] what bins hold and `excess` [K] their work above target (below 0: wanted); all are updated.
+    With equal targets this is longest-processing-time-first under the cap. `bin_of` [n] is -1 where
+    there is no bin yet, `bin_tokens` [K] what bins hold and `excess` [K] their work above target
+    (below 0: wanted); all are updated.
     """
     wanting = [(excess[b], b) for b in range(len(excess))]
     full = [(0, 0) for _ in range(0)]  # (tokens, bin): without room when last looked at
@@ -117,12 +122,14 @@ def complete(
     line_size: int,
     free: Any,
 ) -> bool:
-    """One microbatch after the other, each bin completed as exactly as rows allow; False if a row is left that fits in none.
+    """One microbatch after the other, each bin completed as exactly as rows allow; False if a row
+    is left that fits in none.
 
-    The height of a microbatch is an equal share of the work left, or the dearest row left if that is more. Its lowest bin
-    takes, again and again, the dearest row left that exceeds neither height nor cap. Rows left at the end go to the bin
-    with least work that has room. `bin_of` [n] is -1, `bin_tokens` and `bin_work` [K] are 0; `free` is 0..n, a union-find
-    whose root of i is the first row left from i on.
+    The height of a microbatch is an equal share of the work left, or the dearest row left if that
+    is more. Its lowest bin takes, again and again, the dearest row left that exceeds neither height
+    nor cap. Rows left at the end go to the bin with least work that has room. `bin_of` [n] is -1,
+    `bin_tokens` and `bin_work` [K] are 0; `free` is 0..n, a union-find whose root of i is the first
+    row left from i on.
     """
     num_rows, num_bins = len(tokens), len(bin_tokens)
     left = 0.0
@@ -181,11 +188,13 @@ def nearest(
     most_room: int,
     capacity: int,
 ) -> tuple[float, int, int, int]:
-    """The row to swap row i for that changes the work nearest to `target`: (how far off, the row or -1, where i goes, steps).
+    """The row to swap row i for that changes the work nearest to `target`: (how far off, the row or
+    -1, where i goes, steps).
 
-    Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far off as `error`; where
-    no bin has the room for that, from the first one that `most_room` allows. Row i takes the place of the other or, where
-    that has no room and is not left empty, goes to the roomiest bin of the same unit. No line's top rises.
+    Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far
+    off as `error`; where no bin has the room for that, from the first one that `most_room` allows.
+    Row i takes the place of the other or, where that has no room and is not left empty, goes to the
+    roomiest bin of the same unit. No line's top rises.
     """
     unit = unit_of[bin_of[i]]
     least, room, take, receiver, steps = (
@@ -244,7 +253,9 @@ def gift(s: State, i: int, unit: int, capacity: int) -> int:
 def best_exchange(
     s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int
 ) -> tuple[int, int, int, int]:
-    """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin that takes it, steps)."""
+    """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin
+    that takes it, steps).
+    """
     work, tokens, bin_of, bin_tokens, bin_sizes = (
         s.work,
         s.tokens,
@@ -313,10 +324,11 @@ def find_roomiest(s: State, unit: int) -> int:
 
 
 def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -> int:
-    """Lower the dearest unit of each line in turn by exchanges that raise the top of no line; returns the steps taken.
+    """Lower the dearest unit of each line in turn by exchanges that raise the top of no line;
+    returns the steps taken.
 
-    `order` [U] lists the units line by line. Each exchange aims at the mean of the line, and a line is left when its
-    dearest unit is there or has no exchange.
+    `order` [U] lists the units line by line. Each exchange aims at the mean of the line, and a line
+    is left when its dearest unit is there or has no exchange.
     """
     steps, most_room, most_slack = (
         len(s.unit_of),

@@ -1,4 +1,6 @@
-"""What no plan can beat: lower bounds on the number of bins and on the lockstep work of a schedule. Proofs, not plans."""
+"""What no plan can beat: lower bounds on the number of bins and on the lockstep work of a schedule.
+Proofs, not plans.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ def l1_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
 def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     """Fewest bins by Martello and Toth's L2 (Knapsack Problems, 1990, section 8.3), in O(n log n).
 
-    For a threshold k <= capacity / 2: rows above capacity - k share a bin with no row of at least k, rows above
-    capacity / 2 sit alone among themselves, and what rows from k to capacity / 2 need beyond the room those leave takes
-    more bins. The largest over k, which only has to visit the lengths that occur, is the bound; k = 0 makes it at least
-    `l1_bound`. `lengths` are int [B], each 1 to `capacity`; raises ValueError otherwise.
+    For a threshold k <= capacity / 2: rows above capacity - k share a bin with no row of at least
+    k, rows above capacity / 2 sit alone among themselves, and what rows from k to capacity / 2 need
+    beyond the room those leave takes more bins. The largest over k, which only has to visit the
+    lengths that occur, is the bound; k = 0 makes it at least `l1_bound`. `lengths` are int [B],
+    each 1 to `capacity`; raises ValueError otherwise.
 
-    Example: rows 6, 6, 6, 5, 5 in bins of 10 need 4 bins (k = 5: no two of the sixes and no six with a five), not 3.
+    Example: rows 6, 6, 6, 5, 5 in bins of 10 need 4 bins (k = 5: no two of the sixes and no six
+    with a five), not 3.
     """
     lengths = np.sort(np.asarray(lengths, dtype=np.int64))
     if len(lengths) == 0:
@@ -56,12 +60,14 @@ def lockstep_bound(
     num_ranks: int,
     num_microbatches: int,
 ) -> float:
-    """Least possible sum over microbatches of the dearest rank's work, when ranks meet at every microbatch.
+    """Least possible sum over microbatches of the dearest rank's work, when ranks meet at every
+    microbatch.
 
-    Of any plan, put the microbatches in order of their dearest bin. Then microbatch j costs at least a row that cannot
-    sit in those before it, and work beyond what fits into the first j is spread over `num_ranks` in the others
-    (`microbatch_limits`): the bound is the largest over j of the sum of the former up to j plus the latter.
-    `lengths` int [B] from 1 to `max_tokens`, `work` float [B] >= 0.
+    Of any plan, put the microbatches in order of their dearest bin. Then microbatch j costs at
+    least a row that cannot sit in those before it, and work beyond what fits into the first j is
+    spread over `num_ranks` in the others (`microbatch_limits`): the bound is the largest over j of
+    the sum of the former up to j plus the latter. `lengths` int [B] from 1 to `max_tokens`, `work`
+    float [B] >= 0.
     """
     if len(lengths) == 0:
         return 0.0
@@ -79,12 +85,14 @@ def rank_bound(
     *,
     may_be_empty: bool,
 ) -> float:
-    """Least possible work of the dearest rank of `num_microbatches` bins each, when ranks meet once a step.
+    """Least possible work of the dearest rank of `num_microbatches` bins each, when ranks meet once
+    a step.
 
-    For each k, either two of the k dearest rows share a rank, or they are on k ranks. Those k have to hold what tokens the
-    others cannot, of the least dense rows at best; and unless bins `may_be_empty`, a row in every other bin, at best the
-    cheapest: on average over the k ranks, and for the one that gets the dearest of those. `lengths` int [B] from 1 to
-    `max_tokens`, `work` float [B] >= 0.
+    For each k, either two of the k dearest rows share a rank, or they are on k ranks. Those k have
+    to hold what tokens the others cannot, of the least dense rows at best; and unless bins
+    `may_be_empty`, a row in every other bin, at best the cheapest: on average over the k ranks, and
+    for the one that gets the dearest of those. `lengths` int [B] from 1 to `max_tokens`, `work`
+    float [B] >= 0.
     """
     lengths, work = np.asarray(lengths, dtype=np.int64), np.asarray(work, dtype=np.float64)
     if len(lengths) == 0:
@@ -123,13 +131,15 @@ def microbatch_limits(
     num_ranks: int,
     num_microbatches: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Limits on M microbatches of R bins in order of their dearest bin: (least work of each one's dearest bin, float [M];
-    most work that fits into the first j of them over all ranks, float [M+1]).
+    """Limits on M microbatches of R bins in order of their dearest bin: (least work of each one's
+    dearest bin, float [M]; most work that fits into the first j of them over all ranks, float
+    [M+1]).
 
-    The first j hold at most j * R * max_tokens tokens, and at most j * R rows above half the cap. So the dearest rows
-    that exceed either do not all sit there, and the dearest bin of the next holds at least the last of them. The most
-    work is that of the densest rows of so many tokens, one cut; where work grows faster than length, the dearest rows
-    above half the cap come first, as many as bins, and then the densest others.
+    The first j hold at most j * R * max_tokens tokens, and at most j * R rows above half the cap.
+    So the dearest rows that exceed either do not all sit there, and the dearest bin of the next
+    holds at least the last of them. The most work is that of the densest rows of so many tokens,
+    one cut; where work grows faster than length, the dearest rows above half the cap come first, as
+    many as bins, and then the densest others.
     """
     lengths, work = np.asarray(lengths, dtype=np.int64), np.asarray(work, dtype=np.float64)
     dearest = np.argsort(-work, kind="stable")
@@ -165,7 +175,9 @@ def _most_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.
 
 
 def _grows_faster_than_length(lengths: np.ndarray, work: np.ndarray, density: float) -> bool:
-    """Whether a longer row is denser, and each further token of it brings at least `density`; rows dearest first."""
+    """Whether a longer row is denser, and each further token of it brings at least `density`; rows
+    dearest first.
+    """
     longer, dearer = -np.diff(lengths), -np.diff(work)
     slack = 1e-9 * work[:-1]
     return bool(

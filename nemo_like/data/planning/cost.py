@@ -1,7 +1,9 @@
-"""What a row costs: its work `a * L + b * L^2`, with a and b from the model's own configuration, and FLOPs for MFU.
+"""What a row costs: its work `a * L + b * L^2`, with a and b from the model's own configuration,
+and FLOPs for MFU.
 
-Work is what ranks are balanced by; tokens, which are memory, are compared with the cap elsewhere. The configuration is
-any mapping or object with the attribute names of Hugging Face, so nothing heavy is imported here.
+Work is what ranks are balanced by; tokens, which are memory, are compared with the cap elsewhere.
+The configuration is any mapping or object with the attribute names of Hugging Face, so nothing
+heavy is imported here.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ _REQUIRED = object()
 class CostModel:
     """Forward work of a row of L tokens: `linear * L + quadratic * L^2`, for causal attention.
 
-    With a sliding `window`, the share `windowed_share` of the quadratic part (its layers) sees at most `window` tokens
-    back, so beyond the window it grows by the line `window * (2 * L - window)` instead of `L^2`.
+    With a sliding `window`, the share `windowed_share` of the quadratic part (its layers) sees at
+    most `window` tokens back, so beyond the window it grows by the line `window * (2 * L - window)`
+    instead of `L^2`.
 
-    The default is a dense 7B model in units of its attention: hidden size h = 4096 gives 24 h^2 L of matrices and
-    2 h L^2 of causal attention per layer, that is 12 h = 49152 to 1.
+    The default is a dense 7B model in units of its attention: hidden size h = 4096 gives 24 h^2 L
+    of matrices and 2 h L^2 of causal attention per layer, that is 12 h = 49152 to 1.
 
-    Example: `CostModel(linear=10, quadratic=1, window=4).of([2, 6])` is `[24, 60 + 4 * 8] = [24, 92]`.
+    Example: `CostModel(linear=10, quadratic=1, window=4).of([2, 6])` is `[24, 60 + 4 * 8] = [24,
+    92]`.
     """
 
     linear: float = 49152.0
@@ -53,7 +57,8 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.linear < 0 or self.quadratic < 0 or self.linear + self.quadratic == 0:
             raise ValueError(
-                f"a cost needs weights >= 0, not both 0; got linear={self.linear}, quadratic={self.quadratic}"
+                f"a cost needs weights >= 0, not both 0; got linear={self.linear},"
+                f" quadratic={self.quadratic}"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window is a number of tokens >= 1 or None; got {self.window}")
@@ -73,10 +78,12 @@ class CostModel:
 
     @classmethod
     def from_model_config(cls, config: Mapping[str, Any] | object) -> CostModel:
-        """The work of a model in forward FLOPs: `2 * P_active` per token and `2 * sum_layers H * d` per token squared.
+        """The work of a model in forward FLOPs: `2 * P_active` per token and `2 * sum_layers H * d`
+        per token squared.
 
-        `config` has the names of a Hugging Face configuration (grouped-query and latent attention, active experts,
-        sliding-window and linear-attention layers are understood); raises ValueError naming a key that is missing.
+        `config` has the names of a Hugging Face configuration (grouped-query and latent attention,
+        active experts, sliding-window and linear-attention layers are understood); raises
+        ValueError naming a key that is missing.
         """
         fields = _Fields(config)
         windowed, full = _attention_layers(fields)
@@ -92,23 +99,28 @@ class CostModel:
 
 
 def forward_flops(config: Mapping[str, Any] | object, lengths: Sequence[int] | np.ndarray) -> float:
-    """FLOPs of one forward over rows of these lengths; each row attends to itself only, packed or not."""
+    """FLOPs of one forward over rows of these lengths; each row attends to itself only, packed or
+    not.
+    """
     return float(CostModel.from_model_config(config).of(lengths).sum())
 
 
 def train_flops(config: Mapping[str, Any] | object, lengths: Sequence[int] | np.ndarray) -> float:
-    """FLOPs of forward and backward: `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal attention.
+    """FLOPs of forward and backward: `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal
+    attention.
 
-    N is the number of tokens. The embedding lookup is not counted, the output projection is, recomputation is not:
-    divided by time, devices and peak this is MFU, not HFU.
+    N is the number of tokens. The embedding lookup is not counted, the output projection is,
+    recomputation is not: divided by time, devices and peak this is MFU, not HFU.
     """
     return 3.0 * forward_flops(config, lengths)
 
 
 def num_active_params(config: Mapping[str, Any] | object) -> int:
-    """Parameters one token is multiplied with: attention, active experts, router and output projection.
+    """Parameters one token is multiplied with: attention, active experts, router and output
+    projection.
 
-    The embedding table (a lookup), norms and biases are left out; a tied output projection counts, since it is multiplied.
+    The embedding table (a lookup), norms and biases are left out; a tied output projection counts,
+    since it is multiplied.
     """
     fields = _Fields(config)
     num_layers = fields.get("num_hidden_layers", "n_layer", "num_layers")
@@ -139,14 +151,17 @@ class _Fields:
         return getattr(self._config, name, None)
 
     def get(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The first of `names` that is set; `default` if none is, or ValueError without a default."""
+        """The first of `names` that is set; `default` if none is, or ValueError without a
+        default.
+        """
         for name in names:
             value = self._lookup(name)
             if value is not None:
                 return value
         if default is _REQUIRED:
             raise ValueError(
-                f"the model configuration has no {' / '.join(names)}: the cost of a row cannot be derived"
+                f"the model configuration has no {' / '.join(names)}: the cost of a row cannot be"
+                f" derived"
             )
         return default
 
@@ -171,14 +186,18 @@ def _heads(fields: _Fields) -> tuple[int, int, int]:
 
 
 def _latent_dims(fields: _Fields) -> tuple[int, int] | None:
-    """(query-key dim, value dim) of a head under latent attention (DeepSeek); None for ordinary heads."""
+    """(query-key dim, value dim) of a head under latent attention (DeepSeek); None for ordinary
+    heads.
+    """
     if fields.get("kv_lora_rank", default=None) is None:
         return None
     return fields.get("qk_nope_head_dim") + fields.get("qk_rope_head_dim"), fields.get("v_head_dim")
 
 
 def _attention_width(fields: _Fields) -> int:
-    """Forward FLOPs per token squared of one causal layer: half of 2 * H * (query-key dim + value dim)."""
+    """Forward FLOPs per token squared of one causal layer: half of 2 * H * (query-key dim + value
+    dim).
+    """
     num_heads, _, head_dim = _heads(fields)
     qk_dim, v_dim = _latent_dims(fields) or (head_dim, head_dim)
     return num_heads * (qk_dim + v_dim)
@@ -240,7 +259,8 @@ def _num_sparse_layers(fields: _Fields, num_layers: int) -> int:
     first = fields.get("first_k_dense_replace", default=0)
     period = fields.get("decoder_sparse_step", "moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers", default=()))
-    # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0; with a period of 1 both are every layer.
+    # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0; with a period of 1
+    # both are every layer.
     shift = 1 if fields.get("decoder_sparse_step", default=None) is not None else 0
     return sum(
         (layer + shift) % period == 0 and layer >= first and layer not in dense
@@ -249,7 +269,9 @@ def _num_sparse_layers(fields: _Fields, num_layers: int) -> int:
 
 
 def _attention_layers(fields: _Fields) -> tuple[int, int]:
-    """(layers with a window, layers that see everything); layers of linear attention are in neither."""
+    """(layers with a window, layers that see everything); layers of linear attention are in
+    neither.
+    """
     num_layers = fields.get("num_hidden_layers", "n_layer", "num_layers")
     kinds = fields.get("layer_types", default=None)
     if kinds is not None:

@@ -1,4 +1,5 @@
-"""Assignments of rows to bins and bins to ranks, made and then improved. Decides nothing about how many bins there are.
+"""Assignments of rows to bins and bins to ranks, made and then improved. Decides nothing about how
+many bins there are.
 
 `Rows` come sorted by work, dearest first; an assignment is the bin of each, int64 [n].
 """
@@ -40,19 +41,25 @@ class Refiner:
     """Compiled loops, or None to interpret them."""
 
     def complete(self) -> np.ndarray | None:
-        """Microbatch after microbatch, each bin completed as exactly as rows allow; None where a row is left over."""
+        """Microbatch after microbatch, each bin completed as exactly as rows allow; None where a
+        row is left over.
+        """
         free = self._array(np.arange(len(self.rows) + 1))
         return self._run("complete", np.zeros(self.num_bins), self.num_ranks, free)
 
     def fill(self, targets: np.ndarray) -> np.ndarray | None:
-        """Each row to the bin that lacks most of its target [K] among those with room; None where a row fits in none."""
+        """Each row to the bin that lacks most of its target [K] among those with room; None where a
+        row fits in none.
+        """
         return self._run("fill", -targets)
 
     def targets(self) -> np.ndarray:
-        """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing forces otherwise.
+        """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing
+        forces otherwise.
 
-        In turn each microbatch gets an equal share of what is left, or more where a row that fits in none before it
-        forces that; then it takes what work it can hold, and the ones after share the rest.
+        In turn each microbatch gets an equal share of what is left, or more where a row that fits
+        in none before it forces that; then it takes what work it can hold, and the ones after share
+        the rest.
         """
         num_microbatches = self.num_bins // self.num_ranks
         tops, most_work = microbatch_limits(
@@ -73,7 +80,9 @@ class Refiner:
         )
 
     def spread(self, packing: packers.Packing | None) -> np.ndarray | None:
-        """A packing of these rows over all bins, as far as there are rows; None without one or if it has too many."""
+        """A packing of these rows over all bins, as far as there are rows; None without one or if
+        it has too many.
+        """
         if packing is None or packing.num_bins > self.num_bins:
             return None
         num_bins = min(self.num_bins, len(self.rows))
@@ -100,7 +109,9 @@ class Refiner:
         return rank_bound(*shape, may_be_empty=len(rows) < self.num_bins)
 
     def deal(self, bin_work: np.ndarray) -> np.ndarray:
-        """The rank of each bin, int64 [K]: bins of like work form a microbatch, its dearest goes to the rank with least."""
+        """The rank of each bin, int64 [K]: bins of like work form a microbatch, its dearest goes to
+        the rank with least.
+        """
         order = np.argsort(-bin_work, kind="stable").reshape(-1, self.num_ranks)
         rank_of, rank_work = np.empty(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks)
         for bins in order:
@@ -112,7 +123,9 @@ class Refiner:
     def exchange_bins(
         self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
-        """Lower the dearest rank by exchanging whole bins, which no cap forbids: (rank of each bin, steps taken)."""
+        """Lower the dearest rank by exchanging whole bins, which no cap forbids: (rank of each bin,
+        steps taken).
+        """
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
         places = Refiner(
@@ -128,7 +141,9 @@ class Refiner:
         return dealt, steps
 
     def level_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
-        """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment, steps taken)."""
+        """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment,
+        steps taken).
+        """
         return self._level(bin_of, np.arange(self.num_bins), max_steps)
 
     def level_ranks(

@@ -1,5 +1,5 @@
-"""Rows made ready to be placed: checked, cut or set aside where they exceed the cap, rounded up, and tied into
-groups.
+"""Rows made ready to be placed: checked, cut or set aside where they exceed the cap, rounded up,
+and tied into groups.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def checked_groups(
     groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
 ) -> np.ndarray | None:
-    """Groups numbered 0, 1, ... by first row, int64 [B]; raises ValueError where one cannot stay in one microbatch."""
+    """Groups numbered 0, 1, ... by first row, int64 [B]; raises ValueError where one cannot stay in
+    one microbatch.
+    """
     if groups is None:
         return None
     ids = np.asarray(groups)
@@ -68,20 +70,25 @@ def checked_groups(
         if len(crossing):
             group = crossing[0]
             raise ValueError(
-                f"group {ids[first[group]]} has rows {first[group]} and {last[group]}, of two optimizer steps of "
-                f"{spec.global_batch_size} rows; keep the rows of a group together and policy.train_global_batch_size "
+                f"group {ids[first[group]]} has rows {first[group]} and {last[group]}, of two"
+                f" optimizer steps of "
+                f"{spec.global_batch_size} rows; keep the rows of a group together and"
+                f" policy.train_global_batch_size "
                 "a multiple of the group size"
             )
     if spec.max_rows is not None and len(counts) and counts.max() > spec.max_rows:
         raise ValueError(
-            f"group {ids[first[counts.argmax()]]} has {counts.max()} rows, more than the {spec.max_rows} of a "
+            f"group {ids[first[counts.argmax()]]} has {counts.max()} rows, more than the"
+            f" {spec.max_rows} of a "
             "microbatch; raise policy.train_micro_batch_size"
         )
     return rank_of[inverse]
 
 
 def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> FittedRows:
-    """Apply `spec.oversize` to rows (and groups) above the cap. Raises ValueError by that policy, else warns."""
+    """Apply `spec.oversize` to rows (and groups) above the cap. Raises ValueError by that policy,
+    else warns.
+    """
     padded = round_up_all(lengths, spec.row_multiple)
     nothing = np.zeros(len(lengths), dtype=bool)
     if spec.capacity is None or len(lengths) == 0:
@@ -111,7 +118,9 @@ def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> 
 
 
 def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
-    """The groups among `rows` as bins of positions of `rows`, by first appearance; None without groups."""
+    """The groups among `rows` as bins of positions of `rows`, by first appearance; None without
+    groups.
+    """
     if groups is None:
         return None
     ids = groups[rows]
@@ -140,7 +149,9 @@ def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.
 def _truncated(
     lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarray, spec: PlanSpec
 ) -> np.ndarray:
-    """Tokens kept of each row: the longest rows of a group are cut, to one length, so that the group fits."""
+    """Tokens kept of each row: the longest rows of a group are cut, to one length, so that the
+    group fits.
+    """
     kept = np.where(is_over, np.minimum(lengths, spec.max_row_tokens), lengths)
     if groups is None:
         return kept
@@ -156,7 +167,8 @@ def _truncated(
             low, high = (middle, high) if tokens <= (spec.capacity or 0) else (low, middle - 1)
         if low == 0:
             raise ValueError(
-                f"rows {', '.join(map(str, rows))} are one group and must share a microbatch, but even cut to "
+                f"rows {', '.join(map(str, rows))} are one group and must share a microbatch, but"
+                f" even cut to "
                 f"{spec.row_multiple} tokens they exceed {spec.budget_key} = {spec.max_tokens}"
             )
         kept[rows] = np.minimum(kept[rows], low * spec.row_multiple)

@@ -1,7 +1,9 @@
-"""Padded microbatches under a token budget: rows of like length together, rows x longest row at most the cap.
+"""Padded microbatches under a token budget: rows of like length together, rows x longest row at
+most the cap.
 
-Rows are sorted longest first and cut into consecutive microbatches. That is optimal in their number, because exchanging
-rows until they are sorted never raises a microbatch's longest row; it decides no ranks.
+Rows are sorted longest first and cut into consecutive microbatches. That is optimal in their
+number, because exchanging rows until they are sorted never raises a microbatch's longest row; it
+decides no ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ def form_padded(
     max_rows: int | None = None,
     bins_multiple: int = 1,
 ) -> Packing:
-    """Cut items (rows, or groups of `num_rows` [I] rows padded to `lengths` [I]) into microbatches; bins of item
-    indices.
+    """Cut items (rows, or groups of `num_rows` [I] rows padded to `lengths` [I]) into microbatches;
+    bins of item indices.
 
-    Their number is the smallest multiple of `bins_multiple` that the cap allows (or one per item where items run
-    out). Among such cuts the dearest microbatch is as cheap as possible, counting `row_work` [I] of its longest row
-    for each of its rows; None counts tokens and only fills up to the cap. An item above the cap by itself is a
-    microbatch of its own.
+    Their number is the smallest multiple of `bins_multiple` that the cap allows (or one per item
+    where items run out). Among such cuts the dearest microbatch is as cheap as possible, counting
+    `row_work` [I] of its longest row for each of its rows; None counts tokens and only fills up to
+    the cap. An item above the cap by itself is a microbatch of its own.
 
     Example: rows of 7, 6, 4, 4, 3, 2 tokens and a capacity of 16 give [7, 6] and [4, 4, 3, 2].
     """
@@ -55,8 +57,8 @@ def form_padded(
 
 
 def _cut(rows_before: np.ndarray, most_rows: np.ndarray, max_bins: int) -> list[int] | None:
-    """Bounds of microbatches filled one after the other, `most_rows[i]` rows where item i is the longest; None if there
-    are more than `max_bins`."""
+    """Bounds of microbatches filled one after the other, `most_rows[i]` rows where item i is the
+    longest; None if there are more than `max_bins`."""
     first = np.arange(len(most_rows))
     stops = np.searchsorted(rows_before, rows_before[:-1] + most_rows, side="right") - 1
     stop_of = np.maximum(stops, first + 1).tolist()

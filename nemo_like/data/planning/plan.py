@@ -1,5 +1,6 @@
-"""The plan: which rows form which microbatch on which data-parallel rank. Computed from lengths alone, on one machine
-or on every rank alike; it holds no row, only numbers, and everything downstream follows from it.
+"""The plan: which rows form which microbatch on which data-parallel rank. Computed from lengths
+alone, on one machine or on every rank alike; it holds no row, only numbers, and everything
+downstream follows from it.
 """
 
 from __future__ import annotations
@@ -50,20 +51,23 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Which rows form which microbatch on which rank, for a batch of `num_rows` rows. A value: equal by content.
+    """Which rows form which microbatch on which rank, for a batch of `num_rows` rows. A value:
+    equal by content.
 
     1. Every row is exactly once in the microbatches, in `deferred` or in `dropped`; dropped only by
-    `oversize="drop"`, and counted. 2. No microbatch has more than `spec.max_tokens` positions (or `spec.max_rows`
-    rows), except a row alone, or a group that must stay together, that exceeds it: an error, a truncation, a warned
-    singleton or a drop, as `spec.oversize` says. 3. Every rank runs the same number of microbatches in a step, a
-    multiple of `spec.microbatch_multiple`; where rows run out, dummies without rows. 4. The same lengths, groups and
-    spec (its seed is part of it) give the same plan. 5. No row crosses a global batch: step s holds rows s *
-    global_batch_size up to the next; rows of a group share a microbatch. 6. Padded lengths are multiples of
-    `spec.row_multiple` (2 * cp and the rounding asked), positions of a microbatch of `spec.total_multiple` (2 * cp,
-    cp * tp under sequence parallelism).
+       `oversize="drop"`, and counted. 2. No microbatch has more than `spec.max_tokens` positions
+       (or `spec.max_rows` rows), except a row alone, or a group that must stay together, that
+       exceeds it: an error, a truncation, a warned singleton or a drop, as `spec.oversize` says. 3.
+       Every rank runs the same number of microbatches in a step, a multiple of
+       `spec.microbatch_multiple`; where rows run out, dummies without rows. 4. The same lengths,
+       groups and spec (its seed is part of it) give the same plan. 5. No row crosses a global
+       batch: step s holds rows s * global_batch_size up to the next; rows of a group share a
+       microbatch. 6. Padded lengths are multiples of `spec.row_multiple` (2 * cp and the rounding
+       asked), positions of a microbatch of `spec.total_multiple` (2 * cp, cp * tp under sequence
+       parallelism).
 
-    Example: lengths [5, 3, 4, 4] packed under 8 tokens on 2 ranks: each rank runs one microbatch of 8 tokens, one of rows 0
-    and 1, the other of rows 2 and 3, and `step_offsets` is (0, 1).
+    Example: lengths [5, 3, 4, 4] packed under 8 tokens on 2 ranks: each rank runs one microbatch of
+    8 tokens, one of rows 0 and 1, the other of rows 2 and 3, and `step_offsets` is (0, 1).
     """
 
     spec: PlanSpec
@@ -109,13 +113,16 @@ class BatchPlan:
         return tokens.reshape(self.spec.num_ranks, -1)
 
     def rows_of_rank(self, dp_rank: int) -> np.ndarray:
-        """Row ids of a rank in the order they are visited, int64 [n_r]: the row order of the rank's shard."""
+        """Row ids of a rank in the order they are visited, int64 [n_r]: the row order of the rank's
+        shard.
+        """
         start, stop = self._bounds(dp_rank)
         return self.rows[start:stop]
 
     def rank_plan(self, dp_rank: int, shard_rows: np.ndarray | None = None) -> RankPlan:
-        """A rank's microbatches with indices into its shard, whose rows are `shard_rows` (default `rows_of_rank`, and
-        then the indices of a microbatch are a range). Give another plan's `rows_of_rank` where both share one shard.
+        """A rank's microbatches with indices into its shard, whose rows are `shard_rows` (default
+        `rows_of_rank`, and then the indices of a microbatch are a range). Give another plan's
+        `rows_of_rank` where both share one shard.
         """
         start, stop = self._bounds(dp_rank)
         local = np.zeros(self.num_rows, dtype=np.int64)
@@ -125,12 +132,13 @@ class BatchPlan:
     def with_budget(
         self, max_tokens: int | None = None, *, max_rows: int | None = None
     ) -> BatchPlan:
-        """The same rows on the same ranks and steps in microbatches under other caps, as scoring may use.
+        """The same rows on the same ranks and steps in microbatches under other caps, as scoring
+        may use.
 
-        Each rank packs its own rows into as few microbatches as it can, largest first, with dummies where another
-        needs more; groups need not stay together. Rows above the new cap run alone. Give `max_rows` (and no
-        `max_tokens`) where rows are taken at a time. Raises ValueError for a cap below the longest row under
-        `oversize="error"`.
+        Each rank packs its own rows into as few microbatches as it can, largest first, with dummies
+        where another needs more; groups need not stay together. Rows above the new cap run alone.
+        Give `max_rows` (and no `max_tokens`) where rows are taken at a time. Raises ValueError for
+        a cap below the longest row under `oversize="error"`.
         """
         spec = self.spec.with_budget(max_tokens, max_rows)
         if spec == self.spec:
@@ -145,7 +153,8 @@ class BatchPlan:
         ):
             row = int(padded.argmax())
             raise ValueError(
-                f"row {row} has {kept[row]} tokens ({padded[row]} padded), above {spec.score_budget_key} = {max_tokens}; raise it"
+                f"row {row} has {kept[row]} tokens ({padded[row]} padded), above"
+                f" {spec.score_budget_key} = {max_tokens}; raise it"
             )
         grid = self.offsets[
             np.add.outer(np.arange(spec.num_ranks) * self.num_microbatches, self.step_offsets)
@@ -168,9 +177,9 @@ class BatchPlan:
     def metrics(self) -> dict[str, float]:
         """The plan in numbers, by the names they are logged under.
 
-        Loads of bins are real tokens, so alignment padding counts as waste; dummies are no bins. Without `max_tokens`
-        the largest microbatch is the capacity. An imbalance is the busiest rank over the mean, weighted over steps by
-        work.
+        Loads of bins are real tokens, so alignment padding counts as waste; dummies are no bins.
+        Without `max_tokens` the largest microbatch is the capacity. An imbalance is the busiest
+        rank over the mean, weighted over steps by work.
         """
         sizes = np.diff(self.offsets)
         tokens = self.num_tokens
@@ -250,10 +259,13 @@ class BatchPlan:
         ]
         metrics = self.metrics()
         return (
-            f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps, {self.num_microbatches} microbatches "
+            f"{self.num_rows} rows on {self.spec.num_ranks} ranks, {self.num_steps} steps,"
+            f" {self.num_microbatches} microbatches "
             f"each ({self.spec.layout}, at most {' and '.join(caps)}); "
-            f"{metrics['packing/padding_share']:.1%} padding, busiest rank {metrics['packing/rank_imbalance_flops']:.3f}x "
-            f"the mean in work, {metrics['packing/num_dummies']:.0f} dummies, {len(self.dropped)} dropped"
+            f"{metrics['packing/padding_share']:.1%} padding, busiest rank"
+            f" {metrics['packing/rank_imbalance_flops']:.3f}x "
+            f"the mean in work, {metrics['packing/num_dummies']:.0f} dummies, {len(self.dropped)}"
+            f" dropped"
         )
 
     def _table(self, most_lines: int = 16, most_columns: int = 8) -> list[str]:
@@ -267,12 +279,15 @@ class BatchPlan:
                 shown = range(start, min(stop, start + most_columns))
                 cells = " ".join(f"{self.num_tokens[rank, m]:>7} ({sizes[rank, m]})" for m in shown)
                 lines.append(
-                    f"step {step} rank {rank}: {cells}{' ...' if stop - start > most_columns else ''}"
+                    f"step {step} rank {rank}:"
+                    f" {cells}{' ...' if stop - start > most_columns else ''}"
                 )
         return lines
 
     def _imbalance(self, work: np.ndarray) -> float:
-        """Sum over steps of the busiest rank's work over that of the mean rank, for work [n] of each of `rows`."""
+        """Sum over steps of the busiest rank's work over that of the mean rank, for work [n] of
+        each of `rows`.
+        """
         if not len(work):
             return 1.0
         by_rank = self._bins.loads(self._by_row(work)).reshape(self.spec.num_ranks, -1)
@@ -323,9 +338,11 @@ def plan_batch(
     spec: PlanSpec,
     groups: Sequence[int] | np.ndarray | None = None,
 ) -> BatchPlan:
-    """Plan a batch of rows of the given `lengths` [B]; rows of equal id in `groups` [B] stay in one microbatch.
+    """Plan a batch of rows of the given `lengths` [B]; rows of equal id in `groups` [B] stay in one
+    microbatch.
 
-    Raises ValueError for a row above the cap under `oversize="error"` and for a group that cannot stay together.
+    Raises ValueError for a row above the cap under `oversize="error"` and for a group that cannot
+    stay together.
     """
     row_lengths = checked_lengths(lengths)
     num_rows = len(row_lengths)

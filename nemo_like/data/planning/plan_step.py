@@ -1,4 +1,6 @@
-"""One optimizer step: its rows to microbatches, and those to ranks. `plan` strings the steps together."""
+"""One optimizer step: its rows to microbatches, and those to ranks. `plan` strings the steps
+together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nemo_like.data.planning.spec import PlanSpec
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """One step placed: microbatch m of rank r is bin `r * num_microbatches + m`; an empty bin is a dummy."""
+    """One step placed: microbatch m of rank r is bin `r * num_microbatches + m`; an empty bin is a
+    dummy.
+    """
 
     bins: Packing
     num_microbatches: int
@@ -32,10 +36,12 @@ class _Items:
     num_rows: np.ndarray
     """int64 [I]"""
     lengths: np.ndarray
-    """int64 [I]: positions an item needs in a packed microbatch, the length of its longest row in a padded one."""
+    """int64 [I]: positions an item needs in a packed microbatch, the length of its longest row in a
+    padded one.
+    """
     work: np.ndarray | None
-    """float64 [I]: what ranks are balanced by, of the whole item when packed, of its longest row when padded; None for
-    `balance="none"`."""
+    """float64 [I]: what ranks are balanced by, of the whole item when packed, of its longest row
+    when padded; None for `balance="none"`."""
 
 
 def place_step(
@@ -59,7 +65,9 @@ def place_step(
 
 
 def place_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
-    """The fewest microbatches of one rank's rows, for `BatchPlan.with_budget`: bins of row ids, largest first."""
+    """The fewest microbatches of one rank's rows, for `BatchPlan.with_budget`: bins of row ids,
+    largest first.
+    """
     lengths = padded_lengths[rows]
     if len(rows) == 0:
         return _empty_bins(0)
@@ -189,7 +197,9 @@ def joined(parts: list[Packing], microbatch_multiple: int) -> Placement:
 def _dealt(
     bins: Packing, work: np.ndarray | None, spec: PlanSpec, is_bin_work: bool = False
 ) -> Placement:
-    """Bins kept as they are and given to ranks: in turn without `work`, else so that ranks are even."""
+    """Bins kept as they are and given to ranks: in turn without `work`, else so that ranks are
+    even.
+    """
     if work is None:
         num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
         grid = np.full(num_microbatches * spec.num_ranks, -1)

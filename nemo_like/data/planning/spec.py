@@ -21,20 +21,26 @@ class Microbatch:
     """What one forward sees on one data-parallel rank.
 
     Example: rows 4 and 7 of 5 and 3 tokens, rounded to 4 and packed with a total multiple of 8:
-    `Microbatch(rows=(4, 7), lengths=(5, 3), padded_lengths=(8, 4), num_tokens=16)`; padded it would be
-    `padded_lengths=(8, 8), num_tokens=16`.
+    `Microbatch(rows=(4, 7), lengths=(5, 3), padded_lengths=(8, 4), num_tokens=16)`; padded it would
+    be `padded_lengths=(8, 8), num_tokens=16`.
     """
 
     rows: tuple[int, ...]
-    """Row indices: of the batch in a `BatchPlan`, of the rank's own shard in a `RankPlan`. Empty: a dummy with zero
-    loss.
+    """Row indices: of the batch in a `BatchPlan`, of the rank's own shard in a `RankPlan`. Empty: a
+    dummy with zero loss.
     """
     lengths: tuple[int, ...]
-    """Real tokens kept of each row; fewer than it has only where its end was cut off (`oversize="truncate"`)."""
+    """Real tokens kept of each row; fewer than it has only where its end was cut off
+    (`oversize="truncate"`).
+    """
     padded_lengths: tuple[int, ...]
-    """Positions each row occupies: its length rounded up when packed, the longest of the microbatch when padded."""
+    """Positions each row occupies: its length rounded up when packed, the longest of the microbatch
+    when padded.
+    """
     num_tokens: int
-    """Positions of the microbatch: the sum of `padded_lengths`, when packed rounded up to `PlanSpec.total_multiple`."""
+    """Positions of the microbatch: the sum of `padded_lengths`, when packed rounded up to
+    `PlanSpec.total_multiple`.
+    """
 
     @property
     def is_dummy(self) -> bool:
@@ -44,8 +50,8 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything the planner needs besides lengths. Raises ValueError with the way out where values do not fit
-    together.
+    """Everything the planner needs besides lengths. Raises ValueError with the way out where values
+    do not fit together.
     """
 
     layout: Layout = "packed"
@@ -53,23 +59,31 @@ class PlanSpec:
     max_tokens: int | None = None
     """Cap on the positions of a microbatch; None only in the padded layout with `max_rows`."""
     max_rows: int | None = None
-    """Padded layout: most rows of a microbatch. Without `max_tokens` rows are taken in the given order, so many at a
-    time.
+    """Padded layout: most rows of a microbatch. Without `max_tokens` rows are taken in the given
+    order, so many at a time.
     """
     num_ranks: int = 1
     """Data-parallel ranks."""
     global_batch_size: int | None = None
-    """Rows per optimizer step; None: the whole batch is one step. Only the last step may have fewer."""
+    """Rows per optimizer step; None: the whole batch is one step. Only the last step may have
+    fewer.
+    """
     algorithm: PackingAlgorithm | str = PackingAlgorithm.BEST_FIT_DECREASING
-    """The packer. Best fit decreasing is formed and balanced in one; another's bins are kept and dealt to ranks by
-    work.
+    """The packer. Best fit decreasing is formed and balanced in one; another's bins are kept and
+    dealt to ranks by work.
     """
     balance: Balance = "flops"
-    """What ranks are balanced by. `none` deals the packer's bins in turn: bin b to rank b % num_ranks."""
+    """What ranks are balanced by. `none` deals the packer's bins in turn: bin b to rank b %
+    num_ranks.
+    """
     sync: Sync = "microbatch"
-    """Where ranks wait for each other: at every microbatch (sharded parameters, experts, pipelines) or once a step."""
+    """Where ranks wait for each other: at every microbatch (sharded parameters, experts, pipelines)
+    or once a step.
+    """
     microbatch_order: MicrobatchOrder = "packer"
-    """`largest_first` runs the microbatches of a rank by decreasing size, so that memory peaks at the first."""
+    """`largest_first` runs the microbatches of a rank by decreasing size, so that memory peaks at
+    the first.
+    """
     sequence_length_round: int = 1
     """Rows are padded to a multiple of this, together with what cp and tp need."""
     cp_size: int = 1
@@ -78,7 +92,9 @@ class PlanSpec:
     microbatch_multiple: int = 1
     """Microbatches of a step are a multiple of this, as a pipeline schedule may need."""
     oversize: Oversize = "error"
-    """A row above the cap: stop, cut its end off, run it alone with a warning, or leave it out and count it."""
+    """A row above the cap: stop, cut its end off, run it alone with a warning, or leave it out and
+    count it.
+    """
     cost: CostModel = field(default_factory=CostModel)
     """Work of a row, for `balance="flops"`."""
     seed: int = 0
@@ -107,23 +123,28 @@ class PlanSpec:
             )
         if self.max_tokens is not None and self.max_row_tokens < self.row_multiple:
             raise ValueError(
-                f"{self.budget_key} is {self.max_tokens}, less than the shortest row: rows are padded to multiples of "
+                f"{self.budget_key} is {self.max_tokens}, less than the shortest row: rows are"
+                f" padded to multiples of "
                 f"{self.row_multiple} and microbatches to multiples of {self.total_multiple} "
-                f"(sequence_length_round={self.sequence_length_round}, cp_size={self.cp_size}, tp_size={self.tp_size}, "
-                f"sequence_parallel={self.sequence_parallel}); it must be at least {self.dummy_tokens}"
+                f"(sequence_length_round={self.sequence_length_round}, cp_size={self.cp_size},"
+                f" tp_size={self.tp_size}, "
+                f"sequence_parallel={self.sequence_parallel}); it must be at least"
+                f" {self.dummy_tokens}"
             )
 
     @property
     def row_multiple(self) -> int:
-        """What every padded length is a multiple of: the rounding asked and 2 * cp; when padded also
-        `total_multiple`.
+        """What every padded length is a multiple of: the rounding asked and 2 * cp; when padded
+        also `total_multiple`.
         """
         multiple = lcm(self.sequence_length_round, 2 * self.cp_size if self.cp_size > 1 else 1)
         return multiple if self.layout == "packed" else lcm(multiple, self.total_multiple)
 
     @property
     def total_multiple(self) -> int:
-        """What the positions of a microbatch are a multiple of: 2 * cp, and cp * tp under sequence parallelism."""
+        """What the positions of a microbatch are a multiple of: 2 * cp, and cp * tp under sequence
+        parallelism.
+        """
         chunks = 2 * self.cp_size if self.cp_size > 1 else 1
         return lcm(chunks, self.cp_size * self.tp_size if self.sequence_parallel else 1)
 
@@ -143,7 +164,9 @@ class PlanSpec:
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest row that fits the cap alone, a multiple of `row_multiple`; without a cap there is none."""
+        """Longest row that fits the cap alone, a multiple of `row_multiple`; without a cap there is
+        none.
+        """
         if self.capacity is None:
             raise ValueError("rows taken max_rows at a time have no token cap")
         return self.capacity // self.row_multiple * self.row_multiple

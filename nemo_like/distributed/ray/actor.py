@@ -1,4 +1,6 @@
-"""The process side of a `RayWorkerGroup`: the one class that Ray turns into actors, and the worker inside it."""
+"""The process side of a `RayWorkerGroup`: the one class that Ray turns into actors, and the worker
+inside it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Raised:
     cause: Exception
     traceback_text: str
     is_collective: bool
-    """It says no more than that a collective broke or timed out: most likely the echo of another worker's failure."""
+    """It says no more than that a collective broke or timed out: most likely the echo of another
+    worker's failure.
+    """
 
     @classmethod
     def of(cls, error: Exception) -> Raised:
@@ -53,15 +57,21 @@ class Raised:
 
 
 class WorkerActor:
-    """Holds one worker and calls its methods. Exceptions come back as values, so that none is lost on the way."""
+    """Holds one worker and calls its methods. Exceptions come back as values, so that none is lost
+    on the way.
+    """
 
     def __init__(
         self, label: str, num_threads: int, heartbeat_key: str, progress_timeout_s: float
     ) -> None:
-        """`progress_timeout_s` 0 means that nobody watches the progress, and no heartbeat is sent."""
-        # Before anything imports torch, which reads these once. Ray's own choice is the actor's share of the bundle.
+        """`progress_timeout_s` 0 means that nobody watches the progress, and no heartbeat is
+        sent.
+        """
+        # Before anything imports torch, which reads these once. Ray's own choice is the actor's
+        # share of the bundle.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
-        # Ctrl-C and the end of a terminal are for the driver, which lets its workers finish the step.
+        # Ctrl-C and the end of a terminal are for the driver, which lets its workers finish the
+        # step.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if progress_timeout_s > 0:
@@ -85,7 +95,8 @@ class WorkerActor:
     def choose_port(self) -> int:
         """A port of this node that is free now.
 
-        Taken below the range the kernel hands out for outgoing connections, so that none of those takes it meanwhile.
+        Taken below the range the kernel hands out for outgoing connections, so that none of those
+        takes it meanwhile.
         """
         candidates = random.SystemRandom().sample(range(20000, 32000), 200)
         return next(port for port in candidates if _is_free(port))
@@ -111,7 +122,9 @@ class WorkerActor:
 
 
 def count_oom_kills() -> int:
-    """Processes killed for memory so far in this control group, or else on this machine; 0 if Linux does not tell."""
+    """Processes killed for memory so far in this control group, or else on this machine; 0 if Linux
+    does not tell.
+    """
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         if path.exists():
             for name, count in map(str.split, path.read_text().splitlines()):
@@ -127,7 +140,9 @@ def machine_id() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The state letter of a process (R, S, D, T, Z ...) as in proc(5); empty if it does not exist."""
+    """The state letter of a process (R, S, D, T, Z ...) as in proc(5); empty if it does not
+    exist.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -145,7 +160,9 @@ def _is_free(port: int) -> bool:
 
 
 def _portable(error: Exception) -> Exception:
-    """`error` itself if it survives being taken apart and put together again, else one of the same text that does."""
+    """`error` itself if it survives being taken apart and put together again, else one of the same
+    text that does.
+    """
     try:
         copy.deepcopy(error)
     except Exception:

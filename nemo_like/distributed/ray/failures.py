@@ -1,4 +1,6 @@
-"""Why a call failed. Of a process that ended: Ray's report, the last lines of its log and the kernel's counters."""
+"""Why a call failed. Of a process that ended: Ray's report, the last lines of its log and the
+kernel's counters.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from nemo_like.distributed.ray.heartbeat import Silence
 _LOG_LINES = 20
 _LOG_CHARACTERS = 300
 _ANSWER_TIMEOUT_S = 60.0
-"""How long a node may take to start a process that reads the traces: half a minute when it is busy."""
+"""How long a node may take to start a process that reads the traces: half a minute when it is
+busy.
+"""
 _NODES_TIMEOUT_S = 10.0
 _EXIT_S = 2.0
 _FULL_BYTES = 2**20
@@ -142,7 +146,9 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
 
 
 def kill_process(location: Location) -> None:
-    """Kill a worker's process, also one that is stopped; does nothing if its node does not answer."""
+    """Kill a worker's process, also one that is stopped; does nothing if its node does not
+    answer.
+    """
     if location.machine == machine_id():
         _kill(location.pid)
         return
@@ -293,7 +299,9 @@ def read_evidence(log_path: str, pid: int) -> Evidence:
 
 
 def _settled_state(pid: int) -> str:
-    """The state letter of a process, given a moment to end: its connections close before it is gone."""
+    """The state letter of a process, given a moment to end: its connections close before it is
+    gone.
+    """
     deadline = time.monotonic() + _EXIT_S
     while process_state(pid) not in ("", "Z", "X", "T") and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,9 +1,11 @@
-"""Detects that the head of the Ray cluster (GCS) is gone, and bounds how long the driver survives it.
+"""Detects that the head of the Ray cluster (GCS) is gone, and bounds how long the driver survives
+it.
 
-Calls between the driver and running actors work without the head for a while. Calls that need the head
-block, and after 60 s Ray ends the process without a Python exception. A thread therefore connects to the
-head every few seconds. Worker groups check `is_lost` at every call and raise WorkerFailure. If the process
-has not ended some time after the loss, because it blocks in Ray, the thread ends it.
+Calls between the driver and running actors work without the head for a while. Calls that need the
+head block, and after 60 s Ray ends the process without a Python exception. A thread therefore
+connects to the head every few seconds. Worker groups check `is_lost` at every call and raise
+WorkerFailure. If the process has not ended some time after the loss, because it blocks in Ray, the
+thread ends it.
 """
 
 from __future__ import annotations

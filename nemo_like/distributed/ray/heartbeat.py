@@ -1,9 +1,9 @@
 """Tells a hung worker from a slow one.
 
 Every worker process has a thread that writes its last activity to the key-value store of the Ray
-cluster. The driver reads it while it waits for calls. If the activity advances the worker is slow; if
-only the thread's own counter advances the worker hangs; if neither does, its process is stopped, or
-native code holds the interpreter.
+cluster. The driver reads it while it waits for calls. If the activity advances the worker is slow;
+if only the thread's own counter advances the worker hangs; if neither does, its process is stopped,
+or native code holds the interpreter.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class ProgressMonitor:
         return self.most_silent(ranks, at_least_s=self.timeout_s)
 
     def most_silent(self, ranks: Iterable[int], *, at_least_s: float) -> Silence | None:
-        """Of the workers without progress for so long, one that does not respond, else the most silent."""
+        """Of the workers without progress for so long, one that does not respond, else the most
+        silent.
+        """
         if self.timeout_s <= 0:
             return None
         silences = [

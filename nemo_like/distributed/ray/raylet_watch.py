@@ -1,4 +1,6 @@
-"""Ends the driver with a message when its raylet dies. Ray ends it as well, at its next call, but without any message."""
+"""Ends the driver with a message when its raylet dies. Ray ends it as well, at its next call, but
+without any message.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from nemo_like.distributed.ray.session_guard import is_removing_all, remove_all_
 
 
 class RayletWatch:
-    """Waits in a thread for the end of the raylet of a Ray that this process started, and then exits with code 1."""
+    """Waits in a thread for the end of the raylet of a Ray that this process started, and then
+    exits with code 1.
+    """
 
     def __init__(self, pid: int) -> None:
         self._raylet = os.pidfd_open(pid)
         self._stop_reader, self._stop_writer = os.pipe()
         self._message = (
-            f"error: the raylet (pid {pid}), the Ray process that runs the workers of this machine, ended unexpectedly, so the"
-            " run cannot continue. The same command with resume=true continues from the latest checkpoint, if there is one.\n"
+            f"error: the raylet (pid {pid}), the Ray process that runs the workers of this machine,"
+            f" ended unexpectedly, so the"
+            " run cannot continue. The same command with resume=true continues from the latest"
+            " checkpoint, if there is one.\n"
         ).encode()
         self._thread = threading.Thread(target=self._run, name="raylet_watch", daemon=True)
         self._thread.start()

@@ -1,4 +1,6 @@
-"""What a run asks of a cluster, and the sentences for when there is no room. Pure; `virtual_cluster` asks Ray."""
+"""What a run asks of a cluster, and the sentences for when there is no room. Pure;
+`virtual_cluster` asks Ray.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks: `workers_per_node` bundles on each of `num_nodes` different nodes, and `num_anywhere` on any.
+    """What a run asks: `workers_per_node` bundles on each of `num_nodes` different nodes, and
+    `num_anywhere` on any.
 
     Example: two nodes of four CPU workers and one generator beside them are
     `Demand(num_nodes=2, workers_per_node=4, num_anywhere=1, bundle=Resources(1, 0))`, nine bundles.
@@ -105,8 +108,10 @@ class Demand:
         """Needed and available, with the keys the numbers come from."""
         key = "gpus_per_node" if self.bundle.gpus else "workers_per_node"
         needed = (
-            f"{self.num_workers} policy workers = cluster.num_nodes {self.num_nodes} x cluster.{key}"
-            f" {self.workers_per_node} (cluster.cpus_per_worker {self.bundle.cpus:g}), that is {self.per_node} on each of"
+            f"{self.num_workers} policy workers = cluster.num_nodes {self.num_nodes} x"
+            f" cluster.{key}"
+            f" {self.workers_per_node} (cluster.cpus_per_worker {self.bundle.cpus:g}), that is"
+            f" {self.per_node} on each of"
             f" {self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         )
         if self.num_anywhere:

@@ -1,8 +1,9 @@
 """Cleans up the Ray session that a run starts for itself, also when the driver is killed.
 
-The session has a folder of its own. `guard` starts a process that waits for the end of the driver and
-then ends every process of the session and removes the folder. A lock on the folder is held while the
-driver or its guard lives, so that a folder whose owner is gone is recognized by the next run.
+The session has a folder of its own. `guard` starts a process that waits for the end of the driver
+and then ends every process of the session and removes the folder. A lock on the folder is held
+while the driver or its guard lives, so that a folder whose owner is gone is recognized by the next
+run.
 
 This file runs as a script and uses the standard library only.
 """
@@ -37,7 +38,9 @@ _is_removing_all = False
 
 
 class SessionFolder:
-    """The folder of one Ray session; `close` ends the session's processes and removes the folder."""
+    """The folder of one Ray session; `close` ends the session's processes and removes the
+    folder.
+    """
 
     def __init__(self) -> None:
         """Make the folder and start its guard; folders of runs that are gone are removed first."""
@@ -55,7 +58,9 @@ class SessionFolder:
         _open_folders.add(self.path)
 
     def close(self, keep_logs: Path | None = None) -> None:
-        """End the session's processes, copy its logs to `keep_logs` if given, and remove the folder."""
+        """End the session's processes, copy its logs to `keep_logs` if given, and remove the
+        folder.
+        """
         remove_session(self.path, keep_logs)
         _open_folders.discard(self.path)
         self._guard.kill()
@@ -135,9 +140,11 @@ def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
 
 
 def _session_pids(folder: Path) -> Iterator[int]:
-    """Ray processes with the folder in their command line or a file of it open, and those whose output goes into it.
+    """Ray processes with the folder in their command line or a file of it open, and those whose
+    output goes into it.
 
-    Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they keep their log open.
+    Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they keep
+    their log open.
     """
     inside = f"{folder}/"
     for entry in os.scandir("/proc"):
@@ -166,7 +173,9 @@ def _open_files(process: str) -> Iterator[tuple[int, str]]:
 
 
 def _copy_logs(folder: Path, target: Path) -> None:
-    """Copy the last megabyte of every log that is not empty; a full disk does not stop the cleanup."""
+    """Copy the last megabyte of every log that is not empty; a full disk does not stop the
+    cleanup.
+    """
     for log in folder.glob("session_2*/logs/*.*"):
         try:
             if log.suffix not in (".err", ".out", ".log") or log.stat().st_size == 0:

@@ -1,7 +1,8 @@
-"""Ends the driver with a message if the head of a Ray that it starts dies before `ray.init` returns.
+"""Ends the driver with a message if the head of a Ray that it starts dies before `ray.init`
+returns.
 
-Ray's native code waits 60 s for the head and then ends the process without a message. Where Ray raises an exception
-instead, it does so within the grace period, and the exception says more.
+Ray's native code waits 60 s for the head and then ends the process without a message. Where Ray
+raises an exception instead, it does so within the grace period, and the exception says more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _GRACE_S = 15.0
 
 
 class StartupWatch:
-    """Watches the head process of `session` from a thread, inside a `with` block around `ray.init`."""
+    """Watches the head process of `session` from a thread, inside a `with` block around
+    `ray.init`.
+    """
 
     def __init__(self, session: SessionFolder, logs: Path | None) -> None:
         """`logs` receives the logs of Ray if the head dies."""
@@ -58,7 +61,8 @@ class StartupWatch:
         )
         os.write(
             2,
-            f"error: the head of Ray (GCS, pid {pid}) ended while Ray was being started on this machine{kept}. All its"
+            f"error: the head of Ray (GCS, pid {pid}) ended while Ray was being started on this"
+            f" machine{kept}. All its"
             " processes were stopped, and no file of the run has changed. Try again.\n".encode(),
         )
         logging.shutdown()

@@ -1,7 +1,9 @@
-"""The part of a Ray cluster that one run uses: the connection, and a placement group with one bundle per worker.
+"""The part of a Ray cluster that one run uses: the connection, and a placement group with one
+bundle per worker.
 
-A bundle is one worker's CPU cores, and its GPU if there are any. Policy and generation share bundles when they are
-colocated. A node's share is never taken in parts, and the shares of all nodes are taken at once or none.
+A bundle is one worker's CPU cores, and its GPU if there are any. Policy and generation share
+bundles when they are colocated. A node's share is never taken in parts, and the shares of all nodes
+are taken at once or none.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from nemo_like.distributed.ray.startup_watch import StartupWatch
 logger = logging.getLogger(__name__)
 
 COLOCATED_GROUPS = 4
-"""Groups that can share a bundle (policy, generator and what later runs add); each takes an equal share."""
+"""Groups that can share a bundle (policy, generator and what later runs add); each takes an equal
+share.
+"""
 
 _CONNECT_S = 10.0
 _START_ATTEMPTS = 3
@@ -70,8 +74,9 @@ class Bundle:
 class RayVirtualCluster:
     """Room for the workers of one run on a Ray cluster.
 
-    Connects to the cluster of `RAY_ADDRESS`, which Ray itself sets inside a submitted job; without it, starts one on
-    this machine that listens on loopback only. A Ray this process is connected to already is used as it is.
+    Connects to the cluster of `RAY_ADDRESS`, which Ray itself sets inside a submitted job; without
+    it, starts one on this machine that listens on loopback only. A Ray this process is connected to
+    already is used as it is.
     """
 
     def __init__(
@@ -87,9 +92,9 @@ class RayVirtualCluster:
         A Ray that is started here writes under /tmp and is removed at the end. After a failure
         its logs are copied to the folder `logs`, if one is given.
 
-        While there is no room, `report` is told every few seconds what is needed and what is available. Raises
-        ClusterError after `placement_timeout_s`, or at once if this process started the cluster, to which nothing can
-        be added.
+        While there is no room, `report` is told every few seconds what is needed and what is
+        available. Raises ClusterError after `placement_timeout_s`, or at once if this process
+        started the cluster, to which nothing can be added.
         """
         self.config = config
         self._demand = Demand.of(config, generates=generates)
@@ -120,13 +125,15 @@ class RayVirtualCluster:
         return len(self.generation_bundles)
 
     def shutdown(self, *, keep_logs: bool = False) -> None:
-        """Give the room back, disconnect from a Ray that this object joined, and stop one that it started."""
+        """Give the room back, disconnect from a Ray that this object joined, and stop one that it
+        started.
+        """
         self.head.stop()
         if self._raylet_watch is not None:
             self._raylet_watch.stop()
         if self.head.is_lost:
-            # Ray's shutdown, here or at the end of the process, would wait for the head and then end
-            # the process with a message of its own or a segmentation fault.
+            # Ray's shutdown, here or at the end of the process, would wait for the head and then
+            # end the process with a message of its own or a segmentation fault.
             atexit.register(end_process)
         elif ray.is_initialized():
             if self._placement_group is not None and self._session is None:
@@ -173,10 +180,12 @@ class RayVirtualCluster:
                 return node_ids
 
     def _await_room(self, deadline: float) -> list[str]:
-        """The node id of each bundle, once there is room for all. Raises ClusterError after the deadline.
+        """The node id of each bundle, once there is room for all. Raises ClusterError after the
+        deadline.
 
-        The room is claimed with one bundle per node, which states the need for different nodes and shows an autoscaler
-        what to add. It is given back at once: only bundles of one GPU each keep every worker on a GPU of its own.
+        The room is claimed with one bundle per node, which states the need for different nodes and
+        shows an autoscaler what to add. It is given back at once: only bundles of one GPU each keep
+        every worker on a GPU of its own.
         """
         demand = self._demand
         wanted = [([_as_dict(demand.per_node)] * demand.num_nodes, "STRICT_SPREAD")]
@@ -228,7 +237,8 @@ class RayVirtualCluster:
 
     def _no_room(self, what: str, nodes: list[Node]) -> ClusterError:
         return ClusterError(
-            f"no room for the workers: {what}; {self._demand.describe(nodes)}. {self._demand.advise(nodes)}"
+            f"no room for the workers: {what}; {self._demand.describe(nodes)}."
+            f" {self._demand.advise(nodes)}"
         )
 
 
@@ -239,15 +249,18 @@ def _connect(logs: Path | None) -> SessionFolder | None:
         return _start(logs)
     if "://" in address:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, not the address of a cluster's head (host:port, or auto). To run on the cluster"
-            " behind that URL use `ray job submit`, as ray_jobs/submit.sh does; to run on this machine, unset it"
+            f"RAY_ADDRESS is {address}, not the address of a cluster's head (host:port, or auto)."
+            f" To run on the cluster"
+            " behind that URL use `ray job submit`, as ray_jobs/submit.sh does; to run on this"
+            " machine, unset it"
         )
     try:
         with ExitStack() as stack:
             stack.enter_context(_keep_sigterm_handler())
             if address != "auto":
                 _check_listening(address)
-                # If the head dies now, Ray ends the process after 60 s without a message; the monitor does so earlier.
+                # If the head dies now, Ray ends the process after 60 s without a message; the
+                # monitor does so earlier.
                 stack.callback(HeadMonitor(address).stop)
             ray.init(address=address, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
@@ -256,11 +269,13 @@ def _connect(logs: Path | None) -> SessionFolder | None:
             "Install the same versions of Ray and Python here and on the cluster"
             if "ersion mismatch" in str(error)
             else "The head must run (`ray status` says so there; after it ended, start it again or unset RAY_ADDRESS), and"
-            " if it was started with RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the same"
+            " if it was started with RAY_AUTH_MODE=token this needs RAY_AUTH_MODE=token and the"
+            " same"
             " token, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
         raise ClusterError(
-            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {_one_line(error)}. {advice}"
+            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {_one_line(error)}."
+            f" {advice}"
         ) from error
     return None
 
@@ -281,7 +296,8 @@ def _start(logs: Path | None) -> SessionFolder:
             session = SessionFolder()
         except OSError as error:
             raise ClusterError(
-                f"Ray cannot be started on this machine: its folder cannot be made ({error}). Free some"
+                f"Ray cannot be started on this machine: its folder cannot be made ({error}). Free"
+                f" some"
                 " space there, or set RAY_TMPDIR to a short path that can be written"
             ) from error
         try:
@@ -307,7 +323,8 @@ def _start(logs: Path | None) -> SessionFolder:
                 continue
             kept = f"; the logs of Ray are in {logs}" if logs is not None and logs.is_dir() else ""
             raise ClusterError(
-                f"Ray could not be started on this machine (attempt {attempt}): {_one_line(error)}{kept}."
+                f"Ray could not be started on this machine (attempt {attempt}):"
+                f" {_one_line(error)}{kept}."
                 " All its processes were stopped. Try again when the machine is less busy, or run"
                 " without Ray with cluster.backend=local (one worker)"
             ) from error
@@ -316,7 +333,8 @@ def _start(logs: Path | None) -> SessionFolder:
 
 @contextmanager
 def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Have processes that start inside the block ignore these signals; here they are delivered after it.
+    """Have processes that start inside the block ignore these signals; here they are delivered
+    after it.
 
     Ctrl-C and the end of a terminal reach every process of the terminal's foreground group. Workers
     must survive them, so that the driver can finish the step and save. Processes inherit the mask.
@@ -356,8 +374,9 @@ def _check_listening(address: str) -> None:
 def _loopback_only() -> Iterator[None]:
     """Have a Ray that starts inside the block listen on 127.0.0.1 alone.
 
-    Ray turns a loopback address it is given into the machine's own, except where it is not to form clusters, as on a
-    laptop; its processes read that from the environment, this one has read it already.
+    Ray turns a loopback address it is given into the machine's own, except where it is not to form
+    clusters, as on a laptop; its processes read that from the environment, this one has read it
+    already.
     """
     name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     before, before_here = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER

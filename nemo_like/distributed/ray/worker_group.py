@@ -1,6 +1,7 @@
 """A worker group whose workers are processes of a Ray cluster.
 
-NumPy arrays that come out of Ray's object store are read-only views of shared memory: copy one before writing to it.
+NumPy arrays that come out of Ray's object store are read-only views of shared memory: copy one
+before writing to it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from nemo_like.distributed.worker_group import Handle, WorkerContext
 logger = logging.getLogger(__name__)
 
 GRACE_S = 20.0
-"""How long a broken collective waits for what broke it. Ray takes up to about 15 s to notice that a node is gone."""
+"""How long a broken collective waits for what broke it. Ray takes up to about 15 s to notice that a
+node is gone.
+"""
 
 
 _Pending = dict[ObjectRef[Raised | None], Handle]
@@ -43,8 +46,8 @@ _Pending = dict[ObjectRef[Raised | None], Handle]
 class RayWorkerGroup:
     """One process per worker, in the bundles of a `RayVirtualCluster`.
 
-    As soon as one worker fails all are stopped: those that wait for it in a collective would hang otherwise. The group
-    cannot be used after that.
+    As soon as one worker fails all are stopped: those that wait for it in a collective would hang
+    otherwise. The group cannot be used after that.
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class RayWorkerGroup:
     ) -> None:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
-        `placement` says whose reserved resources they use; `anywhere` reserves none and spreads them over the nodes.
-        Raises ClusterError if they do not start, WorkerFailure if a constructor fails.
+        `placement` says whose reserved resources they use; `anywhere` reserves none and spreads
+        them over the nodes. Raises ClusterError if they do not start, WorkerFailure if a
+        constructor fails.
         """
         self.name = name
         self.topology = topology
@@ -107,7 +111,8 @@ class RayWorkerGroup:
         for position, items in enumerate(sharded):
             if len(items) != self.topology.dp:
                 raise ValueError(
-                    f"argument {position} of {method} has {len(items)} items; the {self.name} group has dp {self.topology.dp}"
+                    f"argument {position} of {method} has {len(items)} items; the {self.name} group"
+                    f" has dp {self.topology.dp}"
                 )
         self._raise_if_stopped()
         shared = {name: self._share(value) for name, value in common.items()}
@@ -157,8 +162,8 @@ class RayWorkerGroup:
             raise
 
     def shutdown(self) -> None:
-        # Without Ray the actors are gone already, and any call would start a new Ray. Without the head
-        # every call below would block.
+        # Without Ray the actors are gone already, and any call would start a new Ray. Without the
+        # head every call below would block.
         if ray.is_initialized() and not self._head.is_lost:
             self._monitor.close(len(self._actors))
             for actor in self._actors:
@@ -222,7 +227,9 @@ class RayWorkerGroup:
             raise RuntimeError(f"the {self.name} group was shut down")
 
     def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
-        """Wait for a call to end, drop all that have ended from `pending`, and return a failure among them, if any."""
+        """Wait for a call to end, drop all that have ended from `pending`, and return a failure
+        among them, if any.
+        """
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
         ended += [
             ref
@@ -237,7 +244,9 @@ class RayWorkerGroup:
         return min(filter(None, failures), key=lambda failure: failure.is_secondary, default=None)
 
     def _first_cause(self, failure: Failure, pending: _Pending) -> Failure:
-        """The failure that started it: a collective that broke in one worker is only the echo of another's end."""
+        """The failure that started it: a collective that broke in one worker is only the echo of
+        another's end.
+        """
         deadline = time.monotonic() + GRACE_S
         while failure.is_secondary and pending and time.monotonic() < deadline:
             other = self._next_failure(pending, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -246,7 +255,9 @@ class RayWorkerGroup:
         return failure
 
     def _check_progress(self, pending: _Pending) -> None:
-        """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is gone."""
+        """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is
+        gone.
+        """
         self._raise_if_head_lost()
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:
@@ -289,7 +300,8 @@ def _choose_bundles(
     bundles = cluster.policy_bundles if placement == "policy" else cluster.generation_bundles
     if topology.world_size > len(bundles):
         raise ValueError(
-            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has room for {len(bundles)}"
+            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has room"
+            f" for {len(bundles)}"
         )
     return bundles[: topology.world_size]
 
@@ -333,8 +345,10 @@ def _locate(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Locatio
     if missing:
         raise ClusterError(
             f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
-            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of the Ray nodes (in"
-            " logs/ray of the run, or under /tmp/ray/session_latest/logs on the nodes of a cluster that was"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of"
+            f" the Ray nodes (in"
+            " logs/ray of the run, or under /tmp/ray/session_latest/logs on the nodes of a cluster"
+            " that was"
             " joined) say why a process does not start"
         )
     try:

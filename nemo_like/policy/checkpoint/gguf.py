@@ -1,4 +1,6 @@
-"""Turn a GGUF file into a Hugging Face model directory, so that a model kept as GGUF can be trained."""
+"""Turn a GGUF file into a Hugging Face model directory, so that a model kept as GGUF can be
+trained.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from nemo_like.files import (
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
-    """Dequantise `source` to float32 safetensors in the new directory `target`, tokenizer and chat template included.
+    """Dequantise `source` to float32 safetensors in the new directory `target`, tokenizer and chat
+    template included.
 
-    Raises ConfigError when `source` is no GGUF file, when `target` exists, or when the `gguf` package is missing.
+    Raises ConfigError when `source` is no GGUF file, when `target` exists, or when the `gguf`
+    package is missing.
     """
     if not source.is_file() or source.suffix != ".gguf":
         raise ConfigError(f"{source} is not a .gguf file; give the path of one")

@@ -1,4 +1,6 @@
-"""Weights as a Hugging Face model directory, with at most one file's tensors in memory: of an engine, or of a checkpoint."""
+"""Weights as a Hugging Face model directory, with at most one file's tensors in memory: of an
+engine, or of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,14 @@ def write_hf(
     *,
     is_writer: bool = True,
 ) -> None:
-    """Weights in compute precision, configuration, generation configuration and tokenizer. Every rank calls, one writes.
+    """Weights in compute precision, configuration, generation configuration and tokenizer. Every
+    rank calls, one writes.
 
-    Names and shapes are those that `save_pretrained` writes, also where the model in memory has others: the experts of a
-    mixture are one stacked tensor there and one tensor each (`mlp.experts.0.gate_proj.weight`) in files, which vLLM and
-    other readers expect. Tied weights are written once, under the name of the input embedding.
-    Raises NonFiniteError on the writer for a weight that is not finite in compute precision.
+    Names and shapes are those that `save_pretrained` writes, also where the model in memory has
+    others: the experts of a mixture are one stacked tensor there and one tensor each
+    (`mlp.experts.0.gate_proj.weight`) in files, which vLLM and other readers expect. Tied weights
+    are written once, under the name of the input embedding. Raises NonFiniteError on the writer for
+    a weight that is not finite in compute precision.
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     shapes = weights.weight_shapes()
@@ -68,7 +72,8 @@ def write_hf(
                 tensors[name] = tensor.to("cpu", dtype).contiguous()
                 if not all_within([tensors[name]]):
                     raise NonFiniteError(
-                        f"weight {name} contains NaN or infinity as {dtype}, so the model is not written to {directory}"
+                        f"weight {name} contains NaN or infinity as {dtype}, so the model is not"
+                        f" written to {directory}"
                     )
         if skeleton is not None:
             tensors = _as_stored(skeleton, tensors)
@@ -83,13 +88,17 @@ def write_hf(
 
 
 def _skeleton(model_config: PretrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights; transformers derives from it how its files are written."""
+    """The model without memory for its weights; transformers derives from it how its files are
+    written.
+    """
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config)
 
 
 def _as_stored(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` under the names and in the shapes of files, each with memory of its own as safetensors requires."""
+    """`tensors` under the names and in the shapes of files, each with memory of its own as
+    safetensors requires.
+    """
     converted = revert_weight_conversion(skeleton, tensors)
     for name in [name for name in converted if name not in tensors]:
         converted[name] = converted[name].clone(memory_format=torch.contiguous_format)
@@ -138,7 +147,8 @@ def _write_configuration(
 def _write_generation_config(
     model_config: PretrainedConfig, model_name: str, end_ids: Sequence[int | None], directory: Path
 ) -> None:
-    """The generation configuration of `model_name`, in which every token of `end_ids` ends a completion.
+    """The generation configuration of `model_name`, in which every token of `end_ids` ends a
+    completion.
 
     Edited as JSON: transformers refuses to write some generation configurations that it reads.
     """

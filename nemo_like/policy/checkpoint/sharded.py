@@ -5,8 +5,9 @@
     <directory>/rank_00001_000.safetensors   ...
     <directory>/manifest.json                files, optimizer steps, full shapes; written last, by rank 0
 
-A block is a rectangle of a full tensor under its Hugging Face name and in its Hugging Face layout, so neither the engine
-nor its layout shows: whoever loads reads the rectangles it needs from whatever blocks they lie in, exact to the bit.
+A block is a rectangle of a full tensor under its Hugging Face name and in its Hugging Face layout,
+so neither the engine nor its layout shows: whoever loads reads the rectangles it needs from
+whatever blocks they lie in, exact to the bit.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ _MAX_FILE_BYTES = 2 * 2**30
 
 
 class Block(NamedTuple):
-    """A rectangle of the full tensor `name`, which is `weight/`, `exp_avg/` or `exp_avg_sq/` and a Hugging Face name.
+    """A rectangle of the full tensor `name`, which is `weight/`, `exp_avg/` or `exp_avg_sq/` and a
+    Hugging Face name.
 
-    Example: rows 4 to 7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a [4, 32] tensor.
+    Example: rows 4 to 7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a
+    [4, 32] tensor.
     """
 
     name: str
@@ -69,13 +72,16 @@ def save(
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, FileRecord]:
-    """Write this rank's blocks as they come; rank 0 writes the manifest once every rank has written. Called by all ranks.
+    """Write this rank's blocks as they come; rank 0 writes the manifest once every rank has
+    written. Called by all ranks.
 
-    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError where that is not possible.
+    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError where
+    that is not possible.
 
-    `shapes` are the full shapes of the weights. Together the ranks give each element of every weight, and with
-    `has_moments` of both its moments, exactly once; ValueError says where they do not. Blocks are stored as float32, and
-    not held longer than it takes to fill a file. What an earlier save left in `directory` is removed.
+    `shapes` are the full shapes of the weights. Together the ranks give each element of every
+    weight, and with `has_moments` of both its moments, exactly once; ValueError says where they do
+    not. Blocks are stored as float32, and not held longer than it takes to fill a file. What an
+    earlier save left in `directory` is removed.
     """
     if rank == 0:
         _clear(directory)
@@ -97,7 +103,9 @@ def save(
 
 @contextmanager
 def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
-    """What `save` wrote in `directory`, by any number of ranks. Raises CheckpointError if that is no complete checkpoint."""
+    """What `save` wrote in `directory`, by any number of ranks. Raises CheckpointError if that is
+    no complete checkpoint.
+    """
     manifest = _read_manifest(directory)
     with ExitStack() as stack:
         yield CheckpointReader(
@@ -106,7 +114,9 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
 
 
 def checkpoint_problem(directory: Path) -> str | None:
-    """Why the policy's part of a checkpoint cannot be loaded, from its manifest and its files' headers; None if it can."""
+    """Why the policy's part of a checkpoint cannot be loaded, from its manifest and its files'
+    headers; None if it can.
+    """
     try:
         with open_checkpoint(directory) as reader:
             reader.check_partition()
@@ -142,7 +152,8 @@ class CheckpointReader:
                 for shape in (self.shapes.get(name), now.get(name))
             )
             raise ConfigError(
-                f"{self._directory} is a checkpoint of another model: {len(different)} weights differ, first {name}, saved as "
+                f"{self._directory} is a checkpoint of another model: {len(different)} weights"
+                f" differ, first {name}, saved as "
                 f"{saved} and now {wanted}; check policy.model_name"
             )
 
@@ -154,7 +165,9 @@ class CheckpointReader:
             )
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on the CPU."""
+        """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on
+        the CPU.
+        """
         activity.note(f"reading {name} of a checkpoint")
         result = torch.empty(tuple(shape), dtype=torch.float32)
         region = _Region(tuple(offset), tuple(shape))
@@ -168,7 +181,8 @@ class CheckpointReader:
                 num_found += common.numel
         if num_found != region.numel:
             raise CheckpointError(
-                f"{self._directory} has {num_found} of the {region.numel} values of {name} at {list(offset)}, "
+                f"{self._directory} has {num_found} of the {region.numel} values of {name} at"
+                f" {list(offset)}, "
                 f"shape {list(shape)}; it does not hold this part"
             )
         return result
@@ -215,7 +229,8 @@ def _checked(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
     name, full_shape, offset, tensor = block
     if expected.get(name) != tuple(full_shape):
         raise ValueError(
-            f"a block of {name} has full shape {list(full_shape)}; the checkpoint's is {expected.get(name)}"
+            f"a block of {name} has full shape {list(full_shape)}; the checkpoint's is"
+            f" {expected.get(name)}"
         )
     ends = [start + length for start, length in zip(offset, tensor.shape, strict=True)]
     if any(
@@ -223,7 +238,8 @@ def _checked(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
         for start, end, length in zip(offset, ends, full_shape, strict=True)
     ):
         raise ValueError(
-            f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside {list(full_shape)}"
+            f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside"
+            f" {list(full_shape)}"
         )
     return block
 
@@ -250,7 +266,8 @@ def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> dict[s
         if pending and num_bytes + size > _MAX_FILE_BYTES:
             write()
             pending, num_bytes = [], 0
-        # A copy, so that what the tensor shares its storage with is neither written nor able to change it meanwhile.
+        # A copy, so that what the tensor shares its storage with is neither written nor able to
+        # change it meanwhile.
         copied = torch.empty(block.tensor.shape, dtype=torch.float32).copy_(block.tensor.detach())
         pending.append(block._replace(tensor=copied))
         num_bytes += size
@@ -260,7 +277,9 @@ def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> dict[s
 
 
 def _parts(block: Block) -> Iterator[Block]:
-    """The block cut along its first dimension so that each part fits in a file; nothing where it is empty."""
+    """The block cut along its first dimension so that each part fits in a file; nothing where it is
+    empty.
+    """
     tensor = block.tensor
     if tensor.numel() == 0:
         return
@@ -281,7 +300,8 @@ def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
     }
     if len(places) < len(blocks):
         raise ValueError(
-            f"a rank gives two blocks at one place: {next(key for key in keys if keys.count(key) > 1)}"
+            f"a rank gives two blocks at one place:"
+            f" {next(key for key in keys if keys.count(key) > 1)}"
         )
     tensors = {key: block.tensor for key, block in zip(keys, blocks, strict=True)}
     activity.note(f"writing {path.name} of a checkpoint")
@@ -297,7 +317,9 @@ def _write_manifest(
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
 ) -> FileRecord:
-    """Check that the ranks' blocks are the whole model, each part once, and say that the checkpoint is complete."""
+    """Check that the ranks' blocks are the whole model, each part once, and say that the checkpoint
+    is complete.
+    """
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
     with ExitStack() as stack:
         blocks = _open_blocks(directory, files, stack)
@@ -319,7 +341,9 @@ def _write_manifest(
 def _check_partition(
     directory: Path, name: str, shape: tuple[int, ...], regions: list[_Region]
 ) -> None:
-    """Blocks that lie within the tensor, do not overlap and add up to its size are exactly the tensor."""
+    """Blocks that lie within the tensor, do not overlap and add up to its size are exactly the
+    tensor.
+    """
     for region in regions:
         ends = [start + length for start, length in zip(*region, strict=True)]
         if len(ends) != len(shape) or any(
@@ -331,7 +355,8 @@ def _check_partition(
     num_written = sum(region.numel for region in regions)
     if num_written != math.prod(shape):
         raise CheckpointError(
-            f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to {directory}"
+            f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to"
+            f" {directory}"
         )
     starts = np.array([region.offset for region in regions], dtype=np.int64).reshape(
         len(regions), len(shape)
@@ -346,7 +371,9 @@ def _check_partition(
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, its entries of the types that `_write_manifest` gives them; CheckpointError for anything else."""
+    """The manifest, its entries of the types that `_write_manifest` gives them; CheckpointError for
+    anything else.
+    """
     path = directory / MANIFEST
     if not path.is_file():
         raise CheckpointError(
@@ -390,7 +417,8 @@ def _open_blocks(
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise CheckpointError(
-                f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or load another one"
+                f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or"
+                f" load another one"
             )
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))

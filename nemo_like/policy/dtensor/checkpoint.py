@@ -1,4 +1,6 @@
-"""The DTensor engine's side of the sharded checkpoint: which blocks a rank writes, and reading its own back in place."""
+"""The DTensor engine's side of the sharded checkpoint: which blocks a rank writes, and reading its
+own back in place.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def load(directory: Path, weights: Sequence[Weight], optimizer: torch.optim.Opti
         for weight in weights:
             _restore(reader, WEIGHT, weight, weight.parameter)
             if reader.has_moments:
-                # A step counter of its own for each parameter: a shared tensor would be advanced once per parameter.
+                # A step counter of its own for each parameter: a shared tensor would be advanced
+                # once per parameter.
                 state = {
                     "step": torch.tensor(
                         float(reader.num_optimizer_steps), device=weight.parameter.device

@@ -1,4 +1,5 @@
-"""FSDP2 over dp x cp, with tensor, sequence and context parallelism: the engine of `DTensorPolicyWorker`.
+"""FSDP2 over dp x cp, with tensor, sequence and context parallelism: the engine of
+`DTensorPolicyWorker`.
 
 It runs microbatches; it knows no loss and no plan.
 """
@@ -53,7 +54,9 @@ class DTensorEngine:
         trainable: bool,
         groups: Groups | None = None,
     ) -> None:
-        """Every rank of the process group calls. `groups` are another engine's of the same layout, to share its channels."""
+        """Every rank of the process group calls. `groups` are another engine's of the same layout,
+        to share its channels.
+        """
         self.config = config
         self.device = device
         self.topology = topology
@@ -109,7 +112,8 @@ class DTensorEngine:
                     loss.backward()
                 results.append(result)
         if not backward:
-            # The root, and small models altogether, are still whole; the next optimizer step would leave them stale.
+            # The root, and small models altogether, are still whole; the next optimizer step would
+            # leave them stale.
             for module in self._fsdp_modules:
                 module.reshard()
         return results
@@ -154,7 +158,9 @@ class DTensorEngine:
         return values if group is None else gather_rows(group, values.detach())
 
     def barrier(self) -> None:
-        """Every rank has come this far. Through the ranks' own collectives, which carry the collective timeout."""
+        """Every rank has come this far. Through the ranks' own collectives, which carry the
+        collective timeout.
+        """
         self._sum([0.0], self.groups.world)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -168,8 +174,8 @@ class DTensorEngine:
             yield weight.name, weight.whole(value)
 
     def full_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named weights' gradients since the last optimizer step, float32, one at a time: whole on rank 0, elsewhere
-        perhaps an empty tensor. Every rank calls.
+        """The named weights' gradients since the last optimizer step, float32, one at a time: whole
+        on rank 0, elsewhere perhaps an empty tensor. Every rank calls.
         """
         for weight in self._named(names):
             gradient = weight.parameter.grad
@@ -213,7 +219,9 @@ class DTensorEngine:
         return self._optimizer
 
     def _set_synchronises(self, is_last: bool) -> None:
-        """Small models reduce gradients once, after the last microbatch; large ones after each, to hold only shards."""
+        """Small models reduce gradients once, after the last microbatch; large ones after each, to
+        hold only shards.
+        """
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(is_last or not self._keeps_whole, recurse=False)
             module.set_reshard_after_backward(is_last or not self._keeps_whole, recurse=False)
@@ -224,7 +232,9 @@ class DTensorEngine:
                 yield weight, local(weight.parameter.grad)
 
     def _sum_partial_gradients(self) -> None:
-        """Add up over the tp ranks what each has of its own heads or tokens only, in one message."""
+        """Add up over the tp ranks what each has of its own heads or tokens only, in one
+        message.
+        """
         tensor = self.groups.tensor
         partial = [
             gradient for weight, gradient in self._local_gradients() if weight.cut.has_partial_grad
@@ -239,7 +249,9 @@ class DTensorEngine:
             gradient.copy_(part.view_as(gradient))
 
     def _gradient_norm(self, is_loss_finite: bool) -> float:
-        """Norm of the whole gradient, each element counted once; NaN if the loss of any rank is not finite."""
+        """Norm of the whole gradient, each element counted once; NaN if the loss of any rank is not
+        finite.
+        """
         gradients = [
             gradient for weight, gradient in self._local_gradients() if weight.is_counted_here
         ]

@@ -25,7 +25,9 @@ class Groups:
     dp_cp: dist.ProcessGroup | None = None
     tensor: TensorParallel | None = None
     fsdp_mesh: DeviceMesh | None = None
-    """The ranks of `dp_cp`, over which weights, gradients and optimizer state are sharded; None without FSDP."""
+    """The ranks of `dp_cp`, over which weights, gradients and optimizer state are sharded; None
+    without FSDP.
+    """
 
     @classmethod
     def join(
@@ -39,11 +41,13 @@ class Groups:
     ) -> Groups:
         """The groups of `rank`, in the process group that exists; every rank calls.
 
-        One process in float32 needs no process group. Mixed precision is FSDP's, so it takes a mesh of one rank too.
+        One process in float32 needs no process group. Mixed precision is FSDP's, so it takes a mesh
+        of one rank too.
         """
         if topology.pp > 1:
             raise ConfigError(
-                f"parallel.pipeline is {topology.pp}, but policy.engine dtensor has no pipeline: set it to 1, or policy.engine "
+                f"parallel.pipeline is {topology.pp}, but policy.engine dtensor has no pipeline:"
+                f" set it to 1, or policy.engine "
                 "to megatron"
             )
         if topology.world_size == 1 and not mixed_precision:

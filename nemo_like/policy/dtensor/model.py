@@ -1,4 +1,6 @@
-"""A Hugging Face causal LM as the module that is sharded: microbatch in, log-prob and entropy of each token out."""
+"""A Hugging Face causal LM as the module that is sharded: microbatch in, log-prob and entropy of
+each token out.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ from nemo_like.sampling_filter import SamplingFilter
 
 WHOLE_BYTES_ON_CPU = 4 << 30
 WHOLE_SHARE_OF_GPU = 1 / 8
-"""A model whose float32 weights are at most this stays whole on every rank within a step: one all-gather and one
-reduce-scatter per optimizer step instead of one per microbatch, for the memory of its weights and gradients."""
+"""A model whose float32 weights are at most this stays whole on every rank within a step: one
+all-gather and one reduce-scatter per optimizer step instead of one per microbatch, for the memory
+of its weights and gradients."""
 
 
 class TokenScorer(nn.Module):
-    """Backbone and output embedding under one root, so that FSDP has both at hand where log-probs are computed."""
+    """Backbone and output embedding under one root, so that FSDP has both at hand where log-probs
+    are computed.
+    """
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, groups: Groups) -> None:
         super().__init__()
@@ -86,7 +91,8 @@ class TokenScorer(nn.Module):
         if tensor is None:
             return None
         start, _ = tensor.span(output_head(self.causal_lm).out_features)
-        # The gather of hidden states adds their gradients up where it scatters them; otherwise the log-probs do it.
+        # The gather of hidden states adds their gradients up where it scatters them; otherwise the
+        # log-probs do it.
         return VocabShard(tensor.group, start, partial_hidden_grad=tensor.sequence)
 
 
@@ -96,7 +102,9 @@ def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
 
 
 def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
-    """The output embedding, tied or not; raises ConfigError if it is anything but a linear layer."""
+    """The output embedding, tied or not; raises ConfigError if it is anything but a linear
+    layer.
+    """
     head = causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ConfigError(
@@ -111,7 +119,8 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or Qwen-like model"
+            f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or"
+            f" Qwen-like model"
         )
     return layers
 
@@ -119,11 +128,13 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 def build_scorer(
     config: PolicyConfig, groups: Groups, rank: int, device: torch.device, *, trainable: bool
 ) -> tuple[TokenScorer, dict[str, Cut]]:
-    """The model of `policy.model_name` with float32 weights on `device`, as the groups share it, and how each is cut.
+    """The model of `policy.model_name` with float32 weights on `device`, as the groups share it,
+    and how each is cut.
 
-    Only rank 0 reads the weights; the others build the model without memory and receive it weight by weight, layer by
-    layer. Dropout is off and stays off: log-probs of one policy must agree between two forwards. Raises ConfigError for
-    a model whose log-probs are not the softmax of its output embedding.
+    Only rank 0 reads the weights; the others build the model without memory and receive it weight
+    by weight, layer by layer. Dropout is off and stays off: log-probs of one policy must agree
+    between two forwards. Raises ConfigError for a model whose log-probs are not the softmax of its
+    output embedding.
     """
     attention.register()
     source = None
@@ -168,8 +179,9 @@ def fsdp_modules(scorer: nn.Module) -> list[FSDPModule]:
 
 
 def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeClock) -> None:
-    """Stop `clock` wherever FSDP's collectives are waited for: all-gathers of weights (on CPU their start waits, on CUDA
-    their end), reduce-scatters of gradients of a module, and the end of all of them after the backward.
+    """Stop `clock` wherever FSDP's collectives are waited for: all-gathers of weights (on CPU their
+    start waits, on CUDA their end), reduce-scatters of gradients of a module, and the end of all of
+    them after the backward.
     """
     for module in modules:
         state: Any = module._get_fsdp_state()
@@ -218,22 +230,28 @@ def _empty(model_name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raises ConfigError if the logits are more than hidden states times output embedding (soft caps, scales)."""
+    """Raises ConfigError if the logits are more than hidden states times output embedding (soft
+    caps, scales).
+    """
     head = output_head(causal_lm)
     input_ids = torch.arange(8)[None] % head.weight.shape[0]
     logits = causal_lm(input_ids=input_ids, use_cache=False).logits
     expected = head(backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state)
     if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4):
         raise ConfigError(
-            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not hidden states times output"
-            " embedding (a soft cap or a scale), so its log-probs would be wrong; use a model without one"
+            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
+            f" hidden states times output"
+            " embedding (a soft cap or a scale), so its log-probs would be wrong; use a model"
+            " without one"
         )
 
 
 def _fill_and_shard(
     scorer: TokenScorer, source: _Source, device: torch.device, precision: str
 ) -> None:
-    """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest. Without a mesh, only fill."""
+    """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest. Without
+    a mesh, only fill.
+    """
     mesh = scorer.groups.fsdp_mesh
     if mesh is None:
         source.fill(scorer, scorer)
@@ -249,7 +267,8 @@ def _fill_and_shard(
         source.fill(scorer, unit)
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     source.fill(scorer, scorer)
-    # The root holds the output embedding, which the backward needs first: freeing it after the forward saves nothing.
+    # The root holds the output embedding, which the backward needs first: freeing it after the
+    # forward saves nothing.
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(scorer):
         # A sum: the loss is already divided by what the whole global batch holds.
@@ -258,7 +277,9 @@ def _fill_and_shard(
 
 
 class _Source:
-    """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device; each rank keeps its part."""
+    """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device; each
+    rank keeps its part.
+    """
 
     def __init__(
         self,
@@ -276,7 +297,9 @@ class _Source:
             self._tensors |= dict(source.named_buffers(remove_duplicate=False))
 
     def fill(self, scorer: TokenScorer, unit: nn.Module) -> None:
-        """Give `unit` (a module inside `scorer`) real tensors wherever it is still on the meta device."""
+        """Give `unit` (a module inside `scorer`) real tensors wherever it is still on the meta
+        device.
+        """
         names = {module: name for name, module in scorer.causal_lm.named_modules()}
         filled: dict[int, Tensor] = {}
         for module in unit.modules():

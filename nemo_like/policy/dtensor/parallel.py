@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism for a Hugging Face model, by the plan the model itself carries.
 
-Each rank holds slices as plain local weights, so FSDP2, the optimizer and every forward see ordinary tensors: a block of
-a row-major matrix is still a block when FSDP cuts dim 0 of it again, and no operation goes through DTensor's dispatch.
+Each rank holds slices as plain local weights, so FSDP2, the optimizer and every forward see
+ordinary tensors: a block of a row-major matrix is still a block when FSDP cuts dim 0 of it again,
+and no operation goes through DTensor's dispatch.
 
     embedding          rows of the vocabulary            lookups are summed
     q, k, v, gate, up  rows of the weight (columns of    what enters the block is shared, its gradients are summed
@@ -9,8 +10,8 @@ a row-major matrix is still a block when FSDP cuts dim 0 of it again, and no ope
     o, down            columns of the weight             products are summed, then the bias is added once
     output embedding   rows of the vocabulary            `token_logprobs` compares across the ranks
 
-With sequence parallelism a sum leaves each rank its share of the tokens and what enters a block is gathered from the
-shares, so that norms and residuals are not computed n times.
+With sequence parallelism a sum leaves each rank its share of the tokens and what enters a block is
+gathered from the shares, so that norms and residuals are not computed n times.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _COLUMN, _ROW, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 class Cut(NamedTuple):
     """Which part of a weight a tensor-parallel rank holds.
 
-    Example: rows 33 to 67 of an embedding, `Cut((67, 32), dim=0, start=33, stop=67, has_partial_grad=False)`.
+    Example: rows 33 to 67 of an embedding, `Cut((67, 32), dim=0, start=33, stop=67,
+    has_partial_grad=False)`.
     """
 
     full_shape: tuple[int, ...]
@@ -45,7 +47,9 @@ class Cut(NamedTuple):
     start: int = 0
     stop: int = 0
     has_partial_grad: bool = False
-    """Held whole, but the gradient is of this rank's heads or tokens only: to be summed over the tp ranks."""
+    """Held whole, but the gradient is of this rank's heads or tokens only: to be summed over the tp
+    ranks.
+    """
 
     def of(self, full: Tensor) -> Tensor:
         """This rank's part of the `full` tensor, as memory of its own where it is cut."""
@@ -67,7 +71,8 @@ class TensorParallel:
     """Whether norms and residuals are shared as well, by tokens."""
 
     def apply(self, causal_lm: PreTrainedModel, model_name: str) -> dict[str, Cut]:
-        """Cut the weights of a model on the meta device and give it the collectives; returns the cut of each parameter.
+        """Cut the weights of a model on the meta device and give it the collectives; returns the
+        cut of each parameter.
 
         Raises ConfigError, the same on every rank, for a model that cannot be cut this way.
         """
@@ -118,12 +123,16 @@ class TensorParallel:
         )
 
     def span(self, size: int, rank: int | None = None) -> tuple[int, int]:
-        """[start, stop) of `size` rows that this tp rank, or another, holds. Example: 67 over 2 are (0, 33), (33, 67)."""
+        """[start, stop) of `size` rows that this tp rank, or another, holds. Example: 67 over 2 are
+        (0, 33), (33, 67).
+        """
         rank = self.rank if rank is None else rank
         return rank * size // self.size, (rank + 1) * size // self.size
 
     def _cut(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, Cut]:
-        """Put this rank's part, still without memory, in the place of the weight; nothing where there is no such one."""
+        """Put this rank's part, still without memory, in the place of the weight; nothing where
+        there is no such one.
+        """
         weight = module._parameters.get(key)
         if weight is None:
             return {}
@@ -164,13 +173,16 @@ class TensorParallel:
         for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
             if count % self.size:
                 raise ConfigError(
-                    f"policy.model_name={model_name} has {count} {what}, which {self.size} tensor-parallel ranks cannot share "
+                    f"policy.model_name={model_name} has {count} {what}, which {self.size}"
+                    f" tensor-parallel ranks cannot share "
                     f"evenly; set parallel.tensor to a divisor of {count}"
                 )
 
 
 def _planned(causal_lm: PreTrainedModel, model_name: str) -> Iterator[tuple[nn.Module, Any, str]]:
-    """(module around it, module, style) for each module that the model's plan names; a linear layer unless `_PARTIAL`."""
+    """(module around it, module, style) for each module that the model's plan names; a linear layer
+    unless `_PARTIAL`.
+    """
     backbone = causal_lm.base_model
     plan = getattr(backbone.config, "base_model_tp_plan", None)
     if not plan:
@@ -192,7 +204,9 @@ def _planned(causal_lm: PreTrainedModel, model_name: str) -> Iterator[tuple[nn.M
 def _check_block(
     block: nn.Module, styles: set[str], cuts: dict[nn.Parameter, Cut], model_name: str
 ) -> None:
-    """Inside a block every rank has its own heads or channels, so the plan must say how each weight is held."""
+    """Inside a block every rank has its own heads or channels, so the plan must say how each weight
+    is held.
+    """
     if styles != {_COLUMN, _ROW}:
         raise _refused(
             model_name, f"its plan cuts {type(block).__name__} only {' and '.join(sorted(styles))}"
@@ -211,7 +225,8 @@ def _check_block(
 
 def _refused(model_name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"policy.model_name={model_name} cannot be split by tensor parallelism: {why}; set parallel.tensor to 1, or use a "
+        f"policy.model_name={model_name} cannot be split by tensor parallelism: {why}; set"
+        f" parallel.tensor to 1, or use a "
         "dense Llama-, Qwen2- or Qwen3-like model"
     )
 

@@ -1,4 +1,6 @@
-"""One weight of a sharded model: where this rank's part lies in the whole, and how the whole comes together again."""
+"""One weight of a sharded model: where this rank's part lies in the whole, and how the whole comes
+together again.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from nemo_like.policy.dtensor.parallel import Cut
 
 @dataclass(frozen=True)
 class Weight:
-    """A distinct parameter: cut by tensor parallelism first, and along dim 0 of what is left by FSDP.
+    """A distinct parameter: cut by tensor parallelism first, and along dim 0 of what is left by
+    FSDP.
 
-    Example: of a (8, 6) matrix whose columns two tp ranks share and whose rows two FSDP ranks share, tp rank 1 and FSDP
-    rank 0 have the block at offset (0, 3) of shape (4, 3).
+    Example: of a (8, 6) matrix whose columns two tp ranks share and whose rows two FSDP ranks
+    share, tp rank 1 and FSDP rank 0 have the block at offset (0, 3) of shape (4, 3).
     """
 
     name: str
@@ -52,8 +55,8 @@ class Weight:
         return tuple(offset), shape
 
     def whole(self, part: Tensor) -> Tensor:
-        """The full tensor of which the plain tensor `part` (of weight, gradient or moment) is this rank's: on rank 0;
-        elsewhere it may be empty or less. Every rank calls.
+        """The full tensor of which the plain tensor `part` (of weight, gradient or moment) is this
+        rank's: on rank 0; elsewhere it may be empty or less. Every rank calls.
         """
         rows = self._all_rows(part)
         tensor_parallel = self.groups.tensor
@@ -72,7 +75,9 @@ class Weight:
         return torch.cat(parts, dim=self.cut.dim)
 
     def _all_rows(self, part: Tensor) -> Tensor:
-        """What the ranks of FSDP hold, end to end. Not by `DTensor.full_tensor`, whose meshes outlive a process group."""
+        """What the ranks of FSDP hold, end to end. Not by `DTensor.full_tensor`, whose meshes
+        outlive a process group.
+        """
         group, num_rows = self.groups.dp_cp, self.parameter.shape[0]
         if group is None:
             return part
@@ -89,6 +94,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def row_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Rows [start, stop) of dim 0 that FSDP2 gives `rank`. Example: 5 rows on 3 ranks are (0, 2), (2, 4), (4, 5)."""
+    """Rows [start, stop) of dim 0 that FSDP2 gives `rank`. Example: 5 rows on 3 ranks are (0, 2),
+    (2, 4), (4, 5).
+    """
     block = -(-num_rows // num_ranks)
     return min(rank * block, num_rows), min((rank + 1) * block, num_rows)

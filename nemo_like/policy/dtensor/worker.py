@@ -15,7 +15,9 @@ from nemo_like.policy.worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """Any dense Hugging Face causal LM of the Llama family's shape, spread over the workers as `parallel` says."""
+    """Any dense Hugging Face causal LM of the Llama family's shape, spread over the workers as
+    `parallel` says.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,9 @@ class DTensorPolicyWorker(PolicyWorker):
         seed: int = 0,
         needs_reference: bool = False,
     ) -> None:
-        """Join the process group and load the model, and a frozen copy as it is on disk if `needs_reference`."""
+        """Join the process group and load the model, and a frozen copy as it is on disk if
+        `needs_reference`.
+        """
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()

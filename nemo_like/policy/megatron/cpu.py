@@ -1,7 +1,9 @@
-"""Megatron-Core on a machine without CUDA: its real code over gloo. Nothing here is called where the device is CUDA.
+"""Megatron-Core on a machine without CUDA: its real code over gloo. Nothing here is called where
+the device is CUDA.
 
-Megatron-Core asks `torch.cuda` for the current device and allocates with `device="cuda"` in a few modules. Those see a
-stand-in for `torch` that answers with the CPU; torch itself and every other library of the process stay as they are.
+Megatron-Core asks `torch.cuda` for the current device and allocates with `device="cuda"` in a few
+modules. Those see a stand-in for `torch` that answers with the CPU; torch itself and every other
+library of the process stay as they are.
 """
 
 from __future__ import annotations
@@ -38,10 +40,13 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like"
 
 
 def install() -> None:
-    """Let Megatron-Core run on the CPU, in this process and for good. Raises ConfigError for another release of it."""
+    """Let Megatron-Core run on the CPU, in this process and for good. Raises ConfigError for
+    another release of it.
+    """
     if megatron.core.__version__ != VERSION:
         raise ConfigError(
-            f"policy.engine=megatron runs on CPU with megatron-core {VERSION} and {megatron.core.__version__} is installed; "
+            f"policy.engine=megatron runs on CPU with megatron-core {VERSION} and"
+            f" {megatron.core.__version__} is installed; "
             f"install megatron-core=={VERSION}, or use policy.engine=dtensor"
         )
     for name in MODULES:
@@ -49,7 +54,8 @@ def install() -> None:
     # Activation recompute keeps the states of the CUDA generators, of which there are none.
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     random["_get_cuda_rng_state"] = random["_set_cuda_rng_state"] = lambda *args, **kwargs: None
-    # Where tokens go is counted on the accelerator and then brought to the host; here it is on the host already.
+    # Where tokens go is counted on the accelerator and then brought to the host; here it is on the
+    # host already.
     vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))[
         "maybe_move_tensor_to_cpu"
     ] = _on_host
@@ -57,7 +63,9 @@ def install() -> None:
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside, `Tensor.type()` names CPU tensors as CUDA ones: the distributed optimizer is built for no others."""
+    """Inside, `Tensor.type()` names CPU tensors as CUDA ones: the distributed optimizer is built
+    for no others.
+    """
     own_type = Tensor.type
 
     def cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

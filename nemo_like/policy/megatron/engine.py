@@ -1,5 +1,5 @@
-"""Megatron-Core's tensor, pipeline and context parallelism: the engine of `MegatronPolicyWorker`. It runs microbatches
-through Megatron-Core's schedules; it knows no loss and no plan.
+"""Megatron-Core's tensor, pipeline and context parallelism: the engine of `MegatronPolicyWorker`.
+It runs microbatches through Megatron-Core's schedules; it knows no loss and no plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from nemo_like.sampling_filter import SamplingFilter
 
 
 class MegatronEngine:
-    """See `Engine`. The process groups of `megatron_groups.join` are shared by all engines of the process.
+    """See `Engine`. The process groups of `megatron_groups.join` are shared by all engines of the
+    process.
 
     With `trainable=False` there are no gradients and no optimizer: the frozen reference.
     """
@@ -86,7 +87,8 @@ class MegatronEngine:
         )
         self._outbox = Outbox(geometry, topology, rank, device)
         self.clock = ComputeClock(device)
-        # The schedules start and stop these timers around the forward and the backward of each microbatch.
+        # The schedules start and stop these timers around the forward and the backward of each
+        # microbatch.
         self._model.config.timers = ScheduleTimers(self.clock)
         self._head = VocabularyHead(self._model, geometry, tp_rank, config.logprob_chunk_size)
         with open_model(config.model_name) as files:
@@ -122,7 +124,9 @@ class MegatronEngine:
             return module(microbatch), partial(finish, microbatch)
 
         def finish(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor, ResultT]:
-            """Three values: a loss that comes with its number of tokens is differentiated as it is."""
+            """Three values: a loss that comes with its number of tokens is differentiated as it
+            is.
+            """
             scores = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
             loss, result = step_fn(microbatch, scores)
             if backward:
@@ -182,7 +186,9 @@ class MegatronEngine:
         return gather_rows(self._groups.cp, values.detach())
 
     def barrier(self) -> None:
-        """Every rank has come this far. Through the ranks' own collectives, which carry the collective timeout."""
+        """Every rank has come this far. Through the ranks' own collectives, which carry the
+        collective timeout.
+        """
         dist.all_reduce(torch.zeros((), device=self.device))
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -197,7 +203,8 @@ class MegatronEngine:
         return self._outbox.whole(names, self.weight_shapes(), self._dtype, local)
 
     def full_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named weights' gradients, float32 and one at a time: whole on rank 0, elsewhere an empty tensor.
+        """The named weights' gradients, float32 and one at a time: whole on rank 0, elsewhere an
+        empty tensor.
 
         They are added up over the ranks by this, so what follows is the optimizer step.
         """
@@ -245,7 +252,9 @@ class MegatronEngine:
 
     @torch.no_grad()
     def _fill(self, read: Read) -> None:
-        """Weights, and the optimizer's float32 pieces of them, from the blocks of the full tensors."""
+        """Weights, and the optimizer's float32 pieces of them, from the blocks of the full
+        tensors.
+        """
         for name, parameter in self._parameters.items():
             whole = assemble(self._table[name], read)
             parameter.copy_(whole.view(parameter.shape))
@@ -253,7 +262,9 @@ class MegatronEngine:
                 self._optimizer.set_weight(name, whole)
 
     def _blocks(self) -> Iterator[Block]:
-        """This rank's share of weights and moments; the dp and cp ranks put a parameter together and one of them has it."""
+        """This rank's share of weights and moments; the dp and cp ranks put a parameter together
+        and one of them has it.
+        """
         optimizer = self._trained
         shapes = self.weight_shapes()
         kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)
@@ -277,7 +288,9 @@ class MegatronEngine:
 
 
 def _empty(model_name: str) -> PreTrainedModel:
-    """The Hugging Face model without memory: names, shapes and configuration. Raises ConfigError for one of another kind."""
+    """The Hugging Face model without memory: names, shapes and configuration. Raises ConfigError
+    for one of another kind.
+    """
     model_config = AutoConfig.from_pretrained(
         model_name, trust_remote_code=False, local_files_only=is_local(model_name)
     )
@@ -289,5 +302,7 @@ def _empty(model_name: str) -> PreTrainedModel:
 
 
 def _rotary_embedding(causal_lm: Any) -> nn.Module:
-    """The Hugging Face model's own, with real numbers: cosine and sine of any positions, frequencies scaled as it says."""
+    """The Hugging Face model's own, with real numbers: cosine and sine of any positions,
+    frequencies scaled as it says.
+    """
     return type(causal_lm.base_model.rotary_emb)(config=causal_lm.config)

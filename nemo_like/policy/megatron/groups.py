@@ -1,4 +1,6 @@
-"""Megatron-Core's process groups. They are global to a process, so its policy and its reference share them."""
+"""Megatron-Core's process groups. They are global to a process, so its policy and its reference
+share them.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ def join(
 ) -> None:
     """Make the groups of `topology` out of the process group this process is in; every rank calls.
 
-    Each pipeline stage shares its experts among `expert` ranks, whatever its other axes: an expert is whole on its rank,
-    as few are wide enough to be worth cutting and tokens come to it anyway.
+    Each pipeline stage shares its experts among `expert` ranks, whatever its other axes: an expert
+    is whole on its rank, as few are wide enough to be worth cutting and tokens come to it anyway.
 
     Groups of an earlier topology are forgotten: they went with their process group.
     """
@@ -64,5 +66,6 @@ def join(
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=False,
     )
-    # Nothing draws random numbers (weights are read, dropout is off), so a tracker that tracks nothing serves.
+    # Nothing draws random numbers (weights are read, dropout is off), so a tracker that tracks
+    # nothing serves.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)

@@ -1,8 +1,10 @@
-"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it, each matrix a tensor-parallel part.
+"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it, each
+matrix a tensor-parallel part.
 
-It takes packed rows and gives hidden states; the output embedding is a weight that log-probs are computed with, and the
-logits of a microbatch never exist. Norms, attention and rotary embedding are the project's or transformers' own, so
-nothing needs Transformer Engine, and rows, windows and context parallelism mean what they mean everywhere else.
+It takes packed rows and gives hidden states; the output embedding is a weight that log-probs are
+computed with, and the logits of a microbatch never exist. Norms, attention and rotary embedding are
+the project's or transformers' own, so nothing needs Transformer Engine, and rows, windows and
+context parallelism mean what they mean everywhere else.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def build_model(
 
 
 class PackedModel(GPTModel):
-    """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence parallelism [T / cp / tp, 1, D]."""
+    """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence
+    parallelism [T / cp / tp, 1, D].
+    """
 
     def __init__(
         self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any
@@ -117,14 +121,17 @@ class PackedModel(GPTModel):
         )
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the two copies of a tied embedding. Each is filled from the files, so nothing is sent between stages."""
+        """Mark the two copies of a tied embedding. Each is filled from the files, so nothing is
+        sent between stages.
+        """
         if (
             self.config.pipeline_model_parallel_size > 1
             and self.share_embeddings_and_output_weights
         ):
             weight: Any = self.shared_embedding_or_output_weight()
             if weight is not None:
-                # A bucket of its own, so that both stages cut it into the same data-parallel shards.
+                # A bucket of its own, so that both stages cut it into the same data-parallel
+                # shards.
                 weight.shared_embedding = True
 
     def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -144,7 +151,9 @@ class PackedModel(GPTModel):
 
 @dataclass
 class Segments(PackedSeqParams):
-    """What a layer is told of the rows. It travels with the call, so a recomputed layer sees its own microbatch's."""
+    """What a layer is told of the rows. It travels with the call, so a recomputed layer sees its
+    own microbatch's.
+    """
 
     bounds: Any = None
     """int32: segment bounds over all context-parallel ranks."""
@@ -155,7 +164,9 @@ class Segments(PackedSeqParams):
 
 
 class RMSNorm(nn.RMSNorm):
-    """The norm of every place, also under sequence parallelism, where Megatron-Core sums its gradient over tp."""
+    """The norm of every place, also under sequence parallelism, where Megatron-Core sums its
+    gradient over tp.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
@@ -198,7 +209,9 @@ class SegmentAttention(MegatronModule):
         packed_seq_params: Segments,
         **kwargs: Any,
     ) -> Tensor:
-        """[T / cp, 1, heads * head_dim] from `query` [T / cp, heads, head_dim], `key` and `value`."""
+        """[T / cp, 1, heads * head_dim] from `query` [T / cp, heads, head_dim], `key` and
+        `value`.
+        """
         segments = packed_seq_params
         out = varlen_attention(
             _rotated(query, segments.cos, segments.sin),
@@ -293,7 +306,8 @@ def _transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Microbatches of any length follow each other; the flag asks for this dispatcher even where nothing is dispatched.
+        # Microbatches of any length follow each other; the flag asks for this dispatcher even where
+        # nothing is dispatched.
         variable_seq_lengths=geometry.pp > 1,
         moe_token_dispatcher_type="alltoall",
         **_mixture(model_config, geometry),
@@ -317,7 +331,9 @@ def _transformer_config(
 
 
 def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
-    """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that evens them out."""
+    """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that
+    evens them out.
+    """
     if not geometry.sparse_layers:
         return {}
     return {

@@ -1,7 +1,9 @@
-"""AdamW on Megatron-Core's distributed optimizer: of those that hold a parameter each rank updates a flat piece.
+"""AdamW on Megatron-Core's distributed optimizer: of those that hold a parameter each rank updates
+a flat piece.
 
-Gradients are reduced into float32 and the pieces are float32 whatever the weights' precision is. Of Megatron-Core's own
-optimizer wrapping this uses the sharding only: groups, clipping and state are the project's.
+Gradients are reduced into float32 and the pieces are float32 whatever the weights' precision is. Of
+Megatron-Core's own optimizer wrapping this uses the sharding only: groups, clipping and state are
+the project's.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class ShardedAdamW:
 
     def __init__(self, model: PackedModel, table: Table, config: OptimizerConfig) -> None:
         for name, parameter in model.named_parameters():
-            # Megatron-Core would add up gradients of whole experts over dp and cp only, where tokens of all tp ranks meet.
+            # Megatron-Core would add up gradients of whole experts over dp and cp only, where
+            # tokens of all tp ranks meet.
             parameter.allreduce = not table[name].is_expert  # type: ignore[attr-defined]
         self.ddp: Any = DistributedDataParallel(
             model.config,
@@ -84,7 +87,8 @@ class ShardedAdamW:
     def _part(
         self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool
     ) -> _Part:
-        # These groups say themselves that norms and biases do not decay; Megatron-Core's leave it to its scheduler.
+        # These groups say themselves that norms and biases do not decay; Megatron-Core's leave it
+        # to its scheduler.
         inner = build_optimizer(
             (
                 parameter
@@ -129,7 +133,9 @@ class ShardedAdamW:
         )
 
     def reduce(self) -> None:
-        """Add gradients up over dp, cp and whoever else shares a parameter; does nothing the second time."""
+        """Add gradients up over dp, cp and whoever else shares a parameter; does nothing the second
+        time.
+        """
         if not self._is_reduced:
             finalize_model_grads([self.ddp])
             for part in self._parts:
@@ -176,7 +182,9 @@ class ShardedAdamW:
                 yield name, shard
 
     def moments(self) -> list[Tensor]:
-        """Both moments of Adam of the pieces that this rank updates; empty before the first step."""
+        """Both moments of Adam of the pieces that this rank updates; empty before the first
+        step.
+        """
         states = [state for part in self._parts for state in part.inner.state.values()]
         return [state[kind] for state in states for kind in MOMENTS if kind in state]
 
@@ -190,13 +198,16 @@ class ShardedAdamW:
         return Shard(span.start, span.end, part.inner.param_groups[group]["params"][index])
 
     def gradient(self, name: str) -> Tensor:
-        """float32, the shape of the parameter: the reduced gradient, on the first of the ranks that hold it, which all call."""
+        """float32, the shape of the parameter: the reduced gradient, on the first of the ranks that
+        hold it, which all call.
+        """
         self.reduce()
         shard = self.shard(name)
         return self._whole(name, None if shard is None else shard.main.grad, writer=0)
 
     def collect(self, name: str, kind: str, writer: int) -> Tensor | None:
-        """float32, the shape of the parameter: its `weight` or one of MOMENTS, on one of the ranks that hold it, which all call.
+        """float32, the shape of the parameter: its `weight` or one of MOMENTS, on one of the ranks
+        that hold it, which all call.
 
         `writer` is any number; it says whose turn it is, and None is what the others get.
         """
@@ -216,7 +227,8 @@ class ShardedAdamW:
             shard.main.detach().copy_(whole.flatten()[shard.start : shard.stop])
 
     def restore(self, num_steps: int | None, read: Read) -> None:
-        """Adam's state, from blocks named `exp_avg/<weight>` and `exp_avg_sq/<weight>`; anew where `num_steps` is None.
+        """Adam's state, from blocks named `exp_avg/<weight>` and `exp_avg_sq/<weight>`; anew where
+        `num_steps` is None.
 
         Each piece counts its own steps: a counter in common would advance once for every parameter.
         """
@@ -234,7 +246,9 @@ class ShardedAdamW:
             self._part_of(name).inner.state[shard.main] = state
 
     def move(self, device: torch.device) -> None:
-        """Weights and state to the host's memory, or back to the accelerator they were made on; gradients are dropped."""
+        """Weights and state to the host's memory, or back to the accelerator they were made on;
+        gradients are dropped.
+        """
         for buffer in [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]:
             if device.type == "cpu":
                 buffer.offload_to_cpu()
@@ -248,7 +262,9 @@ class ShardedAdamW:
                 shard.main.data = shard.main.data.to(device)
 
     def _whole(self, name: str, piece: Tensor | None, writer: int) -> Tensor:
-        """From the flat pieces of all ranks that hold the parameter; right on rank `writer` of them."""
+        """From the flat pieces of all ranks that hold the parameter; right on rank `writer` of
+        them.
+        """
         full = torch.zeros(math.prod(self._table[name].shape), device=self._device)
         shard = self.shard(name)
         if shard is not None and piece is not None:

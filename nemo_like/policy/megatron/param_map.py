@@ -1,7 +1,8 @@
-"""Which blocks of which Hugging Face weights a rank's Megatron parameters are made of. Pure arithmetic: no tensors.
+"""Which blocks of which Hugging Face weights a rank's Megatron parameters are made of. Pure
+arithmetic: no tensors.
 
-Every parameter is put together from rectangles of Hugging Face tensors, so one table serves reading a model's files,
-handing out weights and gradients under their Hugging Face names, and checkpoints.
+Every parameter is put together from rectangles of Hugging Face tensors, so one table serves reading
+a model's files, handing out weights and gradients under their Hugging Face names, and checkpoints.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter of one rank. Rows that no piece covers are padding of the vocabulary."""
+    """One Megatron parameter of one rank. Rows that no piece covers are padding of the
+    vocabulary.
+    """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     is_owner: bool
-    """False for a replica: of a norm on the other tp ranks, of a tied embedding on the last stage."""
+    """False for a replica: of a norm on the other tp ranks, of a tied embedding on the last
+    stage.
+    """
     is_expert: bool = False
-    """One expert of a mixture: Hugging Face stacks them, so its shape here has a leading 1 that the parameter has not."""
+    """One expert of a mixture: Hugging Face stacks them, so its shape here has a leading 1 that the
+    parameter has not.
+    """
 
 
 Table = dict[str, Entry]
@@ -71,10 +78,11 @@ Table = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a Llama-like model and over how many ranks its layers, its matrices and its experts are spread.
+    """Sizes of a Llama-like model and over how many ranks its layers, its matrices and its experts
+    are spread.
 
-    Example: with 4 heads, 2 of keys and values, head_dim 16 and tp 2, rank 1 holds 64 rows of the fused projection:
-    rows 32-63 of q, then 16-31 of k, then 16-31 of v.
+    Example: with 4 heads, 2 of keys and values, head_dim 16 and tp 2, rank 1 holds 64 rows of the
+    fused projection: rows 32-63 of q, then 16-31 of k, then 16-31 of v.
     """
 
     num_layers: int
@@ -101,7 +109,9 @@ class Geometry:
         return -(-self.vocabulary // self.tp)
 
     def layers(self, stage: int) -> range:
-        """The layers of a pipeline stage; the first stages have one more where they do not divide evenly."""
+        """The layers of a pipeline stage; the first stages have one more where they do not divide
+        evenly.
+        """
         size, remainder = divmod(self.num_layers, self.pp)
         start = stage * size + min(stage, remainder)
         return range(start, start + size + (stage < remainder))
@@ -224,7 +234,9 @@ class Geometry:
         return Entry((2 * size, self.hidden), tuple(pieces), is_owner=True)
 
     def _qkv(self, attention: str, kind: str, tail: Shape, tp_rank: int) -> Entry:
-        """Rows of q, k and v alternate group by group, q rows of a group first; tp cuts this order in equal parts."""
+        """Rows of q, k and v alternate group by group, q rows of a group first; tp cuts this order
+        in equal parts.
+        """
         zeros = (0,) * len(tail)
         spans: list[tuple[str, int, int]] = []  # name, first row, rows
         group = self.num_heads // self.num_kv_heads * self.head_dim
@@ -273,7 +285,9 @@ def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> 
 
 
 def _sparse_layers(model_config: Any) -> frozenset[int]:
-    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as dense."""
+    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as
+    dense.
+    """
     return frozenset(
         layer
         for layer in range(model_config.num_hidden_layers)
@@ -284,7 +298,9 @@ def _sparse_layers(model_config: Any) -> frozenset[int]:
 
 
 def place_of(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:
-    """(pipeline stage, tp rank, ep rank). Each `ep` neighbours of a stage share its experts, as Megatron-Core has it."""
+    """(pipeline stage, tp rank, ep rank). Each `ep` neighbours of a stage share its experts, as
+    Megatron-Core has it.
+    """
     place = topology.coordinates(rank)
     return place.pp, place.tp, (rank - topology.rank(pp=place.pp)) % ep
 

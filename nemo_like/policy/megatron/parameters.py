@@ -1,4 +1,5 @@
-"""Tensors between Hugging Face names and Megatron parameters: from model files, from checkpoints, and whole to rank 0.
+"""Tensors between Hugging Face names and Megatron parameters: from model files, from checkpoints,
+and whole to rank 0.
 
 Whatever its size, a model passes here one parameter at a time.
 """
@@ -30,7 +31,9 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) -> Tensor:
-    """float32 rows [start, stop) of a rank's parameter, on the CPU; padding of the vocabulary is 0."""
+    """float32 rows [start, stop) of a rank's parameter, on the CPU; padding of the vocabulary is
+    0.
+    """
     activity.note(f"reading weights of shape {tuple(entry.shape)}")
     stop = entry.shape[0] if stop is None else stop
     rows = torch.zeros(stop - start, *entry.shape[1:])
@@ -44,9 +47,11 @@ def assemble(entry: Entry, read: Read, start: int = 0, stop: int | None = None) 
 
 
 class ModelFiles:
-    """The safetensors files of a Hugging Face model, of which any block can be read without the rest.
+    """The safetensors files of a Hugging Face model, of which any block can be read without the
+    rest.
 
-    The experts of a mixture are one tensor each in most files and stacked in the model; here they look stacked.
+    The experts of a mixture are one tensor each in most files and stacked in the model; here they
+    look stacked.
     """
 
     def __init__(self, model_name: str, files: Mapping[str, Any]) -> None:
@@ -69,7 +74,8 @@ class ModelFiles:
                         else f"have {stored} in shape {list(found)}"
                     )
                     raise ConfigError(
-                        f"the files of policy.model_name={self.model_name} {state}; its config.json asks for {list(expected)}"
+                        f"the files of policy.model_name={self.model_name} {state}; its config.json"
+                        f" asks for {list(expected)}"
                     )
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
@@ -110,7 +116,9 @@ def _expert_parts(name: str, expert: int) -> list[str]:
 
 @contextmanager
 def open_model(model_name: str) -> Iterator[ModelFiles]:
-    """The files of `policy.model_name`, a directory or a cached hub name. Raises ConfigError where there are none."""
+    """The files of `policy.model_name`, a directory or a cached hub name. Raises ConfigError where
+    there are none.
+    """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _weight_files(model_name):
@@ -126,7 +134,8 @@ def _weight_files(model_name: str) -> list[Path]:
     index = _cached(model_name, SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         raise ConfigError(
-            f"policy.model_name={model_name} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME};"
+            f"policy.model_name={model_name} has neither {SAFE_WEIGHTS_NAME} nor"
+            f" {SAFE_WEIGHTS_INDEX_NAME};"
             " policy.engine=megatron reads only safetensors files: save the model as such"
         )
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -134,7 +143,8 @@ def _weight_files(model_name: str) -> list[Path]:
     missing = [name for name, path in paths.items() if path is None]
     if missing:
         raise ConfigError(
-            f"policy.model_name={model_name} lacks {missing[0]}, which its {SAFE_WEIGHTS_INDEX_NAME} names"
+            f"policy.model_name={model_name} lacks {missing[0]}, which its"
+            f" {SAFE_WEIGHTS_INDEX_NAME} names"
         )
     return [path for path in paths.values() if path is not None]
 
@@ -192,10 +202,12 @@ class Outbox:
         dtype: torch.dtype,
         local: Callable[[str], Tensor],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Each name with its tensor on rank 0 and an empty one elsewhere. Every rank iterates to the end.
+        """Each name with its tensor on rank 0 and an empty one elsewhere. Every rank iterates to
+        the end.
 
-        `local(parameter)` is this rank's Megatron parameter (or its gradient) in the shape of its table; it is called
-        at the same time on all ranks that hold the same parameter, and so may use their collectives.
+        `local(parameter)` is this rank's Megatron parameter (or its gradient) in the shape of its
+        table; it is called at the same time on all ranks that hold the same parameter, and so may
+        use their collectives.
         """
         for name in names:
             full = torch.empty(

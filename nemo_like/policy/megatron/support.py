@@ -1,4 +1,6 @@
-"""Which Hugging Face models the Megatron engine computes. Imports no Megatron, so a configuration is checked without it."""
+"""Which Hugging Face models the Megatron engine computes. Imports no Megatron, so a configuration
+is checked without it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def check_model_config(model_config: Any, model_name: str) -> None:
         )  # every router weight is 1, and the router learns nothing
     if wrong:
         raise ConfigError(
-            f"policy.model_name={model_name} has {' and '.join(wrong)}, which policy.engine=megatron does not compute; "
+            f"policy.model_name={model_name} has {' and '.join(wrong)}, which"
+            f" policy.engine=megatron does not compute; "
             "use policy.engine=dtensor, or another model"
         )
 

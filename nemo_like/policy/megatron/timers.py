@@ -1,4 +1,6 @@
-"""Megatron-Core's timers, of which a rank needs two: the forward and the backward of a microbatch."""
+"""Megatron-Core's timers, of which a rank needs two: the forward and the backward of a
+microbatch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Log-probs and entropy out of a Megatron model's last hidden states, each tp rank with its part of the vocabulary."""
+"""Log-probs and entropy out of a Megatron model's last hidden states, each tp rank with its part of
+the vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.worker import PolicyWorker
 
-# Said by every rank as Megatron-Core is imported and used: it has neither Apex nor Transformer Engine, which nothing here
-# needs, and it calls torch by names that the newest torch has replaced.
+# Said by every rank as Megatron-Core is imported and used: it has neither Apex nor Transformer
+# Engine, which nothing here needs, and it calls torch by names that the newest torch has replaced.
 for _message in (
     ".*Apex.* not installed",
     "`torch.distributed.* is deprecated",
@@ -29,7 +29,9 @@ from nemo_like.policy.megatron.engine import MegatronEngine  # noqa: E402
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """A Llama, Qwen2, Qwen3 or Qwen3-MoE over tensor, context, pipeline, expert and data parallel ranks."""
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE over tensor, context, pipeline, expert and data parallel
+    ranks.
+    """
 
     def __init__(
         self,
@@ -40,8 +42,11 @@ class MegatronPolicyWorker(PolicyWorker):
         seed: int = 0,
         needs_reference: bool = False,
     ) -> None:
-        """Join the process groups and load the model, and a frozen copy as it is on disk if `needs_reference`."""
-        # Megatron-Core orders communication before the compute that overlaps it by this, and warns without it.
+        """Join the process groups and load the model, and a frozen copy as it is on disk if
+        `needs_reference`.
+        """
+        # Megatron-Core orders communication before the compute that overlaps it by this, and warns
+        # without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)

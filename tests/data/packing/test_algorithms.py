@@ -1,4 +1,6 @@
-"""The packers against naive loops, compiled and interpreted; the number of bins asked; messages; no import cost."""
+"""The packers against naive loops, compiled and interpreted; the number of bins asked; messages; no
+import cost.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +261,9 @@ def test_more_bins_than_needed_are_even() -> None:
 
 
 def test_bins_are_split_where_dealing_anew_does_not_fit() -> None:
-    """Full bins of a long and a short row each: the longest four would be dealt one to a bin, and then nothing fits."""
+    """Full bins of a long and a short row each: the longest four would be dealt one to a bin, and
+    then nothing fits.
+    """
     lengths = [7, 7, 7, 7, 3, 3, 3, 3]
     packer = get_packer("best_fit_decreasing", 10, min_bin_count=5)
     assert packer.bin_count_multiple is None, "not given"
@@ -382,7 +386,8 @@ def test_without_a_place_for_machine_code_kernels_are_interpreted() -> None:
 def test_small_batches_import_no_heavy_library() -> None:
     code = (
         "import sys; from nemo_like.data.packing.algorithms import get_packer, PackingAlgorithm\n"
-        "for algorithm in PackingAlgorithm: get_packer(algorithm, 100).pack(list(range(1, 100)) * 3)\n"
+        "for algorithm in PackingAlgorithm: get_packer(algorithm, 100).pack(list(range(1, 100)) *"
+        " 3)\n"
         "print([name for name in ('numba', 'torch', 'ray', 'transformers') if name in sys.modules])"
     )
     assert (

@@ -1,4 +1,6 @@
-"""The sentences of `balance`'s docstring as properties, compiled and interpreted, and how level schedules are."""
+"""The sentences of `balance`'s docstring as properties, compiled and interpreted, and how level
+schedules are.
+"""
 
 import subprocess
 import sys
@@ -19,7 +21,9 @@ SYNCS = pytest.mark.parametrize("sync", ["microbatch", "step"])
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
-    """Arguments of `schedule`: all settings, short and long rows, groups that fit, bins of a packer."""
+    """Arguments of `schedule`: all settings, short and long rows, groups that fit, bins of a
+    packer.
+    """
     max_tokens = draw(st.integers(8, 100))
     lengths = draw(st.lists(st.integers(1, max_tokens) | st.integers(1, 8), max_size=60))
     arguments = {
@@ -251,7 +255,8 @@ def test_what_cannot_be_scheduled_is_refused_by_name(changes, message):
 
 def test_importing_and_small_schedules_load_nothing_heavy():
     code = (
-        "import sys; from nemo_like.data.planning.balance import schedule; schedule([3, 4, 5], 8, 2)\n"
+        "import sys; from nemo_like.data.planning.balance import schedule; schedule([3, 4, 5], 8,"
+        " 2)\n"
         "print(*{'numba', 'torch', 'ray', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run(

@@ -1,4 +1,6 @@
-"""Lower bounds: equal to their definitions, and below the best there is on instances small enough to try everything."""
+"""Lower bounds: equal to their definitions, and below the best there is on instances small enough
+to try everything.
+"""
 
 import numpy as np
 import pytest
@@ -72,7 +74,9 @@ def test_a_length_outside_the_capacity_is_refused(lengths):
 def all_plans(
     lengths: np.ndarray, work: np.ndarray, max_tokens: int, num_bins: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every way to put the rows in bins under the cap: (work of each bin, rows of each bin), both [plans, num_bins]."""
+    """Every way to put the rows in bins under the cap: (work of each bin, rows of each bin), both
+    [plans, num_bins].
+    """
     bins = np.stack(
         np.unravel_index(np.arange(num_bins ** len(lengths)), (num_bins,) * len(lengths))
     )
@@ -130,7 +134,8 @@ def test_a_rank_that_must_fill_its_other_bin_raises_the_bound():
 
 
 def test_rows_above_half_the_cap_raise_the_bound():
-    # 4 long rows take a bin each, so on 2 ranks the second microbatch holds one as well: 10 + 8, and tokens alone say less.
+    # 4 long rows take a bin each, so on 2 ranks the second microbatch holds one as well: 10 + 8,
+    # and tokens alone say less.
     lengths, work = np.array([10, 9, 8, 7]), np.array([10.0, 9.0, 8.0, 7.0])
     assert (
         lockstep_bound(lengths, work, 100, 2, 2) == 17.0

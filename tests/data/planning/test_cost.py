@@ -66,7 +66,9 @@ MODELS = [
 
 
 def multiplied_params(config) -> int:
-    """Matrix parameters one token meets in the real model: of stacked experts the chosen share, the lookup not."""
+    """Matrix parameters one token meets in the real model: of stacked experts the chosen share, the
+    lookup not.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -72,7 +72,9 @@ def test_multiples_and_row_limits_hold(
 
 
 def test_the_dearest_is_as_cheap_as_it_can_be() -> None:
-    """Evened under the same number of microbatches, the largest is near the mean and no worse than plain filling."""
+    """Evened under the same number of microbatches, the largest is near the mean and no worse than
+    plain filling.
+    """
     lengths = np.minimum(LENGTHS, 700)
     filled, even = (
         sizes(formed(lengths, 4096, evened=evened, bins_multiple=8), lengths)
@@ -91,7 +93,9 @@ def test_rows_of_like_length_are_together() -> None:
 
 @pytest.mark.parametrize("work", [None, np.array([9.0, 5.0, 4.0])])
 def test_items_of_several_rows_stay_whole(work: np.ndarray | None) -> None:
-    """Items of 2, 3 and 1 rows, longest 9, 5 and 4 tokens, under 30: 18, then 15 + 5 for the single row."""
+    """Items of 2, 3 and 1 rows, longest 9, 5 and 4 tokens, under 30: 18, then 15 + 5 for the single
+    row.
+    """
     packing = form_padded(np.array([9, 5, 4]), np.array([2, 3, 1]), work, 30)
     assert packing.bins() == [[0], [1, 2]]
 

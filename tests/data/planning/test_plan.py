@@ -1,4 +1,6 @@
-"""The six sentences of `BatchPlan`'s docstring, one property each, and what users of a plan rely on."""
+"""The six sentences of `BatchPlan`'s docstring, one property each, and what users of a plan rely
+on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LENGTHS = np.clip(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
-    """Lengths, a spec and groups (or none): every packer, both layouts, all policies, alignments and multiples."""
+    """Lengths, a spec and groups (or none): every packer, both layouts, all policies, alignments
+    and multiples.
+    """
     layout: Layout = draw(st.sampled_from(["packed", "padded"]))
     by_rows = layout == "padded" and draw(st.booleans())
     step = draw(st.none() | st.integers(1, 6).map(lambda count: 4 * count))
@@ -376,7 +380,9 @@ def test_metrics_are_those_of_the_packing_over_real_tokens() -> None:
 
 
 def test_imbalance_over_steps_is_weighted_by_work() -> None:
-    """Steps of tokens (6, 2) and (1, 1): ratios 1.5 and 1, work 8 and 2, so (1.5 * 8 + 1 * 2) / 10."""
+    """Steps of tokens (6, 2) and (1, 1): ratios 1.5 and 1, work 8 and 2, so (1.5 * 8 + 1 * 2) /
+    10.
+    """
     spec = PlanSpec(layout="padded", max_rows=1, num_ranks=2, global_batch_size=2)
     assert plan_batch([6, 2, 1, 1], spec).metrics()[
         "packing/rank_imbalance_tokens"

@@ -1,4 +1,6 @@
-"""The loss of the Ray head is noticed by a thread, which ends a process that blocks in Ray afterwards."""
+"""The loss of the Ray head is noticed by a thread, which ends a process that blocks in Ray
+afterwards.
+"""
 
 from __future__ import annotations
 

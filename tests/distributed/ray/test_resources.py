@@ -96,17 +96,21 @@ def test_the_advice_fits_or_says_what_to_add(
 def test_needed_and_available_are_spelled_out() -> None:
     asked = demand(num_nodes=2, workers_per_node=4, generation_workers=1)
     assert asked.describe([node("10.0.0.1", 4, free=1.5), node("10.0.0.2", 2)]) == (
-        "needed: 8 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 4 (cluster.cpus_per_worker 1), that is"
-        " 4 CPU on each of 2 nodes, and 1 CPU for cluster.generation_workers 1. Available: 10.0.0.1 has 1.5 CPU free of"
+        "needed: 8 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 4"
+        " (cluster.cpus_per_worker 1), that is"
+        " 4 CPU on each of 2 nodes, and 1 CPU for cluster.generation_workers 1. Available: 10.0.0.1"
+        " has 1.5 CPU free of"
         " 4 CPU; 10.0.0.2 has 2 CPU free of 2 CPU"
     )
     with_gpus = demand(gpus_per_node=2, cpus_per_worker=4)
     assert with_gpus.describe([node("10.0.0.1", 8)]) == (
-        "needed: 2 policy workers = cluster.num_nodes 1 x cluster.gpus_per_node 2 (cluster.cpus_per_worker 4), that is"
+        "needed: 2 policy workers = cluster.num_nodes 1 x cluster.gpus_per_node 2"
+        " (cluster.cpus_per_worker 4), that is"
         " 8 CPU + 2 GPU on each of 1 node. Available: 10.0.0.1 has 8 CPU free of 8 CPU"
     )
     assert asked.advise([node("10.0.0.1", 4), node("10.0.0.2", 2)]) == (
-        "To go on, add nodes, or lower cluster.num_nodes to 1, or lower cluster.workers_per_node to 2."
+        "To go on, add nodes, or lower cluster.num_nodes to 1, or lower cluster.workers_per_node to"
+        " 2."
     )
     assert demand(workers_per_node=2, generation_workers=1).advise([node("a", 2)]) == (
         "To go on, add nodes, or lower cluster.generation_workers or cluster.workers_per_node."

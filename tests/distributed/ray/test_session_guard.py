@@ -85,7 +85,9 @@ CLUSTER = """
 
 
 def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
-    """The workers survive signals to the whole process group; one is stopped when the driver is killed."""
+    """The workers survive signals to the whole process group; one is stopped when the driver is
+    killed.
+    """
     driver = start_python(CLUSTER + "    signal.pause()\n")
     assert driver.stdout is not None
     folder, pids = json.loads(driver.stdout.readline())
@@ -100,7 +102,9 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
 
 
 def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path) -> None:
-    """Ray ends the driver's process at its next call, without an exception; an idle driver ends too."""
+    """Ray ends the driver's process at its next call, without an exception; an idle driver ends
+    too.
+    """
     script = """
         import os, signal
         from nemo_like.config.schema import ClusterConfig

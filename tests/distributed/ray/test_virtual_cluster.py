@@ -82,8 +82,8 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
     message = str(caught.value)
     assert "gave up after 3 s (cluster.placement_timeout_s)" in message
     assert (
-        "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3 (cluster.cpus_per_worker 1)"
-        in message
+        "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3"
+        " (cluster.cpus_per_worker 1)" in message
     )
     assert message.count("has 2 CPU + 2 GPU free of 2 CPU + 2 GPU") == 2
     assert message.endswith("To go on, add nodes, or lower cluster.workers_per_node to 2.")
@@ -153,7 +153,9 @@ def test_a_node_that_joins_is_taken(two_nodes: Cluster) -> None:
 
 
 def test_a_ray_started_here_is_on_loopback_and_refuses_at_once_what_it_can_never_hold() -> None:
-    """Without RAY_ADDRESS. Nothing can be added to such a Ray, so there is nothing to wait for; it ends with the attempt."""
+    """Without RAY_ADDRESS. Nothing can be added to such a Ray, so there is nothing to wait for; it
+    ends with the attempt.
+    """
     script = """
         import os, time
         import ray

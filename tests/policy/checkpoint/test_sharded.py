@@ -1,4 +1,6 @@
-"""What any number of ranks write in blocks of any cut reads back to the bit in any other cut, or is refused."""
+"""What any number of ranks write in blocks of any cut reads back to the bit in any other cut, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def whole(model: dict[str, Tensor]) -> list[Block]:
 
 
 def cut(block: Block, draw: Callable[..., Any]) -> Iterator[Block]:
-    """The block halved again and again, at random places along random dimensions, sometimes leaving an empty part."""
+    """The block halved again and again, at random places along random dimensions, sometimes leaving
+    an empty part.
+    """
     if block.tensor.numel() == 0 or not draw(st.booleans()):
         yield block
         return
@@ -311,7 +315,9 @@ def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
 
 
 def test_writing_and_reading_report_activity(tmp_path: Path) -> None:
-    """So that a checkpoint that takes longer than `cluster.progress_timeout_s` is not taken for a hung worker."""
+    """So that a checkpoint that takes longer than `cluster.progress_timeout_s` is not taken for a
+    hung worker.
+    """
     model = random_model()
     before = activity.last().count
     save_blocks(tmp_path, [whole(model)])

@@ -1,7 +1,9 @@
-"""One model, whatever the layout of its ranks: tensor, sequence and context parallelism change nothing but who computes.
+"""One model, whatever the layout of its ranks: tensor, sequence and context parallelism change
+nothing but who computes.
 
-Each layout has one process group and does everything in it: gradients, scores and isolation of every architecture, four
-optimizer steps, checkpoints, and the weights as they leave it. One process and plain transformers say what is right.
+Each layout has one process group and does everything in it: gradients, scores and isolation of
+every architecture, four optimizer steps, checkpoints, and the weights as they leave it. One process
+and plain transformers say what is right.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ MODELS_OF_FOUR_RANKS = ("qwen3_window", "qwen2_tied", "llama_biased")
 
 @pytest.fixture(scope="module")
 def models(model_dir, tmp_path_factory) -> Callable[[str], str]:
-    """The directory of a tiny model; `llama_biased` has a bias in every product and a padding token."""
+    """The directory of a tiny model; `llama_biased` has a bias in every product and a padding
+    token.
+    """
     biased = tmp_path_factory.mktemp("llama_biased")
     _, sizes = ARCHITECTURES["llama"]
     torch.manual_seed(0)
@@ -92,7 +96,9 @@ def models(model_dir, tmp_path_factory) -> Callable[[str], str]:
 
 
 class Rank:
-    """One rank of a layout: makes workers in the process group it is in, and gives them its shard of a batch."""
+    """One rank of a layout: makes workers in the process group it is in, and gives them its shard
+    of a batch.
+    """
 
     def __init__(self, worker_context: WorkerContext, parallel: ParallelConfig) -> None:
         self.rank = worker_context.rank
@@ -253,7 +259,9 @@ def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
 def expected_of(
     model: str, batch: BatchedDataDict
 ) -> tuple[dict[str, np.ndarray], float, dict[bytes, np.ndarray]]:
-    """Gradient, loss, and log-probs of each row's trained tokens, by plain transformers on unpadded rows."""
+    """Gradient, loss, and log-probs of each row's trained tokens, by plain transformers on unpadded
+    rows.
+    """
     reference = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     loss = row_loss(reference, batch)
     loss.backward()
@@ -330,7 +338,9 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
 def assert_trained_alike(
     ranks: list[dict[str, Any]], losses: list[float], straight: Path, out: Path
 ) -> None:
-    """Four steps; the last two after a checkpoint of one process, and of this layout in another; what left the engine."""
+    """Four steps; the last two after a checkpoint of one process, and of this layout in another;
+    what left the engine.
+    """
     for rank in ranks:
         assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
         assert rank["resumed"] == pytest.approx(losses[2:], rel=TOLERANCE)

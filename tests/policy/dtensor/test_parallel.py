@@ -1,4 +1,6 @@
-"""Which part of each weight a tensor-parallel rank holds, and which models cannot be split so. One process, no weights."""
+"""Which part of each weight a tensor-parallel rank holds, and which models cannot be split so. One
+process, no weights.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_heads_channels_and_vocabulary_are_cut_and_the_rest_is_whole(sequence):
     assert cuts[f"{layer}.self_attn.o_proj.weight"] == Cut((32, 64), 1, 32, 64)
     assert cuts[f"{layer}.mlp.down_proj.weight"] == Cut((32, 48), 1, 24, 48)
     assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == Cut((67, 32), 0, 33, 67)
-    # Heads are never all here; tokens, and with them norms and biases behind a sum, only under sequence parallelism.
+    # Heads are never all here; tokens, and with them norms and biases behind a sum, only under
+    # sequence parallelism.
     assert cuts[f"{layer}.self_attn.q_norm.weight"] == Cut((16,), has_partial_grad=True)
     assert cuts[f"{layer}.input_layernorm.weight"] == Cut((32,), has_partial_grad=sequence)
     assert cuts[f"{layer}.self_attn.o_proj.bias"] == Cut((32,), has_partial_grad=sequence)

@@ -1,4 +1,6 @@
-"""Processes for Megatron's ranks, and what they run: several checks in one process group, as importing costs seconds."""
+"""Processes for Megatron's ranks, and what they run: several checks in one process group, as
+importing costs seconds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ MAX_RANKS = 8
 
 @contextmanager
 def open_pool() -> Iterator[ProcessPoolExecutor]:
-    """Up to MAX_RANKS processes, started when they are needed from one that has imported everything."""
+    """Up to MAX_RANKS processes, started when they are needed from one that has imported
+    everything.
+    """
     method = multiprocessing.get_context("forkserver")
     method.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(MAX_RANKS, mp_context=method) as pool:

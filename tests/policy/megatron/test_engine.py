@@ -1,4 +1,6 @@
-"""One gradient, one set of scores, wherever Megatron's ranks stand: those of transformers on unpadded rows."""
+"""One gradient, one set of scores, wherever Megatron's ranks stand: those of transformers on
+unpadded rows.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
 
 
 def test_layers_and_heads_that_do_not_divide_evenly(pool, tmp_path):
-    """Three layers on two stages, two tensor ranks for one head of keys and values, and a token that is not trained."""
+    """Three layers on two stages, two tensor ranks for one head of keys and values, and a token
+    that is not trained.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 67,
@@ -205,7 +209,9 @@ class WallClock(ComputeClock):
 
 
 def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay_s: float) -> float:
-    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1 waits for it."""
+    """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1
+    waits for it.
+    """
     with pytest.MonkeyPatch.context() as patch, joined(context, ParallelConfig()) as rank:
         patch.setattr(megatron_engine, "ComputeClock", WallClock)
         worker = rank.worker(config)
@@ -230,7 +236,9 @@ def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, pool, tmp_path) 
 
 
 def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) -> None:
-    """Against transformers in float64: tensor, sequence, context and pipeline parallelism, packed and padded."""
+    """Against transformers in float64: tensor, sequence, context and pipeline parallelism, packed
+    and padded.
+    """
     batch = random_batch(LENGTHS)
     expected, loss, _ = gradients_by_definition(model_dir("qwen3_tied"), batch)
     layouts = (PACKED, DYNAMIC)
@@ -252,7 +260,9 @@ def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) ->
 def look_around(
     context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
 ) -> dict[str, Any]:
-    """What a rank sees of one model: scores, whole weights, and what other calls of the engine give."""
+    """What a rank sees of one model: scores, whole weights, and what other calls of the engine
+    give.
+    """
     seen: dict[str, Any] = {}
     with joined(context, parallel) as rank:
         worker = rank.worker(config)
@@ -323,7 +333,9 @@ def assert_same_scores(
 def accumulate(
     context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
 ) -> dict[str, Any]:
-    """The gradient of a batch in one call of `run`, and in two; and how often attention ran forward."""
+    """The gradient of a batch in one call of `run`, and in two; and how often attention ran
+    forward.
+    """
     calls = 0
     attend = SegmentAttention.forward
 

@@ -1,4 +1,6 @@
-"""A mixture of experts has the gradient of transformers wherever its experts live, and checkpoints that go anywhere."""
+"""A mixture of experts has the gradient of transformers wherever its experts live, and checkpoints
+that go anywhere.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
     "tp2 x cp2 x ep4 + sp": (4, ParallelConfig(tensor=2, context=2, expert=4, sequence=True)),
 }
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
-"""An expert few tokens chose has gradients near 0, of which Adam makes whole steps: a faster learner shows float32's noise."""
+"""An expert few tokens chose has gradients near 0, of which Adam makes whole steps: a faster
+learner shows float32's noise.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +197,9 @@ def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> Isolatio
 
 
 def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
-    """With many experts a changed token changes the sizes of products that other rows are part of, and so their last bits."""
+    """With many experts a changed token changes the sizes of products that other rows are part of,
+    and so their last bits.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": 67,

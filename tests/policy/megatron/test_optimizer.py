@@ -1,4 +1,6 @@
-"""Four steps of Megatron's sharded AdamW are four steps of AdamW, wherever they are taken, saved and continued."""
+"""Four steps of Megatron's sharded AdamW are four steps of AdamW, wherever they are taken, saved
+and continued.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def adamw(model_dir: Callable[[str], str]) -> Callable[[str], Any]:
-    """`adamw(architecture)`: losses, gradient norms and weights of transformers under torch's AdamW."""
+    """`adamw(architecture)`: losses, gradient norms and weights of transformers under torch's
+    AdamW.
+    """
 
     @cache
     def compute(architecture: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -108,7 +112,9 @@ def train(
     start: Path | None = None,
     out: Path | None = None,
 ) -> Trained:
-    """Steps from the checkpoint `start`, or from the model as it is; left as checkpoint and model in `out`."""
+    """Steps from the checkpoint `start`, or from the model as it is; left as checkpoint and model
+    in `out`.
+    """
     with joined(context, parallel) as rank:
         worker = rank.worker(config)
         if start is not None:
