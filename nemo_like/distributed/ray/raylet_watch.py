@@ -1,5 +1,7 @@
-"""Ends the driver with a message when its raylet dies. Ray ends it as well, at its next call, but
-without any message.
+"""Ends the driver when its raylet dies. Ray does so as well, but only at its next call.
+
+The guard of the session writes the message, because it is a process of its own: Ray may end this
+process before a thread of it can write.
 """
 
 from __future__ import annotations
@@ -7,24 +9,22 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 
-from nemo_like.distributed.ray.session_guard import is_removing_all, remove_all_sessions
+from nemo_like.distributed.ray.session_guard import SessionFolder, remove_all_sessions
+
+_MESSAGE_S = 0.2
+"""Time for the guard to write its message before this process ends."""
 
 
 class RayletWatch:
-    """Waits in a thread for the end of the raylet of a Ray that this process started, and then
-    exits with code 1.
-    """
+    """Exits with code 1 when a raylet that this process started ends. Waits in a thread."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, session: SessionFolder, pid: int) -> None:
+        self._session = session
         self._raylet = os.pidfd_open(pid)
+        session.watch_raylet(pid)
         self._stop_reader, self._stop_writer = os.pipe()
-        self._message = (
-            f"error: the raylet (pid {pid}), the Ray process that runs the workers of this machine,"
-            f" ended unexpectedly, so the"
-            " run cannot continue. The same command with resume=true continues from the latest"
-            " checkpoint, if there is one.\n"
-        ).encode()
         self._thread = threading.Thread(target=self._run, name="raylet_watch", daemon=True)
         self._thread.start()
 
@@ -32,6 +32,7 @@ class RayletWatch:
         """Stop waiting, before the raylet is ended on purpose. May be called again."""
         if not self._thread.is_alive() and self._raylet < 0:
             return
+        self._session.unwatch()
         os.write(self._stop_writer, b"x")
         self._thread.join()
         for descriptor in (self._raylet, self._stop_reader, self._stop_writer):
@@ -40,9 +41,8 @@ class RayletWatch:
 
     def _run(self) -> None:
         ended, _, _ = select.select([self._raylet, self._stop_reader], [], [])
-        if self._stop_reader not in ended and not is_removing_all():
-            os.write(
-                2, self._message
-            )  # at once and without a buffer: Ray may end the process within milliseconds
-            remove_all_sessions()
-            os._exit(1)
+        if self._stop_reader in ended:
+            return
+        time.sleep(_MESSAGE_S)
+        remove_all_sessions()
+        os._exit(1)

@@ -30,11 +30,15 @@ _POLL_S = 1.0
 _END_S = 10.0
 """How long processes may take to disappear after SIGKILL."""
 _MAX_LOG_BYTES = 2**20
+_RAYLET_ENDED = (
+    "error: the raylet (pid {pid}), the Ray process that runs the workers of this machine, ended"
+    " unexpectedly, so the run cannot continue. The same command with resume=true continues from"
+    " the latest checkpoint, if there is one."
+)
 
 
-_open_folders: set[Path] = set()
-"""Folders of the sessions that this process started and did not close."""
-_is_removing_all = False
+_open_sessions: set[SessionFolder] = set()
+"""Sessions that this process started and did not close."""
 
 
 class SessionFolder:
@@ -55,19 +59,37 @@ class SessionFolder:
             self.path
         )  # only now can `remove_stale` of another run see it, and it is locked
         self._guard = _start_guard(self.path, self._lock)
-        _open_folders.add(self.path)
+        _open_sessions.add(self)
 
     def close(self, keep_logs: Path | None = None) -> None:
         """End the session's processes, copy its logs to `keep_logs` if given, and remove the
         folder.
         """
         remove_session(self.path, keep_logs)
-        _open_folders.discard(self.path)
+        _open_sessions.discard(self)
         self._guard.kill()
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         os.close(self._lock)
+
+    def watch_raylet(self, pid: int) -> None:
+        """Have the guard report the end of the raylet `pid` on standard error, until `unwatch`.
+
+        Ray ends this process within milliseconds of the raylet's end and without a message, so a
+        thread of this process might not get to write one.
+        """
+        self._send(f"watch {pid}\n")
+
+    def unwatch(self) -> None:
+        """Have the guard expect the end of the raylet."""
+        self._send("unwatch\n")
+
+    def _send(self, command: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(OSError, ValueError):  # the guard was killed, or the session is closed
+            self._guard.stdin.write(command.encode())
+            self._guard.stdin.flush()
 
 
 def remove_session(folder: Path, keep_logs: Path | None = None) -> None:
@@ -87,15 +109,9 @@ def remove_session(folder: Path, keep_logs: Path | None = None) -> None:
 
 def remove_all_sessions() -> None:
     """Kill the processes of every session that this process started, and remove their folders."""
-    global _is_removing_all
-    _is_removing_all = True
-    for folder in list(_open_folders):
-        remove_session(folder)
-
-
-def is_removing_all() -> bool:
-    """Whether `remove_all_sessions` was called, so that the end of a Ray process is no failure."""
-    return _is_removing_all
+    for session in list(_open_sessions):
+        session.unwatch()
+        remove_session(session.path)
 
 
 def gcs_pid(folder: Path) -> int | None:
@@ -132,7 +148,6 @@ def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         pass_fds=(lock,),
         start_new_session=True,  # signals of the driver's terminal do not reach it
         cwd="/",
@@ -192,12 +207,31 @@ def _guard(driver_pid: int, folder: Path) -> None:
     """Return when the driver is gone, after its session has been removed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    raylet: int | None = None
+    raylet_pid = ""
     # The pipe closes at the driver's end, unless a process that the driver forked still holds it.
     while os.getppid() == driver_pid:
-        ready, _, _ = select.select([sys.stdin], [], [], _POLL_S)
-        if ready:
+        watched = [0] if raylet is None else [0, raylet]
+        ready, _, _ = select.select(watched, [], [], _POLL_S)
+        commands = os.read(0, 4096).decode() if 0 in ready else ""
+        # First, because the driver announces that it is about to end the raylet.
+        for command in commands.splitlines():
+            verb, _, raylet_pid = command.partition(" ")
+            raylet = _open_process(int(raylet_pid)) if verb == "watch" else None
+        if raylet is not None and raylet in ready:
+            print(_RAYLET_ENDED.format(pid=raylet_pid), file=sys.stderr, flush=True)
+            raylet = None
+        if 0 in ready and not commands:
             break
     remove_session(folder)
+
+
+def _open_process(pid: int) -> int | None:
+    """A file descriptor that is readable once the process has ended; None if it has already."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ class RayVirtualCluster:
         self._logs = logs
         self._was_given = ray.is_initialized()
         self._session = None if self._was_given else _connect(logs)
-        self._raylet_watch = None if self._session is None else RayletWatch(_raylet_pid())
+        self._raylet_watch = (
+            None if self._session is None else RayletWatch(self._session, _raylet_pid())
+        )
         self.head = HeadMonitor(ray.get_runtime_context().gcs_address)
         try:
             node_ids = self._reserve()

@@ -101,19 +101,21 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
     wait_until(lambda: not any(map(is_running, pids)))
 
 
-def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["signal.pause()", "while True: ray.nodes()"])
+def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path, then: str) -> None:
     """Ray ends the driver's process at its next call, without an exception; an idle driver ends
     too.
     """
-    script = """
+    script = f"""
         import os, signal
+        import ray
         from nemo_like.config.schema import ClusterConfig
         from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster, _raylet_pid
         cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
         cluster.shutdown()
         cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
         os.kill(_raylet_pid(), signal.SIGKILL)
-        signal.pause()
+        {then}
         """
     errors = tmp_path / "errors"
     with errors.open("w") as file:
