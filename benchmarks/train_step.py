@@ -228,8 +228,8 @@ class PolicyMode:
         )
 
     def step(self) -> float:
-        placed = self._policy.place(self._batch, self._policy.plan(self._batch["length"]))
-        return self._policy.train(placed, None, NllLoss())[0]["policy/loss"].value
+        sharded = self._policy.shard(self._batch, self._policy.plan(self._batch["length"]))
+        return self._policy.train(sharded, None, NllLoss())[0]["policy/loss"].value
 
     def close(self) -> None:
         self._policy.shutdown()

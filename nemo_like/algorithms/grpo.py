@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: prompts -> rollout -> plan -> scores -> advantages -> updates
+"""Group-relative policy optimisation: prompts -> rollout -> plan -> outputs -> advantages -> updates
 -> new weights.
 """
 
@@ -50,7 +50,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
         source.finish_encoding(job.progress)
         step = job.begin(loader)
         if step > 0:
-            with job.workplace.training():
+            with job.workers.policy_onloaded():
                 job.sync_weights(step)
         elif config.grpo.val_at_start:
             job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
@@ -60,22 +60,22 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                 job.stop_if_requested(step, loader)
                 with job.timers("step"):
                     rollout = roll_out(job, config, loader, step)
-                    plan, placed = job.place(rollout.batch, step)
-                    with job.workplace.training():
-                        with job.timers("score"):
-                            scores = job.policy.score(placed)
+                    plan, sharded = job.plan_and_shard(rollout.batch, step)
+                    with job.workers.policy_onloaded():
+                        with job.timers("logprobs"):
+                            outputs = job.policy.compute_logprobs(sharded)
                         advantages = group_advantages(
                             rollout.batch["reward"], rollout.batch["group"], config.grpo.advantage
                         )
-                        places = np.repeat(
-                            loader.batch_places(), config.grpo.num_generations_per_prompt
+                        locations = np.repeat(
+                            loader.batch_locations(), config.grpo.num_generations_per_prompt
                         ).tolist()
-                        columns = {"advantages": advantages, **scores}
+                        columns = {"advantages": advantages, **outputs}
                         trained = TrainedBatch(
-                            step=step + 1, batch=rollout.batch, places=places, columns=columns
+                            step=step + 1, batch=rollout.batch, locations=locations, columns=columns
                         )
                         with job.timers("train"):
-                            metrics = train(job, placed, trained, loss)
+                            metrics = train(job, sharded, trained, loss)
                         with job.timers("weight_sync"):
                             job.sync_weights(step + 1)
                 step += 1
@@ -83,7 +83,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                 save_rollout(job, rollout, advantages, step)
                 if is_due(step, config.grpo.val_period, total):
                     job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
-                job.log_step(step, rollout.batch["length"], num_score_passes=1 + needs_reference)
+                job.log_step(step, rollout.batch["length"], num_logprob_passes=1 + needs_reference)
                 stop_if_too_many(job, step, loader)
                 job.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
@@ -92,11 +92,11 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
 
 def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int) -> Rollout:
     """The next prompts of the loader, answered and scored; at step 0 a few are shown."""
-    generator, rewards = job.workplace.generator, job.workplace.rewards
+    generator, rewards = job.workers.generator, job.workers.rewards
     assert generator is not None and rewards is not None, "a GRPO run generates"
     prompts = job.next_rows(loader, step)
     group_size = config.grpo.num_generations_per_prompt
-    with job.workplace.generating():
+    with job.workers.generator_onloaded():
         rollout = collect(
             prompts,
             generator,

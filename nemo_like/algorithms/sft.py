@@ -61,12 +61,15 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
                 job.stop_if_requested(step, loader)
                 with job.timers("step"):
                     batch = BatchedDataDict(collate(job.next_rows(loader, step)))
-                    plan, placed = job.place(batch, step)
-                    with job.timers("train"), job.workplace.training():
+                    plan, sharded = job.plan_and_shard(batch, step)
+                    with job.timers("train"), job.workers.policy_onloaded():
                         trained = TrainedBatch(
-                            step=step + 1, batch=batch, places=loader.batch_places(), columns={}
+                            step=step + 1,
+                            batch=batch,
+                            locations=loader.batch_locations(),
+                            columns={},
                         )
-                        job.note(train(job, placed, trained, loss))
+                        job.note(train(job, sharded, trained, loss))
                 step += 1
                 job.note(plan_metrics(plan))
                 if is_due(step, config.sft.val_period, total):
@@ -95,14 +98,14 @@ def validate(job: Job, held_out: HeldOut, step: int) -> Metrics:
     """
     metrics: Metrics = {}
     with job.timers("validation"):
-        with job.workplace.training():
+        with job.workers.policy_onloaded():
             for rows in held_out.batches:
                 batch = BatchedDataDict(collate(rows))
-                placed = job.policy.place(batch, job.policy.plan(batch["length"], "evaluate"))
-                part = job.policy.evaluate(placed, NllLoss())
+                sharded = job.policy.shard(batch, job.policy.plan(batch["length"], "evaluate"))
+                part = job.policy.evaluate(sharded, NllLoss())
                 metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
         if held_out.prompts:
-            with job.workplace.training():
+            with job.workers.policy_onloaded():
                 job.sync_weights(step)
             metrics |= score_answers(job, held_out.prompts, step)
     return metrics

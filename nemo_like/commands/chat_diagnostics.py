@@ -47,7 +47,7 @@ def check_texts(
         findings.warnings.append(
             f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's"
             f" text already, e.g."
-            f" {rows.places[ended[0]]}; the rendered turn contains it twice, so remove it from the"
+            f" {rows.locations[ended[0]]}; the rendered turn contains it twice, so remove it from the"
             f" text"
         )
     if forged:
@@ -55,7 +55,7 @@ def check_texts(
         findings.warnings.append(
             f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's,"
             f" e.g. {token!r} in"
-            f" {rows.places[index]}; the tokenizer makes control tokens of them, so remove or"
+            f" {rows.locations[index]}; the tokenizer makes control tokens of them, so remove or"
             f" rewrite them"
         )
 
@@ -71,7 +71,7 @@ def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, findings: Findi
     differences = differences or [encoder.prompt_difference()]
     found = [index for index, difference in enumerate(differences) if difference is not None]
     if found:
-        where = "" if rows is None else f" (e.g. {rows.places[found[0]]})"
+        where = "" if rows is None else f" (e.g. {rows.locations[found[0]]})"
         findings.warnings.append(
             f"the chat template makes rollouts and SFT rows differ{where}: {differences[found[0]]};"
             f" a template given as"

@@ -3,7 +3,7 @@ tiny copy of the model?
 
 The same rows go through the layout's workers (real process groups on the CPU, float32) and, each by
 itself and unpadded, through transformers in this process. What must be equal: loss, every
-parameter's gradient, scored log-probs, the weights after several optimizer steps, and the next
+parameter's gradient, log-probs, the weights after several optimizer steps, and the next
 losses when a checkpoint of the layout goes on in one process.
 """
 
@@ -36,7 +36,7 @@ from nemo_like.config.schema import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
@@ -203,8 +203,8 @@ def _check_mode(
     isolation = next((leak for *_, leak in results if leak), "")
     losses, _, _ = results[topology.output_rank(0)]
     plan = _plan(config, batch)
-    scores = [results[topology.output_rank(dp_rank)][1] for dp_rank in range(topology.dp)]
-    logprobs = unshard([part["prev_logprobs"] for part in scores], plan)
+    outputs = [results[topology.output_rank(dp_rank)][1] for dp_rank in range(topology.dp)]
+    logprobs = unshard([part["prev_logprobs"] for part in outputs], plan)
     assert isinstance(logprobs, Jagged)
     gradient_difference, worst_gradient = _worst(
         _saved(folder / mode / "first", "exp_avg"), expected.gradients
@@ -236,7 +236,7 @@ def _check_mode(
 def _train_rank(
     context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
-    """One rank's losses, scores and what the isolation probe found; its part of two checkpoints is
+    """One rank's losses, outputs and what the isolation probe found; its part of two checkpoints is
     in `folder`.
     """
     transformers_logging.disable_progress_bar()
@@ -250,15 +250,15 @@ def _train_rank(
             leak = ""
         except IsolationError as error:
             leak = str(error)
-        scores = worker.score(shard)
+        outputs = worker.compute_logprobs(shard)
         losses = [_loss(worker, shard, train=True)]
         worker.save(folder / "first")
         losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
         losses.append(_loss(worker, shard, train=False))
         worker.save(folder / "last")
     finally:
-        mesh.destroy()
-    return losses, scores, leak
+        process_groups.destroy()
+    return losses, outputs, leak
 
 
 def _continue_alone(

@@ -128,7 +128,8 @@ def _try_rewards(config: RunConfig, rows: Rows | None, findings: Findings) -> No
             )
         else:
             findings.say(
-                "rewards", f"{name} ({path}): {value:g} for the answer of {rows.places[0]} itself"
+                "rewards",
+                f"{name} ({path}): {value:g} for the answer of {rows.locations[0]} itself",
             )
 
 
@@ -212,7 +213,7 @@ def _look_at_conversations(
         config, train, {index: len(row.input_ids) for index, row in rows.items()}, findings
     )
     _check_vocabulary(model, [row.input_ids for row in rows.values()], findings)
-    untrained = [train.places[index] for index, row in rows.items() if not row.token_mask.any()]
+    untrained = [train.locations[index] for index, row in rows.items() if not row.token_mask.any()]
     if untrained:
         findings.warnings.append(
             f"{len(untrained)} of the rows looked at train no token, e.g. {untrained[0]}"
@@ -238,7 +239,7 @@ def _encode_some(
             try:
                 encoded[index] = encode(rows[index])
             except ROW_ERRORS as error:
-                failures.append(f"{rows.places[index]}: {row_error_text(error)}")
+                failures.append(f"{rows.locations[index]}: {row_error_text(error)}")
             phase.advance()
     if failures:
         more = (
@@ -262,7 +263,9 @@ def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
         if len(lengths) == len(rows)
         else f"the {len(lengths):,} looked at of {len(rows):,}"
     )
-    return f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.places[longest]})"
+    return (
+        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.locations[longest]})"
+    )
 
 
 def _check_lengths(
@@ -276,7 +279,7 @@ def _check_lengths(
     longest = max(lengths.values())
     above = [index for index in lengths if lengths[index] > limit]
     if above:
-        place = rows.places[max(above, key=lambda index: lengths[index])]
+        place = rows.locations[max(above, key=lambda index: lengths[index])]
         text = (
             f"{len(above)} of the {len(lengths):,} rows looked at are above"
             f" policy.max_total_sequence_length {limit}, the"
@@ -314,7 +317,7 @@ def _check_prompts(
             f"{len(above)} of the {len(lengths):,} prompts looked at leave no room for a completion"
             f" under"
             f" policy.max_total_sequence_length {limit}, the longest with {longest} tokens"
-            f" ({rows.places[max(above, key=lambda index: lengths[index])]})"
+            f" ({rows.locations[max(above, key=lambda index: lengths[index])]})"
         )
         outcome = {"truncate": "their beginnings are cut off", "drop": "they are left out"}.get(
             config.policy.oversize_rows

@@ -82,7 +82,7 @@ class Rows(Sequence[Row]):
     """The rows of one file or directory; all have the same format."""
 
     rows: list[Row]
-    places: Sequence[str]
+    locations: Sequence[str]
     """Where each row stands. Example: `data/train.jsonl:17`."""
     format: tuple[str, ...]
     """The columns the format was recognised by."""
@@ -120,7 +120,7 @@ def load_rows(
     if not is_possible_path(str(path)) or not path.exists():
         raise ConfigError(f"{key}: there is no {shortened(repr(str(path)), 300)}; give {_SUFFIXES}")
     rows: list[Row] = []
-    places: list[str] = []
+    locations: list[str] = []
     digests: list[int] = []
     columns: tuple[str, ...] = ()
     for place, row, content in islice(_reader(path, key)(path), max_rows):
@@ -129,7 +129,7 @@ def load_rows(
         if problem:
             raise ConfigError(f"{place}: {problem}")
         rows.append(row)
-        places.append(place)
+        locations.append(place)
         digests.append(row_digest(content))
         if advance is not None and len(rows) % _ROWS_PER_ADVANCE == 0:
             advance(_ROWS_PER_ADVANCE)
@@ -140,7 +140,7 @@ def load_rows(
         )
     if advance is not None:
         advance(len(rows) % _ROWS_PER_ADVANCE)
-    return Rows(rows, places, columns, np.array(digests, np.uint64))
+    return Rows(rows, locations, columns, np.array(digests, np.uint64))
 
 
 def row_digest(content: bytes) -> int:

@@ -170,9 +170,9 @@ class EncodedRows:
         self._encode_here(missing)
         return [self._cache.get(row) if self._state[row] == _DONE else None for row in rows]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Where the row stands. Example: `data/train.jsonl:17`."""
-        return self._rows.places[row]
+        return self._rows.locations[row]
 
     def close(self) -> None:
         """Stop the processes; rows that are missing are then encoded in this one."""
@@ -212,7 +212,7 @@ class EncodedRows:
         if problem is not None:
             self.close()
             row, text = problem
-            raise ConfigError(text if row < 0 else f"{self.place(row)}: {text}")
+            raise ConfigError(text if row < 0 else f"{self.location(row)}: {text}")
 
 
 def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]:

@@ -34,7 +34,7 @@ class FetchableRows(Protocol[Out]):
         """
         ...
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Where a row stands. Example: `data/train.jsonl:17`."""
         ...
 
@@ -121,11 +121,11 @@ class RowLoader(Generic[Out]):
             self._batch_rows = []
         return batch
 
-    def batch_places(self) -> list[str]:
+    def batch_locations(self) -> list[str]:
         """Where the rows of the batch that `next` returned last stand. Example:
         `data/train.jsonl:17`.
         """
-        return [self._rows.place(row) for row in self._batch_rows]
+        return [self._rows.location(row) for row in self._batch_rows]
 
     def _is_rest_left_out(self, num_rows: int) -> bool:
         """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill

@@ -54,7 +54,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.plan: RankPlan | None = None
         """The microbatches of these rows, where they came from a plan."""
-        self.score_plan: RankPlan | None = None
+        self.logprob_plan: RankPlan | None = None
         """The same rows and steps in microbatches of another token budget."""
         super().__init__(*args, **kwargs)
 
@@ -138,7 +138,7 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         order = np.argsort(target)
         self.data = {name: take_rows(column, order) for name, column in self.data.items()}
-        self.plan = self.score_plan = None
+        self.plan = self.logprob_plan = None
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Each row `num_repeats` times in a row; entries of lists are deep copies."""
@@ -204,11 +204,11 @@ class BatchedDataDict(UserDict[str, Any]):
 
     # To the ranks and back
 
-    def shard(self, plan: BatchPlan, score_plan: BatchPlan | None = None) -> list[SlicedDataDict]:
+    def shard(self, plan: BatchPlan, logprob_plan: BatchPlan | None = None) -> list[SlicedDataDict]:
         """One shard per data-parallel rank, rows in the order in which the plan visits them, each
         token copied once.
 
-        `score_plan` must have the same rows on the same ranks and steps (`plan.with_budget`).
+        `logprob_plan` must have the same rows on the same ranks and steps (`plan.with_budget`).
         Raises ValueError if a plan was made for other rows.
         """
         if plan.num_rows != self.size:
@@ -217,7 +217,9 @@ class BatchedDataDict(UserDict[str, Any]):
         for dp_rank in range(plan.spec.num_ranks):
             shard = self._take(plan.rows_of_rank(dp_rank))
             shard.plan = plan.rank_plan(dp_rank)
-            shard.score_plan = None if score_plan is None else _localize(score_plan, plan, dp_rank)
+            shard.logprob_plan = (
+                None if logprob_plan is None else _localize(logprob_plan, plan, dp_rank)
+            )
             shards.append(shard)
         return shards
 
@@ -337,8 +339,10 @@ class BatchedDataDict(UserDict[str, Any]):
         start, stop = _rows_of_step(self.plan, batch_idx)
         batch = self.slice(start, stop)
         batch.plan = _plan_of_step(self.plan, batch_idx, start)
-        batch.score_plan = (
-            None if self.score_plan is None else _plan_of_step(self.score_plan, batch_idx, start)
+        batch.logprob_plan = (
+            None
+            if self.logprob_plan is None
+            else _plan_of_step(self.logprob_plan, batch_idx, start)
         )
         return batch
 
@@ -444,15 +448,15 @@ def _blank_rows(column: Column, count: int) -> Column:
     return np.zeros((count, *column.shape[1:]), dtype=column.dtype)
 
 
-def _localize(score_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
-    """`score_plan` of one rank with row indices that point into the shard that `plan` laid out."""
-    wanted, laid_out = score_plan.rows_of_rank(dp_rank), plan.rows_of_rank(dp_rank)
+def _localize(logprob_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> RankPlan:
+    """`logprob_plan` of one rank with row indices that point into the shard that `plan` laid out."""
+    wanted, laid_out = logprob_plan.rows_of_rank(dp_rank), plan.rows_of_rank(dp_rank)
     if not np.array_equal(np.sort(wanted), np.sort(laid_out)):
         raise ValueError(
             f"the score plan has other rows on dp rank {dp_rank} than the plan; make it with"
             f" plan.with_budget"
         )
-    return score_plan.rank_plan(dp_rank, laid_out)
+    return logprob_plan.rank_plan(dp_rank, laid_out)
 
 
 def _rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:

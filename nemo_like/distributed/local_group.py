@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_like.distributed import activity
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import activity, process_groups
 from nemo_like.distributed.advice import advise
 from nemo_like.distributed.errors import WorkerError, WorkerHung
 from nemo_like.distributed.parallel_layout import Topology
@@ -68,9 +67,9 @@ class LocalGroup:
                 target=self._watch, args=(progress_timeout_s,), daemon=True, name=f"watch-{name}"
             )
             watch.start()
-        was_joined = mesh.is_joined()
+        was_joined = process_groups.is_joined()
         self._worker = self._guard("__init__", worker_class, context, **kwargs)
-        self._joined = mesh.is_joined() and not was_joined
+        self._joined = process_groups.is_joined() and not was_joined
 
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
@@ -114,7 +113,7 @@ class LocalGroup:
         self._worker = None
         self._closed.set()
         if self._joined:
-            mesh.destroy()
+            process_groups.destroy()
             self._joined = False
 
     def _guard(

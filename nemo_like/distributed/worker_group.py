@@ -106,10 +106,10 @@ class WorkerGroup(Protocol):
 
 
 @contextmanager
-def awake(group: WorkerGroup) -> Iterator[None]:
+def onloaded(group: WorkerGroup) -> Iterator[None]:
     """The group's model is on its devices inside, and in host memory outside."""
-    group.run_all_workers("wake")
+    group.run_all_workers("onload")
     yield
     # Not after an exception: the run is over then, and a call would wait behind whatever a worker
     # is still doing.
-    group.run_all_workers("sleep")
+    group.run_all_workers("offload")

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_like.config.schema import GenerationConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.worker_group import WorkerGroup, awake
+from nemo_like.distributed.worker_group import WorkerGroup, onloaded
 from nemo_like.sampling_filter import SamplingFilter
 
 FinishReason = Literal["stop", "length"]
@@ -117,9 +117,9 @@ class Generator:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
 
-    def awake(self) -> AbstractContextManager[None]:
+    def onloaded(self) -> AbstractContextManager[None]:
         """Weights are on the device inside, and in host memory outside."""
-        return awake(self.group)
+        return onloaded(self.group)
 
     def generate(
         self,

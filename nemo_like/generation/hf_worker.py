@@ -105,13 +105,13 @@ class HFGenerationWorker:
             self._weight_version,
         )
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Move the weights to host memory; nothing to do on CPU."""
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Move the weights back to the device."""
         self._move(self._device)
 

@@ -21,7 +21,7 @@ ResultT = TypeVar("ResultT")
 Sync = Literal["microbatch", "step"]
 
 
-class TokenScores(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """Of the T predicting positions of a microbatch; 0 where `inputs.label_mask` is False."""
 
     logprobs: Tensor
@@ -34,8 +34,8 @@ class TokenScores(NamedTuple):
     """float32 [T] with a token filter: log-prob of `inputs.labels` in the whole distribution."""
 
 
-StepFunction = Callable[[ModelInputs, TokenScores], tuple[Tensor | None, ResultT]]
-"""What is done with a microbatch's scores: (loss to differentiate, None without backward; what
+StepFunction = Callable[[ModelInputs, TokenLogprobs], tuple[Tensor | None, ResultT]]
+"""What is done with a microbatch's outputs: (loss to differentiate, None without backward; what
 `run` returns).
 """
 
@@ -79,7 +79,7 @@ class Engine(Protocol):
 
         Every rank passes the same number of microbatches; the ranks of one dp rank pass the same
         ones, each with its own context-parallel share. `step_fn` runs, and results come, only on
-        the last pipeline stage: elsewhere the list is empty. All tp ranks see the same scores.
+        the last pipeline stage: elsewhere the list is empty. All tp ranks see the same outputs.
         Gradients are *summed* over microbatches and over dp and cp ranks and kept until
         `optimizer_step`; the loss carries its own division.
         """
@@ -146,10 +146,10 @@ class Engine(Protocol):
         """Rank 0 writes a model that transformers loads."""
         ...
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Leave the accelerator's memory to somebody else."""
         ...
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+    def onload(self) -> None:
+        """Undo `offload`."""
         ...

@@ -2,7 +2,7 @@
 to be trained.
 
 Leakage between packed rows is silent: the loss still falls. So before the first step the model
-scores a few rows together, again with one token of one row changed, and once more each row by
+computes the log-probs of a few rows together, again with one token of one row changed, and once more each row by
 itself.
 """
 
@@ -19,7 +19,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.model_inputs import build_inputs
-from nemo_like.policy.token_outputs import score_rows
+from nemo_like.policy.row_logprobs import compute_row_logprobs
 
 _LENGTHS = (11, 24, 3, 17)
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -40,7 +40,7 @@ class IsolationReport:
     num_rows: int
     mean_difference: float
     """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on
-    pipeline stages but the last, which see no scores."""
+    pipeline stages but the last, which compute none."""
 
 
 def probe_isolation(
@@ -60,16 +60,16 @@ def probe_isolation(
     limit = _MAX_MEAN_DIFFERENCE[precision] if _has_experts(engine.model_config) else 0.0
     rows = _random_rows(vocab_size)
     changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]
-    together = _score(engine, rows, layout)
-    changed = [_score(engine, other, layout) for other in changes]
-    repadded = _score(engine, rows, layout, pad_token_id=1)
-    alone = [scores for row in rows for scores in _score(engine, [row], "padded")]
+    together = _compute_logprobs(engine, rows, layout)
+    changed = [_compute_logprobs(engine, other, layout) for other in changes]
+    repadded = _compute_logprobs(engine, rows, layout, pad_token_id=1)
+    alone = [outputs for row in rows for outputs in _compute_logprobs(engine, [row], "padded")]
     if not together:
         return IsolationReport(layout, len(rows), math.nan)
-    for row, scores in enumerate(changed):
+    for row, outputs in enumerate(changed):
         for other in range(len(rows)):
             if (
-                other != row and not _mean_difference([scores[other]], [together[other]]) <= limit
+                other != row and not _mean_difference([outputs[other]], [together[other]]) <= limit
             ):  # NaN must not pass
                 raise IsolationError(
                     _leak(layout, f"a token of row {row} changed the log-probs of row {other}")
@@ -108,7 +108,7 @@ def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> 
     return changed
 
 
-def _score(
+def _compute_logprobs(
     engine: Engine,
     rows: Sequence[np.ndarray],
     layout: Literal["packed", "padded"],
@@ -133,7 +133,7 @@ def _score(
     inputs = build_inputs(
         shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
     )
-    return [scores for part in score_rows(engine, [inputs]) for scores in part]
+    return [outputs for part in compute_row_logprobs(engine, [inputs]) for outputs in part]
 
 
 def _leak(layout: str, what: str) -> str:

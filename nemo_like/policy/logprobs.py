@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_like.policy.collectives import gather_rows
-from nemo_like.policy.engine import TokenScores
+from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.sampling_filter import SamplingFilter
 
 _LOWEST = torch.finfo(torch.float32).min / 4
@@ -56,7 +56,7 @@ def token_logprobs(
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     token_filter: SamplingFilter | None = None,
-) -> TokenScores:
+) -> TokenLogprobs:
     """Log-prob of `labels` [T] and, with `with_entropy`, the entropy of each distribution; float32
     [T], with gradient.
 
@@ -81,19 +81,19 @@ def token_logprobs(
     )
     entropy = entropy if with_entropy else None
     if token_filter is None:
-        return TokenScores(logprobs, entropy)
-    return TokenScores(kept_logprobs, entropy, logprobs)
+        return TokenLogprobs(logprobs, entropy)
+    return TokenLogprobs(kept_logprobs, entropy, logprobs)
 
 
-def spread_scores(scores: TokenScores, positions: Tensor, size: int) -> TokenScores:
-    """`scores` of T positions as [size], each at its index in `positions` [T] and 0 elsewhere."""
+def scatter_logprobs(outputs: TokenLogprobs, positions: Tensor, size: int) -> TokenLogprobs:
+    """`outputs` of T positions as [size], each at its index in `positions` [T] and 0 elsewhere."""
 
     def spread(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.new_zeros(size).index_copy(0, positions, values)
 
-    logprobs = spread(scores.logprobs)
+    logprobs = spread(outputs.logprobs)
     assert logprobs is not None
-    return TokenScores(logprobs, spread(scores.entropy), spread(scores.unfiltered_logprobs))
+    return TokenLogprobs(logprobs, spread(outputs.entropy), spread(outputs.unfiltered_logprobs))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

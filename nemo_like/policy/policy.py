@@ -20,7 +20,7 @@ from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
-from nemo_like.distributed.worker_group import Handle, WorkerGroup, awake
+from nemo_like.distributed.worker_group import Handle, WorkerGroup, onloaded
 from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
@@ -32,7 +32,7 @@ from nemo_like.shared_directory import check_shared
 
 
 @dataclass(frozen=True)
-class PlacedBatch:
+class ShardedBatch:
     """Rows that already are where they will be used."""
 
     plan: BatchPlan
@@ -66,7 +66,7 @@ class Policy:
     def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
         """Which rows of a batch form which microbatch on which rank, from their lengths alone.
 
-        To `evaluate`, the whole batch is one step under the scoring budget. Raises ValueError for a
+        To `evaluate`, the whole batch is one step under the log-prob budget. Raises ValueError for a
         row above the cap where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
@@ -80,47 +80,51 @@ class Policy:
         )
         return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
 
-    def place(self, batch: BatchedDataDict, plan: BatchPlan) -> PlacedBatch:
+    def shard(self, batch: BatchedDataDict, plan: BatchPlan) -> ShardedBatch:
         """Give each dp rank its rows of `batch`, unpadded, for any number of calls of score, train
         and evaluate.
         """
         shards = batch.shard(plan, self._score_plan(plan))
-        return PlacedBatch(plan, tuple(self.group.put(shard) for shard in shards), frozenset(batch))
+        return ShardedBatch(
+            plan, tuple(self.group.put(shard) for shard in shards), frozenset(batch)
+        )
 
-    def score(self, placed: PlacedBatch) -> dict[str, Jagged]:
+    def compute_logprobs(self, sharded: ShardedBatch) -> dict[str, Jagged]:
         """`prev_logprobs` (and `reference_logprobs` where there is a reference), rows in the
         batch's order.
 
         Float32 per token, at the sampling temperature; 0 for tokens that are not trained.
         """
-        parts = self.group.run_all_workers_sharded_data("score", placed.shards)
-        scores = {}
+        parts = self.group.run_all_workers_sharded_data("compute_logprobs", sharded.shards)
+        outputs = {}
         for name in parts[0]:
-            column = unshard([part[name] for part in parts], placed.plan)
+            column = unshard([part[name] for part in parts], sharded.plan)
             assert isinstance(column, Jagged)
-            scores[name] = column
-        return scores
+            outputs[name] = column
+        return outputs
 
     def train(
-        self, placed: PlacedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
+        self, sharded: ShardedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
     ) -> list[Metrics]:
         """One optimizer step per global batch of the plan, and the metrics of each.
 
-        Of `columns` (rows in the batch's order) only those travel that the placed batch does not
+        Of `columns` (rows in the batch's order) only those travel that the sharded batch does not
         have.
         """
-        new = {name: column for name, column in (columns or {}).items() if name not in placed.names}
-        rows = [placed.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
+        new = {
+            name: column for name, column in (columns or {}).items() if name not in sharded.names
+        }
+        rows = [sharded.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
         parts = [{name: take_rows(column, mine) for name, column in new.items()} for mine in rows]
-        return self.group.run_all_workers_sharded_data("train", placed.shards, parts, loss=loss)[0]
+        return self.group.run_all_workers_sharded_data("train", sharded.shards, parts, loss=loss)[0]
 
-    def skipped_steps(self, placed: PlacedBatch) -> list[SkippedStep]:
+    def skipped_steps(self, sharded: ShardedBatch) -> list[SkippedStep]:
         """The optimizer steps of the last `train` that were skipped, with the loss of each row of
         the batch in them.
         """
         parts = self.group.run_all_workers_sharded_data("skipped_steps")
         rows = [
-            placed.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)
+            sharded.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)
         ]
         return [
             dataclasses.replace(
@@ -134,13 +138,13 @@ class Policy:
             for of_ranks in zip(*parts, strict=True)
         ]
 
-    def evaluate(self, placed: PlacedBatch, loss: Loss) -> Metrics:
-        """The loss's metrics over the placed rows, without training on them."""
-        return self.group.run_all_workers_sharded_data("evaluate", placed.shards, loss=loss)[0]
+    def evaluate(self, sharded: ShardedBatch, loss: Loss) -> Metrics:
+        """The loss's metrics over the sharded rows, without training on them."""
+        return self.group.run_all_workers_sharded_data("evaluate", sharded.shards, loss=loss)[0]
 
-    def awake(self) -> AbstractContextManager[None]:
+    def onloaded(self) -> AbstractContextManager[None]:
         """The model is on its device inside, and in host memory outside."""
-        return awake(self.group)
+        return onloaded(self.group)
 
     def probe_isolation(self) -> IsolationReport:
         """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model
@@ -179,7 +183,7 @@ class Policy:
         self.group.shutdown()
 
     def _score_plan(self, plan: BatchPlan) -> BatchPlan | None:
-        """The same rows on the same ranks under the scoring budget; None where one plan serves
+        """The same rows on the same ranks under the log-prob budget; None where one plan serves
         both.
         """
         max_tokens, max_rows = microbatch_budget(self.config, "evaluate")

@@ -1,4 +1,4 @@
-"""One rank of the policy: it scores, trains and evaluates its shard. It knows plans, losses and
+"""One rank of the policy: it computes log-probs, trains and evaluates its shard. It knows plans, losses and
 metrics, and no engine.
 
 The division that makes a step independent of how its rows were split happens here and nowhere else:
@@ -30,12 +30,12 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
-from nemo_like.policy.engine import Engine, Sync, TokenScores
+from nemo_like.policy.engine import Engine, Sync, TokenLogprobs
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
-from nemo_like.policy.token_outputs import score_rows
+from nemo_like.policy.row_logprobs import compute_row_logprobs
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.stream import Bucket, plan_buckets
 
@@ -70,7 +70,7 @@ class PolicyWorker:
         self._buckets: list[list[str]] = []
         self._skipped: list[SkippedStep] = []
 
-    def score(self, shard: SlicedDataDict) -> dict[str, Jagged]:
+    def compute_logprobs(self, shard: SlicedDataDict) -> dict[str, Jagged]:
         """`prev_logprobs` (and `reference_logprobs`, with a reference) of the shard's rows, in its
         order.
 
@@ -83,15 +83,15 @@ class PolicyWorker:
         engines = {"prev_logprobs": (self._policy, self._sampling_filter)}
         if self._reference is not None:
             engines["reference_logprobs"] = (self._reference, None)
-        scores = {}
+        outputs = {}
         for name, (engine, token_filter) in engines.items():
             inputs = map(rows.inputs, plan.microbatches)
-            parts = score_rows(
+            parts = compute_row_logprobs(
                 engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter
             )
             if parts:  # only the last pipeline stage has them, and only its results are fetched
-                scores[name] = rows.in_shard_order(plan.microbatches, parts)
-        return scores
+                outputs[name] = rows.in_shard_order(plan.microbatches, parts)
+        return outputs
 
     def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
         """One optimizer step for each step of the plan; `columns` join the shard's, row by row.
@@ -206,15 +206,15 @@ class PolicyWorker:
         """See `shared_directory.answer`."""
         return shared_directory.answer(folder, token, self._policy.rank)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         """Move everything out of the accelerator's memory."""
         for engine in filter(None, (self._policy, self._reference)):
-            engine.sleep()
+            engine.offload()
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+    def onload(self) -> None:
+        """Undo `offload`."""
         for engine in filter(None, (self._policy, self._reference)):
-            engine.wake()
+            engine.onload()
 
     def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> _Rows:
         cp_rank = self._policy.topology.coordinates(self._policy.rank).cp
@@ -376,14 +376,14 @@ class _Rows:
         offsets = self.columns["input_ids"].offsets
         values = np.zeros(offsets[-1], dtype=np.float32)
         for microbatch, part in zip(microbatches, parts, strict=True):
-            for row, scores in zip(microbatch.rows, part, strict=True):
-                values[offsets[row] : offsets[row] + len(scores)] = scores
+            for row, outputs in zip(microbatch.rows, part, strict=True):
+                values[offsets[row] : offsets[row] + len(outputs)] = outputs
         return Jagged(values, offsets)
 
 
 @dataclass
 class _LossStep:
-    """What the engine does with the scores of a microbatch: its share of the loss, its metrics, and
+    """What the engine does with the outputs of a microbatch: its share of the loss, its metrics, and
     what it was computed from.
     """
 
@@ -393,15 +393,15 @@ class _LossStep:
     """bool []: whether the loss of every microbatch so far was finite."""
 
     def __call__(
-        self, inputs: ModelInputs, scores: TokenScores
+        self, inputs: ModelInputs, outputs: TokenLogprobs
     ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
-        entropy = scores.entropy
+        entropy = outputs.entropy
         if entropy is not None and not self.loss.entropy_gradient:
             entropy = entropy.detach()
         loss_inputs = LossInputs(
-            policy_logprobs=scores.logprobs,
-            unfiltered_logprobs=scores.unfiltered_logprobs,
+            policy_logprobs=outputs.logprobs,
+            unfiltered_logprobs=outputs.unfiltered_logprobs,
             token_mask=inputs.label_mask,
             row_ids=inputs.row_ids,
             row_num_tokens=inputs.row_columns[_NUM_TRAINED],
@@ -413,10 +413,10 @@ class _LossStep:
         self.finite = finite if self.finite is None else self.finite & finite
         seen = dataclasses.replace(
             loss_inputs,
-            policy_logprobs=scores.logprobs.detach(),
+            policy_logprobs=outputs.logprobs.detach(),
             unfiltered_logprobs=None
-            if scores.unfiltered_logprobs is None
-            else scores.unfiltered_logprobs.detach(),
+            if outputs.unfiltered_logprobs is None
+            else outputs.unfiltered_logprobs.detach(),
             entropy=None if entropy is None else entropy.detach(),
         )
         return terms.loss_sum / self.denominator, (terms.metrics, seen)
@@ -427,7 +427,7 @@ class _LossStep:
 
 
 def _score_plan(shard: SlicedDataDict) -> RankPlan:
-    plan = shard.plan if shard.score_plan is None else shard.score_plan
+    plan = shard.plan if shard.logprob_plan is None else shard.logprob_plan
     assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
     return plan
 

@@ -32,13 +32,13 @@ class RowLengths:
     """int64 [B]"""
     source: str
     """Where they come from, for the reader of a report."""
-    places: Sequence[str] | None = None
+    locations: Sequence[str] | None = None
     """Where each row stands. Example: `conv.csv:17`."""
     is_ordered: bool = False
     """Rows are in the order a run takes them, so they are not shuffled."""
 
-    def place(self, row: int) -> str:
-        return f"row {row}" if self.places is None else self.places[row]
+    def location(self, row: int) -> str:
+        return f"row {row}" if self.locations is None else self.locations[row]
 
 
 def read_lengths(

@@ -311,7 +311,7 @@ def _fitted(
         return lengths, []
     longest = int(lengths.max())
     values = request.rows.values
-    place = request.rows.place(int(np.flatnonzero(values == longest)[0]))
+    place = request.rows.location(int(np.flatnonzero(values == longest)[0]))
     what = (
         f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
     )

@@ -115,12 +115,11 @@ def weight_file_problem(path: Path) -> str | None:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = (
-                json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else None
-            )
-        ends = [
-            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
-        ]  # type: ignore[union-attr]
+            if length > min(size, MAX_HEADER_BYTES):
+                raise ValueError("the length of the header exceeds the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
         expected = 8 + length + max(ends, default=0)
     except OSError as error:
         return f"cannot be read: {error.strerror}"

@@ -96,9 +96,9 @@ class PromptRows:
             )
         return prompts
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """See `loader.FetchableRows`."""
-        return self._encoded.place(row)
+        return self._encoded.location(row)
 
 
 def encoding_setup(config: RunConfig) -> dict[str, Any]:
@@ -162,6 +162,6 @@ def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) ->
         progress.say(
             f"policy.oversize_rows=drop leaves {len(dropped):,} of {len(rows):,} rows out, the"
             f" first is"
-            f" {rows.place(int(dropped[0]))}: longer than policy.max_total_sequence_length"
+            f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"
         )

@@ -32,15 +32,15 @@ def score_answers(
     """
     if not prompts:
         return {}
-    assert job.workplace.generator is not None and job.workplace.rewards is not None, (
+    assert job.workers.generator is not None and job.workers.rewards is not None, (
         "a run that validates generates"
     )
     config = job.config
-    with job.progress.phase("validation", len(prompts)) as phase, job.workplace.generating():
+    with job.progress.phase("validation", len(prompts)) as phase, job.workers.generator_onloaded():
         rollout = collect(
             prompts,
-            job.workplace.generator,
-            job.workplace.rewards,
+            job.workers.generator,
+            job.workers.rewards,
             job.encoder.tokenizer,
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),

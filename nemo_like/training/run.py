@@ -29,7 +29,7 @@ from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, w
 from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
 from nemo_like.policy.checkpoint.sharded import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
-from nemo_like.policy.policy import PlacedBatch, Policy
+from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.progress import Progress, Sample
 from nemo_like.run_directory import (
     RunDirectory,
@@ -43,7 +43,7 @@ from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.throughput import throughput_metrics
-from nemo_like.training.workers import Workplace, open_workplace
+from nemo_like.training.workers import RunWorkers, start_workers
 from nemo_like.weight_sync.transport import push
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Job:
     resumed: Checkpoint | None
     progress: Progress
     encoder: ChatEncoder
-    workplace: Workplace
+    workers: RunWorkers
     log_file: RunLog
     closing: ExitStack
     """Closes what `begin` opens."""
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        return self.workplace.policy
+        return self.workers.policy
 
     def begin(self, loader: RowLoader) -> int:
         """The step to start from: 0, or that of the checkpoint, with policy and loader restored.
@@ -105,7 +105,7 @@ class Job:
         if self.resumed is not None:
             state = self.resumed.state()
             step = state.step
-            with self.progress.phase(f"loading step {step}"), self.workplace.training():
+            with self.progress.phase(f"loading step {step}"), self.workers.policy_onloaded():
                 self.policy.load(self.resumed.path / "policy")
             try:
                 loader.load_state_dict(state.loader)
@@ -138,12 +138,12 @@ class Job:
         """Push the policy's weights to the generator; its completions carry `version` afterwards.
 
         The version of a run's weights is the number of steps done. Call inside
-        `workplace.training()`.
+        `workers.policy_onloaded()`.
         """
-        assert self.workplace.generator is not None, "only a run that generates has a generator"
-        push(self.policy.group, self.workplace.generator.group, version)
+        assert self.workers.generator is not None, "only a run that generates has a generator"
+        push(self.policy.group, self.workers.generator.group, version)
 
-    def place(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, PlacedBatch]:
+    def plan_and_shard(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, ShardedBatch]:
         """Plan the batch from its lengths and send each dp rank its rows, once."""
         with self.timers("plan"):
             plan = self.policy.plan(batch["length"])
@@ -152,9 +152,9 @@ class Job:
             self.progress.say(str(plan))
         record = {"step": step + 1, "lengths": batch["length"].tolist()}
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
-        with self.timers("place"):
-            placed = self.policy.place(batch, plan)
-        return plan, placed
+        with self.timers("shard"):
+            sharded = self.policy.shard(batch, plan)
+        return plan, sharded
 
     def show_rows(self, loader: RowLoader[EncodedRow]) -> None:
         """The first rows of the file, decoded, with what is trained made visible."""
@@ -187,7 +187,7 @@ class Job:
         """Keep metrics for the line of the step that is about to be logged."""
         self.pending |= metrics
 
-    def log_step(self, step: int, lengths: np.ndarray, *, num_score_passes: int = 0) -> None:
+    def log_step(self, step: int, lengths: np.ndarray, *, num_logprob_passes: int = 0) -> None:
         """Log everything noted, the timings and the throughput of the step that just ended."""
         self.counters["num_tokens"] += float(lengths.sum())
         self.counters["num_rows"] += float(len(lengths))
@@ -199,7 +199,7 @@ class Job:
                 self.timers,
                 peak_flops=info.peak_flops,
                 num_workers=info.num_workers,
-                num_score_passes=num_score_passes,
+                num_logprob_passes=num_logprob_passes,
             )
         )
         self.note(self.timers.pop())
@@ -232,7 +232,7 @@ class Job:
         prunes = self.num_skipped_in_a_row == 0
         with (
             self.timers("checkpoint"),
-            self.workplace.training(),
+            self.workers.policy_onloaded(),
             self.checkpointer.writing(step, prunes=prunes) as checkpoint,
         ):
             checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
@@ -269,7 +269,7 @@ class Job:
             with reporting_write_errors(export, "the exported model"):
                 remove_link(unfinished)
                 shutil.rmtree(unfinished, ignore_errors=True)
-                with self.progress.phase("exporting"), self.workplace.training():
+                with self.progress.phase("exporting"), self.workers.policy_onloaded():
                     self.policy.export_hf(unfinished)
                 shutil.rmtree(export, ignore_errors=True)
                 unfinished.rename(export)
@@ -327,26 +327,26 @@ def open_job(
             log_config_changes(run, plain)
         else:
             write_config(run, plain)
-        with open_workplace(
+        with start_workers(
             config,
             progress,
             generates=generates,
             needs_reference=needs_reference,
             logs=run.logs / "ray",
             end_token_ids=encoder.end_token_ids,
-        ) as workplace:
+        ) as workers:
             difference = encoder.prompt_difference()
             if difference is not None:
                 logger.warning(
                     "the chat template makes rollouts and SFT rows differ: %s", difference
                 )
             if config.checkpointing.enabled or config.checkpointing.export_hf:
-                workplace.policy.check_shared_directory(run.path)
+                workers.policy.check_shared_directory(run.path)
             with (
                 progress.phase("checking that packed rows cannot see each other", unit="checks"),
-                workplace.training(),
+                workers.policy_onloaded(),
             ):
-                workplace.policy.probe_isolation()
+                workers.policy.probe_isolation()
             yield Job(
                 config,
                 run,
@@ -354,7 +354,7 @@ def open_job(
                 resumed,
                 progress,
                 encoder,
-                workplace,
+                workers,
                 log_file,
                 closing,
                 resolved=plain,

@@ -26,7 +26,7 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
-from nemo_like.policy.policy import PlacedBatch
+from nemo_like.policy.policy import ShardedBatch
 from nemo_like.training.run import Job
 
 TOTAL = "num_skipped_steps"
@@ -44,21 +44,21 @@ class TrainedBatch:
     step: int
     """The step it belongs to, counted from 1."""
     batch: BatchedDataDict
-    places: Sequence[str]
+    locations: Sequence[str]
     """Where each row stands in the data, e.g. `data/train.jsonl:17`."""
     columns: Mapping[str, np.ndarray | Jagged]
     """Columns that join the batch for training, such as `advantages`."""
 
 
-def train(job: Job, placed: PlacedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
-    """Train on the placed batch; count skipped optimizer steps and write their rows to
+def train(job: Job, sharded: ShardedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
+    """Train on the sharded batch; count skipped optimizer steps and write their rows to
     `<run>/skipped/step_<N>.jsonl`.
 
     Raises NonFiniteError if an optimizer step left weights that are not finite. `stop_if_too_many`
     has to follow, after the step is logged.
     """
     try:
-        steps = job.policy.train(placed, trained.columns, loss)
+        steps = job.policy.train(sharded, trained.columns, loss)
     except WorkerError as error:
         if not isinstance(error.cause, NonFiniteError):
             raise
@@ -71,7 +71,7 @@ def train(job: Job, placed: PlacedBatch, trained: TrainedBatch, loss: Loss) -> M
             path.parent.mkdir(exist_ok=True)
         records = [
             record
-            for step in job.policy.skipped_steps(placed)
+            for step in job.policy.skipped_steps(sharded)
             for record in _records(step, trained, job.encoder.tokenizer)
         ]
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
@@ -135,7 +135,7 @@ def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterat
             "cause": "loss" if responsible else "gradient",
             "grad_norm": _json_number(step.grad_norm),
             "row": row,
-            "source": trained.places[row],
+            "source": trained.locations[row],
             "loss": _json_number(loss),
             **{name: _json_number(float(value)) for name, value in _row_values(trained, row)},
             "num_tokens": len(token_ids),

@@ -20,23 +20,23 @@ def throughput_metrics(
     *,
     peak_flops: float,
     num_workers: int,
-    num_score_passes: int,
+    num_logprob_passes: int,
 ) -> Metrics:
     """Rates of one step over all its rows.
 
     `lengths` int [B] counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
-    row, causal attention over its own tokens only. MFU = (3 forwards trained + `num_score_passes`
+    row, causal attention over its own tokens only. MFU = (3 forwards trained + `num_logprob_passes`
     forwards scored) / (seconds x peak).
     """
     forward = float(cost.of(lengths).sum())
     tokens = float(lengths.sum())
-    train_s, score_s, step_s = (
+    train_s, logprobs_s, step_s = (
         timers.seconds("train"),
-        timers.seconds("score"),
+        timers.seconds("logprobs"),
         timers.seconds("step"),
     )
-    done = forward * (FLOPS_PER_TRAINED_UNIT + num_score_passes)
-    busy = train_s + score_s
+    done = forward * (FLOPS_PER_TRAINED_UNIT + num_logprob_passes)
+    busy = train_s + logprobs_s
     metrics: Metrics = {
         "performance/tokens_per_s": Mean(tokens / step_s if step_s else 0.0),
         "performance/tokens_per_s_per_worker": Mean(

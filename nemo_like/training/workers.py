@@ -28,32 +28,32 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Workplace:
+class RunWorkers:
     """`generator` and `rewards` are there when the run generates."""
 
     policy: Policy
     generator: Generator | None
     rewards: RewardEnvironment | None
-    shares_devices: bool
+    is_colocated: bool
     """Policy and generator take turns on the same accelerators; on CPU, and on devices of their
     own, both just stay.
     """
 
-    def training(self) -> AbstractContextManager[None]:
+    def policy_onloaded(self) -> AbstractContextManager[None]:
         """The policy is on its devices inside."""
-        return self.policy.awake() if self.shares_devices else nullcontext()
+        return self.policy.onloaded() if self.is_colocated else nullcontext()
 
-    def generating(self) -> AbstractContextManager[None]:
+    def generator_onloaded(self) -> AbstractContextManager[None]:
         """The generator is on its devices inside."""
         return (
-            self.generator.awake()
-            if self.generator is not None and self.shares_devices
+            self.generator.onloaded()
+            if self.generator is not None and self.is_colocated
             else nullcontext()
         )
 
 
 @contextmanager
-def open_workplace(
+def start_workers(
     config: RunConfig,
     progress: Progress,
     *,
@@ -61,7 +61,7 @@ def open_workplace(
     needs_reference: bool,
     logs: Path | None = None,
     end_token_ids: Sequence[int] = (),
-) -> Iterator[Workplace]:
+) -> Iterator[RunWorkers]:
     """Start every worker the run needs; stop them, and a Ray started here, when the block ends.
 
     After a failure the logs of a Ray started here are copied to `logs`. `end_token_ids` end a
@@ -71,7 +71,7 @@ def open_workplace(
     """
     if generates:
         load_reward_functions(config.reward.functions)
-    shares_devices = (
+    is_colocated = (
         generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
     )
     worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
@@ -92,7 +92,7 @@ def open_workplace(
                 sequence_parallel=config.parallel.sequence,
                 seed=config.seed,
             )
-            if shares_devices:
+            if is_colocated:
                 policy_group.run_all_workers(
                     "sleep"
                 )  # the generator is loaded onto the same device next
@@ -105,15 +105,15 @@ def open_workplace(
                         "generation", worker_class, **_generation_arguments(config, end_token_ids)
                     )
                 )
-                if shares_devices:
-                    generator.group.run_all_workers("sleep")
+                if is_colocated:
+                    generator.group.run_all_workers("offload")
                 phase.advance()
                 functions = config.reward.functions
                 rewards = RewardEnvironment(
                     start("reward", RewardWorker, functions=functions), functions
                 )
                 phase.advance()
-        yield Workplace(policy, generator, rewards, shares_devices)
+        yield RunWorkers(policy, generator, rewards, is_colocated)
 
 
 def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:

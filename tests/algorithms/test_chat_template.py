@@ -43,15 +43,13 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
             num_optimizer_steps=1,
         ) as job,
     ):
-        assert job.workplace.generator is not None
+        assert job.workers.generator is not None
         prompts = Jagged.from_rows(
             [source.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,
             np.int32,
         )
         seeds = np.arange(num_rows, dtype=np.uint64)
-        completions = job.workplace.generator.generate(
-            prompts, seeds, sampling, max_total_length=96
-        )
+        completions = job.workers.generator.generate(prompts, seeds, sampling, max_total_length=96)
     end = AutoTokenizer.from_pretrained(config.policy.model_name).convert_tokens_to_ids("<user>")
     ended = [ids for ids in completions.token_ids if end in ids]
     assert len(ended) > num_rows // 4

@@ -54,7 +54,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def checked_scores(job: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
         policy, generator = (
-            group._worker for group in (job.policy.group, job.workplace.generator.group)
+            group._worker for group in (job.policy.group, job.workers.generator.group)
         )
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
         for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):

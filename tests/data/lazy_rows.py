@@ -34,12 +34,14 @@ class LazyRows(Generic[In, Out]):
         """See `EncodedRows.fetch`."""
         return [self._encode_one(row) for row in rows]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"row {row}"
 
     def _encode_one(self, row: int) -> Out | None:
         try:
             return self._encode(self._rows[row])
         except ConfigError as error:
-            places = getattr(self._rows, "places", None)
-            raise ConfigError(f"{places[row] if places else f'row {row}'}: {error}") from error
+            locations = getattr(self._rows, "locations", None)
+            raise ConfigError(
+                f"{locations[row] if locations else f'row {row}'}: {error}"
+            ) from error

@@ -82,7 +82,7 @@ def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
     )
     rows = load_rows(path)
     assert [row["prompt"] for row in rows] == ["ä", "b"]
-    assert rows.places[1].endswith("train.jsonl:3")
+    assert rows.locations[1].endswith("train.jsonl:3")
     assert rows[0:1] == [rows[0]]
 
 
@@ -108,7 +108,7 @@ def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> Non
     for name in ("train.json", "train.parquet", "many"):
         loaded = load_rows(tmp_path / name)
         assert [conversation(row) for row in loaded] == expected, name
-    assert load_rows(tmp_path / "train.parquet").places[1].endswith("train.parquet row 1")
+    assert load_rows(tmp_path / "train.parquet").locations[1].endswith("train.parquet row 1")
 
 
 def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 
@@ -16,8 +16,8 @@ from nemo_like.distributed.worker_group import WorkerContext
 class CollectiveWorker:
     def __init__(self, context: WorkerContext, *, topology: Topology) -> None:
         self.context = context
-        self.device = mesh.init_process_group(context)
-        self.mesh = mesh.build_device_mesh(topology, "cpu")
+        self.device = process_groups.init_process_group(context)
+        self.mesh = process_groups.build_device_mesh(topology, "cpu")
 
     def describe(self) -> tuple[int, str, str | None]:
         """Threads torch uses, its device, and the network interface gloo was bound to."""

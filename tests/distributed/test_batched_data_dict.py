@@ -466,8 +466,8 @@ def test_unshard_undoes_shard_for_every_kind_of_column(lengths: list[int], num_r
     batch = make_batch(lengths)
     spec = PlanSpec(max_tokens=32, num_ranks=num_ranks, global_batch_size=max(1, len(lengths) // 2))
     plan = plan_batch(lengths, spec)
-    score_plan = plan.with_budget(48)
-    shards = batch.shard(plan, score_plan)
+    logprob_plan = plan.with_budget(48)
+    shards = batch.shard(plan, logprob_plan)
     back = BatchedDataDict(
         {name: unshard([shard[name] for shard in shards], plan) for name in batch}
     )
@@ -481,17 +481,17 @@ def check_score_plan(shard: SlicedDataDict, num_steps: int) -> None:
     """The score plan's rows are rows of the shard, of the right length and step, also after
     `get_batch`.
     """
-    assert shard.plan is not None and shard.score_plan is not None
+    assert shard.plan is not None and shard.logprob_plan is not None
     lengths = shard["input_lengths"].tolist()
     for step in range(num_steps):
         part = shard.get_batch(step)
-        assert part.plan is not None and part.score_plan is not None
+        assert part.plan is not None and part.logprob_plan is not None
         own = [row for microbatch in shard.plan.step(step) for row in microbatch.rows]
-        scored = [row for microbatch in shard.score_plan.step(step) for row in microbatch.rows]
+        scored = [row for microbatch in shard.logprob_plan.step(step) for row in microbatch.rows]
         assert sorted(scored) == own
-        for microbatch in shard.score_plan.step(step):
+        for microbatch in shard.logprob_plan.step(step):
             assert microbatch.lengths == tuple(lengths[row] for row in microbatch.rows)
-        for microbatch in (*part.plan.microbatches, *part.score_plan.microbatches):
+        for microbatch in (*part.plan.microbatches, *part.logprob_plan.microbatches):
             assert microbatch.lengths == tuple(
                 part["input_lengths"][list(microbatch.rows)].tolist()
             )

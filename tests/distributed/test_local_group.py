@@ -8,7 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.errors import WorkerError, WorkerFailure
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.parallel_layout import Topology
@@ -21,7 +21,7 @@ class Worker:
         if fails:
             raise KeyError("no such weight")
         if joins:
-            mesh.init_process_group(context)
+            process_groups.init_process_group(context)
 
     def add(self, array: np.ndarray, offset: int) -> np.ndarray:
         return array + offset
@@ -73,10 +73,10 @@ def test_exceptions_come_as_those_of_a_worker() -> None:
 def test_shutdown_leaves_the_process_group_that_its_own_worker_joined() -> None:
     policy, generation = open_group(joins=True), open_group()
     generation.shutdown()
-    assert mesh.is_joined()
+    assert process_groups.is_joined()
     policy.shutdown()
     policy.shutdown()
-    assert not mesh.is_joined()
+    assert not process_groups.is_joined()
     with pytest.raises(RuntimeError, match="the policy group was shut down"):
         policy.run_all_workers("fail")
 

@@ -79,7 +79,7 @@ def test_results_are_in_the_order_asked_for_any_number_of_workers(model_director
     spread = Generator(_InProcessGroup(workers))  # type: ignore[arg-type]
     results = []
     for generator in (alone, spread):
-        with generator.awake():
+        with generator.onloaded():
             results.append(generator.generate(prompts, seeds, sampling, max_total_length=16))
     left, right = results
     assert left.finish_reasons == right.finish_reasons

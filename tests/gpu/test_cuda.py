@@ -83,8 +83,8 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(cp_rank: int, wind
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
         parts = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
         attend = _flash_varlen if device == "cuda" else _segmented
-        placed = _Spans(spans[0].to(device), spans[1].to(device), *spans[2:])
-        out = attend(parts[0], parts[1], parts[2], placed, 0.125, window, True)
+        sharded = _Spans(spans[0].to(device), spans[1].to(device), *spans[2:])
+        out = attend(parts[0], parts[1], parts[2], sharded, 0.125, window, True)
         return [
             tensor.float().cpu()
             for tensor in (out, *torch.autograd.grad(out, parts, upstream.to(device, dtype)))
@@ -127,8 +127,8 @@ def test_a_step_equals_the_cpu_step(
     for device in ("cpu", "cuda:0"):
         policy = open_policy(model_dir("qwen3"), device, precision, worker)
         policy.probe_isolation()
-        placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
-        metrics = [policy.train(placed, None, NllLoss())[0] for _ in range(2)]
+        sharded = policy.shard(some_rows(), policy.plan(some_rows()["length"]))
+        metrics = [policy.train(sharded, None, NllLoss())[0] for _ in range(2)]
         values[device] = [
             step[name].value for step in metrics for name in ("policy/loss", "policy/grad_norm")
         ]
@@ -145,26 +145,28 @@ def test_sleep_frees_the_device_and_wake_brings_everything_back(
     losses: dict[bool, list[float]] = {}
     for naps in (False, True):
         policy = open_policy(model_dir("llama_tied"), "cuda:0", precision)
-        placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
+        sharded = policy.shard(some_rows(), policy.plan(some_rows()["length"]))
         losses[naps] = []
         for _ in range(3):
-            losses[naps].append(policy.train(placed, None, NllLoss())[0]["policy/loss"].value)
+            losses[naps].append(policy.train(sharded, None, NllLoss())[0]["policy/loss"].value)
             if naps:
-                policy.group.run_all_workers("sleep")
-                policy.group.run_all_workers("wake")
+                policy.group.run_all_workers("offload")
+                policy.group.run_all_workers("onload")
         policy.shutdown()
     assert losses[True] == losses[False], "weights or optimizer moments were lost on the way"
 
 
 def test_asleep_the_policy_holds_almost_nothing_on_the_device(model_dir: Callable[[str], str]):  # noqa: F811
     policy = open_policy(model_dir("llama"), "cuda:0", "float32")
-    placed = policy.place(some_rows(), policy.plan(some_rows()["length"]))
-    policy.train(placed, None, NllLoss())
-    before, used = policy.score(placed)["prev_logprobs"], torch.cuda.memory_allocated()
-    policy.group.run_all_workers("sleep")
+    sharded = policy.shard(some_rows(), policy.plan(some_rows()["length"]))
+    policy.train(sharded, None, NllLoss())
+    before, used = policy.compute_logprobs(sharded)["prev_logprobs"], torch.cuda.memory_allocated()
+    policy.group.run_all_workers("offload")
     assert torch.cuda.memory_allocated() < used / 2
-    policy.group.run_all_workers("wake")
-    np.testing.assert_array_equal(policy.score(placed)["prev_logprobs"].values, before.values)
+    policy.group.run_all_workers("onload")
+    np.testing.assert_array_equal(
+        policy.compute_logprobs(sharded)["prev_logprobs"].values, before.values
+    )
     policy.shutdown()
 
 

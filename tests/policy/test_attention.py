@@ -23,12 +23,12 @@ def naive_attention(
     """[L, H, D] of one row by the textbook formula."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    outputs = torch.einsum("qhd,khd->hqk", q, k) * scale
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         allowed = allowed & (distance.abs() < window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", outputs.masked_fill(~allowed, float("-inf")).softmax(-1), v)
 
 
 def boundaries(lengths: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy.compute_clock import ComputeClock
@@ -58,7 +58,7 @@ def train_beside_a_slow_rank(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtensor_engine, "ComputeClock", WallClock)
         patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # collectives in every microbatch
-        mesh.init_process_group(worker_context)
+        process_groups.init_process_group(worker_context)
         try:
             rank = Rank(worker_context, ParallelConfig())
             worker = rank.worker(config)
@@ -70,7 +70,7 @@ def train_beside_a_slow_rank(
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())
             assert worker._policy.gather_over_world(worker_context.rank) == [0, 1]
         finally:
-            mesh.destroy()
+            process_groups.destroy()
     return metrics["policy/rank_time_worst_over_mean"].value
 
 

@@ -20,7 +20,7 @@ from nemo_like.config.schema import (
     PolicyGradientLossConfig,
 )
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -120,7 +120,7 @@ def train_dtensor(
     shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(worker_context.rank)]
     (metrics,) = worker.train(shard, None, FILTERED_LOSS)
     worker.save(out)
-    mesh.destroy()
+    process_groups.destroy()
     return {name: metric.value for name, metric in metrics.items()}
 
 

@@ -23,7 +23,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -117,7 +117,7 @@ def train_once(
     plan = plan_batch(batch["length"], spec)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
     worker.save(out)
-    mesh.destroy()
+    process_groups.destroy()
     return {name: metric.value for name, metric in metrics.items()}
 
 

@@ -373,7 +373,7 @@ def test_filtered_values_and_gradients_equal_the_definition_in_float64(
             hidden.detach().clone().requires_grad_(),
             weight.detach()[start:stop].clone().requires_grad_(),
         ]
-        scores = token_logprobs(
+        outputs = token_logprobs(
             leaves[0],
             leaves[1],
             labels,
@@ -384,12 +384,12 @@ def test_filtered_values_and_gradients_equal_the_definition_in_float64(
             token_filter=token_filter,
         )
         found = [
-            scores.logprobs.detach(),
-            *([scores.entropy.detach()] if scores.entropy is not None else []),
+            outputs.logprobs.detach(),
+            *([outputs.entropy.detach()] if outputs.entropy is not None else []),
         ]
-        assert scores.unfiltered_logprobs is not None
-        found.append(scores.unfiltered_logprobs.detach())
-        return found, torch.autograd.grad(filtered_loss(scores, with_entropy), leaves)
+        assert outputs.unfiltered_logprobs is not None
+        found.append(outputs.unfiltered_logprobs.detach())
+        return found, torch.autograd.grad(filtered_loss(outputs, with_entropy), leaves)
 
     ranks = [score(None)] if cuts is None else run_thread_ranks(len(bounds) - 1, score)
     for values, _ in ranks:
@@ -410,11 +410,11 @@ def test_a_filter_that_removes_nothing_costs_nothing():
 
     def record(token_filter: SamplingFilter | None) -> tuple[Recorder, Tensor]:
         with Recorder() as recorder:
-            scores = token_logprobs(
+            outputs = token_logprobs(
                 hidden, weight, labels, chunk_size=16, token_filter=token_filter
             )
-            assert scores.unfiltered_logprobs is None
-            (gradient,) = torch.autograd.grad(scores.logprobs.sum(), hidden)
+            assert outputs.unfiltered_logprobs is None
+            (gradient,) = torch.autograd.grad(outputs.logprobs.sum(), hidden)
         return recorder, gradient
 
     (plain, expected), (off, found) = record(None), record(SamplingFilter(top_k=-1))
@@ -426,9 +426,9 @@ def test_filtered_logprobs_need_a_few_chunks_and_no_collective_of_vocabulary_siz
     hidden, weight, _, labels = random_inputs(256, 8, 4096)
     one_chunk = 32 * 4096 * 4
     with Recorder() as recorder:
-        scores = token_logprobs(
+        outputs = token_logprobs(
             hidden, weight, labels, chunk_size=32, token_filter=SamplingFilter(top_k=50, top_p=0.8)
         )
-        scores.logprobs.sum().backward()
+        outputs.logprobs.sum().backward()
     assert recorder.largest <= 2 * one_chunk
     assert recorder.peak < 6 * one_chunk

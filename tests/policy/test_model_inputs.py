@@ -284,9 +284,8 @@ def test_every_layout_is_the_plain_loop_and_undoes_itself(
         return torch.cat([read(share).reshape(-1) for share in shares])[gather]
 
     ids = whole(lambda share: share.input_ids)
-    assert ids[ids >= 0].tolist() == [
-        token for row in rows for token in shard["input_ids"][row].tolist()
-    ]  # type: ignore[index]
+    expected = [shard["input_ids"][row].tolist() for row in rows]  # type: ignore[index]
+    assert ids[ids >= 0].tolist() == [token for row in expected for token in row]
     labels, label_mask = whole(lambda share: share.labels), whole(lambda share: share.label_mask)
     assert labels.tolist() == reference_columns(shard, microbatch, "input_ids")
     assert label_mask.tolist() == [label != 0 for label in labels.tolist()]

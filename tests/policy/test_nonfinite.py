@@ -23,7 +23,7 @@ from nemo_like.config.schema import (
     SchedulerConfig,
 )
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -89,7 +89,7 @@ def program(
         )
         return check(worker, context, topology, config, out)
     finally:
-        mesh.destroy()
+        process_groups.destroy()
 
 
 def check(

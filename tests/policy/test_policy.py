@@ -65,41 +65,41 @@ def test_a_step_of_the_driver(policy, tmp_path):
     plan = policy.plan(batch["length"])
     assert plan.num_steps == 2
     assert sorted(plan.rows_of_rank(0).tolist()) == list(range(8))
-    placed = policy.place(batch, plan)
+    sharded = policy.shard(batch, plan)
     policy.probe_isolation()
-    with policy.awake():
-        scores = policy.score(placed)
-        assert set(scores) == {"prev_logprobs", "reference_logprobs"}
-        for row, column in enumerate(scores["prev_logprobs"]):
+    with policy.onloaded():
+        outputs = policy.compute_logprobs(sharded)
+        assert set(outputs) == {"prev_logprobs", "reference_logprobs"}
+        for row, column in enumerate(outputs["prev_logprobs"]):
             expected = batch["token_mask"][row].astype(bool) & batch["row_mask"][row]
             expected[0] = False
             assert np.array_equal(column != 0, expected)
-        columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32), **scores}
+        columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32), **outputs}
         loss = ClippedPolicyGradientLoss(
             config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1)
         )
-        first, second = policy.train(placed, columns, loss)
+        first, second = policy.train(sharded, columns, loss)
     assert first["policy/ratio_mean"].value == pytest.approx(
         1.0, abs=1e-5
     )  # on-policy, columns met their rows
     assert second["policy/ratio_mean"].value != pytest.approx(1.0, abs=1e-5)
     policy.save(tmp_path / "saved")
-    changed = policy.score(placed)
-    policy.train(placed, None, NllLoss())
+    changed = policy.compute_logprobs(sharded)
+    policy.train(sharded, None, NllLoss())
     policy.load(tmp_path / "saved")
     assert np.array_equal(
-        policy.score(placed)["prev_logprobs"].values, changed["prev_logprobs"].values
+        policy.compute_logprobs(sharded)["prev_logprobs"].values, changed["prev_logprobs"].values
     )
 
 
 def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_loss(policy):
     batch = random_batch(LENGTHS)
     evaluated = policy.evaluate(
-        policy.place(batch, policy.plan(batch["length"], "evaluate")), NllLoss()
+        policy.shard(batch, policy.plan(batch["length"], "evaluate")), NllLoss()
     )
     whole = dataclasses.replace(policy.config, train_global_batch_size=8)
     (trained,) = Policy(policy.group, whole).train(
-        policy.place(batch, Policy(policy.group, whole).plan(batch["length"])), None, NllLoss()
+        policy.shard(batch, Policy(policy.group, whole).plan(batch["length"])), None, NllLoss()
     )
     assert evaluated["policy/loss"].value == pytest.approx(trained["policy/loss"].value, rel=1e-5)
 
@@ -140,9 +140,9 @@ def test_specs_follow_the_configuration():
 
 def test_columns_that_are_placed_already_do_not_travel_again(policy):
     batch = random_batch(LENGTHS)
-    placed = policy.place(batch, policy.plan(batch["length"]))
+    sharded = policy.shard(batch, policy.plan(batch["length"]))
     wrong = Jagged.from_rows(
         [[0.0]] * 8, np.float32
-    )  # would raise if it replaced the placed column
+    )  # would raise if it replaced the sharded column
     loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
-    assert len(policy.train(placed, {"generation_logprobs": wrong}, loss)) == 2
+    assert len(policy.train(sharded, {"generation_logprobs": wrong}, loss)) == 2

@@ -19,7 +19,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
@@ -51,10 +51,10 @@ row.
 
 
 def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
-    """Metrics of every optimizer step, and the scores this rank has, in each mode."""
+    """Metrics of every optimizer step, and the outputs this rank has, in each mode."""
     topology = Topology.from_world_size(worker_context.world_size)
     if worker_context.world_size > 1:
-        mesh.init_process_group(worker_context)
+        process_groups.init_process_group(worker_context)
     found: dict[str, Any] = {}
     try:
         for name, mode in MODES.items():
@@ -69,25 +69,25 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
             )
             worker = PolicyWorker(config, engine, None)
             spec = plan_spec(config, purpose="train", topology=topology, cost=CostModel())
-            steps, scores = [], []
+            steps, outputs = [], []
             for seed, lengths in enumerate(BATCHES):
                 batch = random_batch(lengths, seed=seed)
                 shard = batch.shard(plan_batch(batch["length"], spec))[
                     topology.dp_rank(worker_context.rank)
                 ]
-                logprobs = worker.score(shard)["prev_logprobs"]
-                scores += [
+                logprobs = worker.compute_logprobs(shard)["prev_logprobs"]
+                outputs += [
                     (ids.tobytes(), np.asarray(row))
                     for ids, row in zip(shard["input_ids"], logprobs, strict=True)
                 ]
                 steps += [
                     metric_values(metrics) for metrics in worker.train(shard, None, NllLoss())
                 ]
-            found[name] = (steps, scores)
+            found[name] = (steps, outputs)
         return found
     finally:
         if worker_context.world_size > 1:
-            mesh.destroy()
+            process_groups.destroy()
 
 
 def test_a_short_batch_is_the_same_step_on_two_ranks_as_on_one(model_dir, rank_pool, meeting):
@@ -96,10 +96,10 @@ def test_a_short_batch_is_the_same_step_on_two_ranks_as_on_one(model_dir, rank_p
     assert len(expected_steps) == 3, "the second batch is two optimizer steps"
     ranks = run_ranks(rank_pool, program, 2, meeting, model)
     for name in MODES:
-        scores = dict(score for rank in ranks for score in rank[name][1])
-        assert scores.keys() == dict(expected_scores).keys()
+        outputs = dict(score for rank in ranks for score in rank[name][1])
+        assert outputs.keys() == dict(expected_scores).keys()
         for ids, row in expected_scores:
-            np.testing.assert_allclose(scores[ids], row, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(outputs[ids], row, rtol=1e-5, atol=1e-5)
         for rank in ranks:
             assert len(rank[name][0]) == len(expected_steps)
             for step, expected in zip(rank[name][0], expected_steps, strict=True):

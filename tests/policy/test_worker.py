@@ -27,7 +27,7 @@ from nemo_like.config.schema import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -79,7 +79,7 @@ def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config
     config = dataclasses.replace(config, model_name=model_dir(architecture))
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     shard = shard_of(worker, random_batch(LENGTHS), context())
-    scores = worker.score(shard)
+    outputs = worker.compute_logprobs(shard)
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     for row, (ids, mask, trained) in enumerate(
         zip(shard["input_ids"], shard["token_mask"], shard["row_mask"], strict=True)
@@ -90,18 +90,18 @@ def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config
         expected = np.zeros(len(ids), dtype=np.float32)
         expected[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
         expected *= mask * trained
-        np.testing.assert_allclose(scores["prev_logprobs"][row], expected, rtol=1e-5, atol=1e-5)
-    assert np.array_equal(scores["reference_logprobs"].values, scores["prev_logprobs"].values)
+        np.testing.assert_allclose(outputs["prev_logprobs"][row], expected, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(outputs["reference_logprobs"].values, outputs["prev_logprobs"].values)
 
 
 def test_training_moves_the_policy_and_not_the_reference(model_dir):
     config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"))
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     shard = shard_of(worker, random_batch(LENGTHS), context())
-    before = worker.score(shard)
+    before = worker.compute_logprobs(shard)
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(10)]
     assert losses[-1] < 0.8 * losses[0]
-    after = worker.score(shard)
+    after = worker.compute_logprobs(shard)
     assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)
     assert after["prev_logprobs"].values.sum() > before["prev_logprobs"].values.sum() + 1.0
     assert worker.evaluate(shard, NllLoss())["policy/loss"].value < losses[-1]
@@ -121,10 +121,10 @@ def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_
     batch["token_mask"] = Jagged(np.ones(31, dtype=np.uint8), batch["token_mask"].offsets)
     with pytest.warns(OversizeWarning, match="row 1 has 25 tokens"):
         shard = shard_of(worker, batch, context())
-    scores = worker.score(shard)["prev_logprobs"]
-    assert scores.lengths.tolist() == shard["input_ids"].lengths.tolist()
-    long = int(np.argmax(scores.lengths))
-    assert np.flatnonzero(scores[long]).tolist() == list(range(1, 10))
+    outputs = worker.compute_logprobs(shard)["prev_logprobs"]
+    assert outputs.lengths.tolist() == shard["input_ids"].lengths.tolist()
+    long = int(np.argmax(outputs.lengths))
+    assert np.flatnonzero(outputs[long]).tolist() == list(range(1, 10))
     assert worker.train(shard, None, NllLoss())[0]["policy/num_tokens"].value == 5 + 9
 
 
@@ -149,11 +149,11 @@ def sharded_program(
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)
     worker.save(out / "start")
-    start = worker.score(shard)["prev_logprobs"].values
+    start = worker.compute_logprobs(shard)["prev_logprobs"].values
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
-    scores = worker.score(shard)
-    worker.sleep()
-    worker.wake()
+    outputs = worker.compute_logprobs(shard)
+    worker.offload()
+    worker.onload()
     worker.export_hf(out / "hf")
     num_buckets = worker.num_weight_buckets(4000)
     buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
@@ -161,13 +161,13 @@ def sharded_program(
         name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()
     }
     worker.load(out / "start")
-    restored = np.array_equal(worker.score(shard)["prev_logprobs"].values, start)
-    mesh.destroy()
+    restored = np.array_equal(worker.compute_logprobs(shard)["prev_logprobs"].values, start)
+    process_groups.destroy()
     return {
         "restored": restored,
         "rows": rows_of(shard),
         "losses": losses,
-        "scores": [np.asarray(row) for row in scores["prev_logprobs"]],
+        "outputs": [np.asarray(row) for row in outputs["prev_logprobs"]],
         "masks": [np.asarray(row) for row in shard["token_mask"]],
         "trained": np.asarray(shard["row_mask"]),
         "weights": {name: tensor.float().numpy() for name, tensor in weights.items()},
@@ -198,15 +198,15 @@ def test_two_ranks_train_score_probe_send_and_export_the_same_model(
     assert model.lm_head.weight is model.model.embed_tokens.weight
     tolerance = 1e-4 if precision == "float32" else 0.2
     for result in (first, second):
-        for ids, mask, trained, scores in zip(
-            result["rows"], result["masks"], result["trained"], result["scores"], strict=True
+        for ids, mask, trained, outputs in zip(
+            result["rows"], result["masks"], result["trained"], result["outputs"], strict=True
         ):
             input_ids = torch.from_numpy(ids.astype(np.int64))[None]
             with torch.no_grad():
                 log_probs = (model(input_ids).logits[0].float() / 0.7).log_softmax(-1)
             expected = np.zeros(len(ids), dtype=np.float32)
             expected[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
-            np.testing.assert_allclose(scores, expected * mask * trained, atol=tolerance)
+            np.testing.assert_allclose(outputs, expected * mask * trained, atol=tolerance)
 
 
 def test_an_export_loads_with_its_tokenizer_chat_template_and_generates(model_dir, tmp_path):

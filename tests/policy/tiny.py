@@ -60,7 +60,7 @@ _MIXTURE: dict[str, Any] = _SIZES | {
 }
 MIXTURES: dict[str, tuple[type, Any]] = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**_MIXTURE, norm_topk_prob=True)),
-    # The first layer is dense, the scores of the chosen experts do not add up to 1, and all layers
+    # The first layer is dense, the outputs of the chosen experts do not add up to 1, and all layers
     # have a window.
     "qwen3_moe_mixed": (
         Qwen3MoeForCausalLM,

@@ -154,7 +154,7 @@ class BatchPlan:
             row = int(padded.argmax())
             raise ValueError(
                 f"row {row} has {kept[row]} tokens ({padded[row]} padded), above"
-                f" {spec.score_budget_key} = {max_tokens}; raise it"
+                f" {spec.logprob_budget_key} = {max_tokens}; raise it"
             )
         grid = self.offsets[
             np.add.outer(np.arange(spec.num_ranks) * self.num_microbatches, self.step_offsets)

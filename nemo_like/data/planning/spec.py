@@ -182,8 +182,8 @@ class PlanSpec:
         return f"policy.{'sequence_packing' if self.layout == 'packed' else 'dynamic_batching'}.train_mb_tokens"
 
     @property
-    def score_budget_key(self) -> str:
-        """The configuration key behind the cap of scoring."""
+    def logprob_budget_key(self) -> str:
+        """The configuration key behind the token limit of the log-prob pass."""
         return self.budget_key.replace("train_mb_tokens", "logprob_mb_tokens")
 
     def with_budget(self, max_tokens: int | None, max_rows: int | None) -> PlanSpec:

@@ -105,8 +105,8 @@ class DTensorEngine:
             for inputs, is_last in _mark_last(microbatches):
                 if backward:
                     self._set_synchronises(is_last)
-                scores = self._scorer(inputs, temperature, with_entropy, token_filter)
-                loss, result = step_fn(inputs, scores)
+                outputs = self._scorer(inputs, temperature, with_entropy, token_filter)
+                loss, result = step_fn(inputs, outputs)
                 if backward:
                     assert loss is not None, "a step function gives a loss when run with backward"
                     loss.backward()
@@ -204,12 +204,12 @@ class DTensorEngine:
     def export_hf(self, directory: Path) -> None:
         write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         if self.device.type != "cpu":
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         if self.device.type != "cpu":
             self._move(self.device)
 

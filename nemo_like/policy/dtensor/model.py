@@ -22,8 +22,8 @@ from nemo_like.policy import attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parallel import Cut
-from nemo_like.policy.engine import TokenScores
-from nemo_like.policy.logprobs import VocabShard, spread_scores, token_logprobs
+from nemo_like.policy.engine import TokenLogprobs
+from nemo_like.policy.logprobs import VocabShard, scatter_logprobs, token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
 
@@ -51,8 +51,8 @@ class TokenScorer(nn.Module):
         temperature: float,
         with_entropy: bool,
         token_filter: SamplingFilter | None,
-    ) -> TokenScores:
-        """See `TokenScores`; logits are computed only where `inputs.label_mask` is True."""
+    ) -> TokenLogprobs:
+        """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
         if tensor is not None and tensor.sequence:
             inputs = inputs.flattened()  # tokens are shared out along one dim
@@ -73,7 +73,7 @@ class TokenScorer(nn.Module):
         hidden = hidden.flatten(0, 1)
         positions = inputs.label_mask.nonzero().squeeze(1)
         head = output_head(self.causal_lm)
-        scores = token_logprobs(
+        outputs = token_logprobs(
             hidden.index_select(0, positions),
             head.weight,
             inputs.labels.index_select(0, positions),
@@ -84,7 +84,7 @@ class TokenScorer(nn.Module):
             vocab=self._vocabulary(),
             token_filter=token_filter,
         )
-        return spread_scores(scores, positions, len(hidden))
+        return scatter_logprobs(outputs, positions, len(hidden))
 
     def _vocabulary(self) -> VocabShard | None:
         tensor = self.groups.tensor

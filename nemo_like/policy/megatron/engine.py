@@ -127,8 +127,8 @@ class MegatronEngine:
             """Three values: a loss that comes with its number of tokens is differentiated as it
             is.
             """
-            scores = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
-            loss, result = step_fn(microbatch, scores)
+            outputs = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
+            loss, result = step_fn(microbatch, outputs)
             if backward:
                 assert loss is not None, "a step function gives a loss when run with backward"
             return (
@@ -236,12 +236,12 @@ class MegatronEngine:
     def export_hf(self, directory: Path) -> None:
         write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
 
-    def sleep(self) -> None:
+    def offload(self) -> None:
         if self.device.type != "cpu":
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         if self.device.type != "cpu":
             self._move(self.device)
 

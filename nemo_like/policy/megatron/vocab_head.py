@@ -7,8 +7,8 @@ from __future__ import annotations
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from nemo_like.policy.engine import TokenScores
-from nemo_like.policy.logprobs import VocabShard, spread_scores, token_logprobs
+from nemo_like.policy.engine import TokenLogprobs
+from nemo_like.policy.logprobs import VocabShard, scatter_logprobs, token_logprobs
 from nemo_like.policy.megatron import groups as megatron_groups
 from nemo_like.policy.megatron.model import PackedModel
 from nemo_like.policy.megatron.param_map import Geometry
@@ -42,12 +42,12 @@ class VocabularyHead:
         temperature: float,
         with_entropy: bool,
         token_filter: SamplingFilter | None,
-    ) -> TokenScores:
-        """See `TokenScores`; logits are computed only where `inputs.label_mask` is True."""
+    ) -> TokenLogprobs:
+        """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
         if self._is_scattered:
             hidden = gather_from_sequence_parallel_region(hidden)
         positions = inputs.label_mask.nonzero().squeeze(1)
-        scores = token_logprobs(
+        outputs = token_logprobs(
             hidden.squeeze(1).index_select(0, positions),
             self._weight(),
             inputs.labels.index_select(0, positions),
@@ -57,7 +57,7 @@ class VocabularyHead:
             vocab=self._shard,
             token_filter=token_filter,
         )
-        return spread_scores(scores, positions, len(inputs.labels))
+        return scatter_logprobs(outputs, positions, len(inputs.labels))
 
     def _weight(self) -> Tensor:
         """Without the padding of the vocabulary."""

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
 from nemo_like.distributed.parallel_layout import Topology
-from nemo_like.distributed.ray import failures as post_mortem
+from nemo_like.distributed.ray import failures as failures
 from nemo_like.distributed.ray.failures import Failure, explain
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
@@ -210,7 +210,7 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
 
     failure = Failure(1, "sleep", ActorDiedError())
     elsewhere = dataclasses.replace(location, machine="another machine")
-    monkeypatch.setattr(post_mortem, "_ANSWER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(failures, "_ANSWER_TIMEOUT_S", 0.0)
     slow = str(explain(failure, "policy", elsewhere))
     assert "cause unknown, its node did not answer within 0 s" in slow
     assert location.log_path in slow

@@ -20,7 +20,7 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
@@ -68,7 +68,7 @@ def train_and_save(
         worker.load(load)
     lines = train_steps(worker, worker_context, config, steps)
     worker.save(save)
-    mesh.destroy()
+    process_groups.destroy()
     return lines
 
 

@@ -1,7 +1,7 @@
 """One model, whatever the layout of its ranks: tensor, sequence and context parallelism change
 nothing but who computes.
 
-Each layout has one process group and does everything in it: gradients, scores and isolation of
+Each layout has one process group and does everything in it: gradients, outputs and isolation of
 every architecture, four optimizer steps, checkpoints, and the weights as they leave it. One process
 and plain transformers say what is right.
 """
@@ -27,7 +27,7 @@ from nemo_like.config.schema import (
 )
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -150,7 +150,7 @@ def gradients(
 
 
 def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
-    """Gradient in both layouts, and recomputed; scores and isolation."""
+    """Gradient in both layouts, and recomputed; outputs and isolation."""
     worker = rank.worker(dataclasses.replace(PACKED, model_name=model))
     shards = {
         name: rank.shard(config, batch)
@@ -160,12 +160,14 @@ def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
     found["checkpointed"] = gradients(
         rank.worker(dataclasses.replace(CHECKPOINTED, model_name=model)), shards["packed"]
     )
-    scores = {name: worker.score(shard)["prev_logprobs"] for name, shard in shards.items()}
+    outputs = {
+        name: worker.compute_logprobs(shard)["prev_logprobs"] for name, shard in shards.items()
+    }
     rows = {name: [np.asarray(row) for row in shard["input_ids"]] for name, shard in shards.items()}
-    found["scores"] = [
+    found["outputs"] = [
         (ids, row)
         for name in shards
-        for ids, row in zip(rows[name], map(np.asarray, scores[name]), strict=True)
+        for ids, row in zip(rows[name], map(np.asarray, outputs[name]), strict=True)
     ]
     found["isolation"] = [worker.probe_isolation()]
     worker.config = DYNAMIC
@@ -202,7 +204,7 @@ def program(
 ) -> dict[str, Any]:
     """All that a layout is asked to do."""
     rank = Rank(worker_context, parallel)
-    mesh.init_process_group(worker_context)
+    process_groups.init_process_group(worker_context)
     try:
         batch = random_batch(LENGTHS)
         found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
@@ -229,8 +231,8 @@ def program(
             found["bfloat16"] = train(
                 rank.worker(dataclasses.replace(config, precision="bfloat16")), rank, range(4)
             )
-            worker.sleep()
-            worker.wake()
+            worker.offload()
+            worker.onload()
             worker.export_hf(out / "hf")
             buckets = [
                 worker.weight_bucket(index) for index in range(worker.num_weight_buckets(4000))
@@ -240,7 +242,7 @@ def program(
         }
         return found
     finally:
-        mesh.destroy()
+        process_groups.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +267,7 @@ def expected_of(
     reference = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     loss = row_loss(reference, batch)
     loss.backward()
-    scores = {}
+    outputs = {}
     for ids, mask, trained in zip(
         batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
     ):
@@ -274,13 +276,13 @@ def expected_of(
             log_probs = reference(input_ids).logits[0].log_softmax(-1)
         row = np.zeros(len(ids), dtype=np.float32)
         row[1:] = log_probs[:-1].gather(1, input_ids[0, 1:, None]).squeeze(1).numpy()
-        scores[ids.tobytes()] = row * mask * trained
+        outputs[ids.tobytes()] = row * mask * trained
     named = {
         name: parameter.grad.numpy()
         for name, parameter in reference.named_parameters()
         if parameter.grad is not None
     }
-    return named, loss.item(), scores
+    return named, loss.item(), outputs
 
 
 def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> tuple[float, str]:
@@ -311,7 +313,7 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
     )
     batch = random_batch(LENGTHS)
     for name in names:
-        gradient, loss, scores = expected_of(paths[name], batch)
+        gradient, loss, outputs = expected_of(paths[name], batch)
         norm = float(np.sqrt(sum(np.square(tensor).sum() for tensor in gradient.values())))
         for how in ("packed", "dynamic", "checkpointed"):
             error, where = worst(ranks[0][name][how][0], gradient)
@@ -324,9 +326,9 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
                     how,
                 )
         for rank in ranks:
-            assert len(rank[name]["scores"]) > 0
-            for ids, row in rank[name]["scores"]:
-                np.testing.assert_allclose(row, scores[ids.tobytes()], rtol=1e-5, atol=1e-5)
+            assert len(rank[name]["outputs"]) > 0
+            for ids, row in rank[name]["outputs"]:
+                np.testing.assert_allclose(row, outputs[ids.tobytes()], rtol=1e-5, atol=1e-5)
             assert [report.layout for report in rank[name]["isolation"]] == ["packed", "padded"]
     assert_trained_alike(ranks, straight_losses, straight_dir, tmp_path)
     for first in range(0, world_size, parallel.tensor):

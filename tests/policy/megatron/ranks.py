@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
@@ -99,14 +99,14 @@ def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     topology = Topology.from_world_size(
         context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
     )
-    device = mesh.init_process_group(context)
+    device = process_groups.init_process_group(context)
     try:
         megatron_groups.join(
             topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert
         )
         yield Rank(context, parallel, topology, device)
     finally:
-        mesh.destroy()
+        process_groups.destroy()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One gradient, one set of scores, wherever Megatron's ranks stand: those of transformers on
+"""One gradient, one set of outputs, wherever Megatron's ranks stand: those of transformers on
 unpadded rows.
 """
 
@@ -22,7 +22,7 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.engine import TokenScores
+from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.megatron import engine as megatron_engine
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.model import SegmentAttention
@@ -260,7 +260,7 @@ def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) ->
 def look_around(
     context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
 ) -> dict[str, Any]:
-    """What a rank sees of one model: scores, whole weights, and what other calls of the engine
+    """What a rank sees of one model: outputs, whole weights, and what other calls of the engine
     give.
     """
     seen: dict[str, Any] = {}
@@ -268,9 +268,9 @@ def look_around(
         worker = rank.worker(config)
         engine = rank.engine(config, trainable=False)
         shard = rank.shard(config, worker, random_batch(LENGTHS))
-        scores = worker.score(shard)
+        outputs = worker.compute_logprobs(shard)
         seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
-        seen["scores"] = {name: list(column) for name, column in scores.items()}
+        seen["outputs"] = {name: list(column) for name, column in outputs.items()}
         seen["weights"] = {
             name: tensor.numpy()
             for name, tensor in engine.full_weights(list(engine.weight_shapes()))
@@ -293,7 +293,7 @@ def test_scores_weights_and_groups(model_dir, pool, tmp_path):
         rows = ranks[-1]["rows"]
         assert len(rows["input_ids"]) == len(LENGTHS), "dp is 1: every row is on every rank"
         for found, row in zip(
-            ranks[-1]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
+            ranks[-1]["outputs"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
         ):
             assert_same_scores(model, found, *row)
         for name, parameter in model.named_parameters():
@@ -309,7 +309,7 @@ def test_scores_weights_and_groups(model_dir, pool, tmp_path):
         ]
         assert ranks[0]["sync"] == ("microbatch" if degrees.pipeline > 1 else "step")
         if degrees.pipeline > 1:
-            assert ranks[0]["scores"] == {}, "only the last stage has scores"
+            assert ranks[0]["outputs"] == {}, "only the last stage has outputs"
 
 
 @torch.no_grad()
@@ -344,8 +344,8 @@ def accumulate(
         calls += 1
         return attend(self, *args, **kwargs)
 
-    def loss(inputs: Any, scores: TokenScores) -> tuple[Tensor, None]:
-        return -(scores.logprobs * inputs.label_mask).sum(), None
+    def loss(inputs: Any, outputs: TokenLogprobs) -> tuple[Tensor, None]:
+        return -(outputs.logprobs * inputs.label_mask).sum(), None
 
     results: dict[str, Any] = {}
     with joined(context, parallel) as rank, pytest.MonkeyPatch.context() as patch:

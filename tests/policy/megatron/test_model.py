@@ -28,7 +28,7 @@ from transformers import (
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
@@ -178,9 +178,9 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
         spec = plan_spec(config, purpose="train", topology=topology, cost=info.cost, sync=info.sync)
         batch = random_batch(LENGTHS)
         shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(context.rank)]
-        before = worker.score(shard)
+        before = worker.compute_logprobs(shard)
         worker.train(shard, None, NllLoss())
-        after = worker.score(shard)
+        after = worker.compute_logprobs(shard)
         num_buckets = worker.num_weight_buckets(20_000)
         buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
         decoded = {
@@ -190,14 +190,14 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
             for name, tensor in bucket.decode()
         }
     finally:
-        mesh.destroy()
+        process_groups.destroy()
     return {"before": before, "after": after, "weights": decoded, "info": info}
 
 
 def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, pool, tmp_path):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("llama_tied"))
     first, last = run_ranks(pool, work, 2, meeting_in(tmp_path), ParallelConfig(pipeline=2), config)
-    assert first["before"] == {}, "scores are on the last stage"
+    assert first["before"] == {}, "outputs are on the last stage"
     before, after = last["before"], last["after"]
     assert np.array_equal(before["prev_logprobs"].values, before["reference_logprobs"].values)
     assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)

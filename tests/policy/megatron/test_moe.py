@@ -172,7 +172,7 @@ def test_scores_and_whole_weights(model_dir, pool, tmp_path):
     ranks = run_ranks(pool, look_around, world_size, meeting_in(tmp_path), parallel, config)
     rows = ranks[0]["rows"]
     for found, row in zip(
-        ranks[0]["scores"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
+        ranks[0]["outputs"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
     ):
         assert_same_scores(model, found, *row)
     for name, parameter in model.named_parameters():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_like.config.schema import OptimizerConfig, ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
-from nemo_like.distributed import process_groups as mesh
+from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
@@ -208,7 +208,7 @@ def train_dtensor(
         if out is not None:
             worker.save(out)
     finally:
-        mesh.destroy()
+        process_groups.destroy()
     return losses
 
 

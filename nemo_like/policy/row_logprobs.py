@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.policy.engine import Engine, TokenScores
+from nemo_like.policy.engine import Engine, TokenLogprobs
 from nemo_like.policy.model_inputs import (
     ModelInputs,
     cp_gather_positions,
@@ -21,7 +21,7 @@ from nemo_like.policy.model_inputs import (
 from nemo_like.sampling_filter import SamplingFilter
 
 
-def score_rows(
+def compute_row_logprobs(
     engine: Engine,
     microbatches: Iterable[ModelInputs],
     *,
@@ -34,8 +34,8 @@ def score_rows(
     Every rank calls; on pipeline stages but the last the list is empty.
     """
 
-    def in_rows(inputs: ModelInputs, scores: TokenScores) -> tuple[Tensor | None, Jagged]:
-        return None, unpack_tokens(_in_order(engine, inputs, scores.logprobs), inputs)
+    def in_rows(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[Tensor | None, Jagged]:
+        return None, unpack_tokens(_in_order(engine, inputs, outputs.logprobs), inputs)
 
     return engine.run(
         microbatches, in_rows, backward=False, temperature=temperature, token_filter=token_filter
