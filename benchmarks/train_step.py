@@ -41,6 +41,7 @@ from nemo_like.data.planning.cost import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), arguments)
         results = measure(Path(folder), rows, arguments)
-        flops = train_flops(AutoConfig.from_pretrained(folder), rows)
+        flops = train_flops(ModelSpec.from_config(AutoConfig.from_pretrained(folder)), rows)
     peak, source = peak_flops(torch.device(arguments.device))
     print(f"MFU is of {peak / 1e12:.3g} TFLOP/s ({source})")
     print(

@@ -15,20 +15,20 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 10, "demo": 10, "demo_task": 10, "__main__": 10,
-    "commands": 9,
-    "algorithms": 8,
-    "training": 7,
-    "rollout": 6,
-    "policy": 5, "generation": 5, "environments": 5, "reports": 5,
-    "weight_sync": 4, "prediction": 4, "tracking": 4,
-    "distributed": 3, "run_directory": 3, "progress": 3, "checkpoint": 3,
-    "data": 2, "losses": 2, "models": 2, "sampling_filter": 2,
+    "cli": 11, "demo": 11, "demo_task": 11, "__main__": 11,
+    "commands": 10,
+    "algorithms": 9,
+    "training": 8,
+    "rollout": 7,
+    "policy": 6, "generation": 6, "environments": 6, "reports": 6,
+    "weight_sync": 5, "prediction": 5, "tracking": 5,
+    "distributed": 4, "run_directory": 4, "progress": 4, "checkpoint": 4,
+    "data": 3, "losses": 3, "sampling_filter": 3, "models": 2,
     "checkpoint_manifest": 2, "run_lock": 2, "run_log": 2, "shared_directory": 2,
     "config": 1, "metrics": 1, "files": 1,
     "__init__": 0,
 }  # fmt: skip
-TOP = 10
+TOP = 11
 
 HOMES = {
     "ray": ("distributed/ray/",),
@@ -61,7 +61,7 @@ LIGHT_MODULES = (
     "nemo_like.reports.plan_page",
 )
 
-MAX_FILE_LINES = 470
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 125
 
 

@@ -17,9 +17,9 @@ from nemo_like.config.text import printable
 
 if TYPE_CHECKING:
     from nemo_like.config.schema import RunConfig
+    from nemo_like.models.spec import ModelSpec
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.prediction.memory import Placement
-    from nemo_like.prediction.model_shapes import ModelShape
     from nemo_like.prediction.plan_report import PlanRequest
 
 EPILOG = """examples:
@@ -250,7 +250,9 @@ def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
         field=arguments.field,
         limit=arguments.limit or MOST_ROWS,
     )
-    return PlanRequest(rows=replace(rows, is_ordered=arguments.in_order), shape=_shape(arguments))
+    return PlanRequest(
+        rows=replace(rows, is_ordered=arguments.in_order), model=_model_spec(arguments)
+    )
 
 
 def _from_text(arguments: argparse.Namespace) -> PlanRequest:
@@ -275,7 +277,9 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
             .replace("data.train_path", "--data")
         )
         raise ConfigError(text) from error
-    return PlanRequest(rows=RowLengths(lengths, source, is_ordered=True), shape=_shape(arguments))
+    return PlanRequest(
+        rows=RowLengths(lengths, source, is_ordered=True), model=_model_spec(arguments)
+    )
 
 
 def _from_config(arguments: argparse.Namespace) -> PlanRequest:
@@ -316,16 +320,17 @@ def _from_run(arguments: argparse.Namespace) -> PlanRequest:
 
 def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespace) -> PlanRequest:
     """A request as a config's own run would plan it."""
+    from nemo_like.data.planning.cost import CostModel
     from nemo_like.policy.batching import plan_spec, policy_topology
     from nemo_like.prediction.plan_report import PlanRequest, sync_of
 
-    shape, placement = _shape(arguments, config.policy.model_name), placement_of(config)
-    assert shape is not None, "a config names a model"
+    spec, placement = _model_spec(arguments, config.policy.model_name), placement_of(config)
+    assert spec is not None, "a config names a model"
     experts = config.parallel.expert
     note = f"parallel.expert is {experts}, but the memory counts every expert on every worker: it is an upper bound"
     request = PlanRequest(
         rows=rows,
-        shape=shape,
+        model=spec,
         placement=placement,
         batch_size=config.policy.train_global_batch_size,
         notes=(note,) if experts > 1 else (),
@@ -334,7 +339,7 @@ def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespa
         config.policy,
         purpose="train",
         topology=policy_topology(config),
-        cost=shape.cost,
+        cost=CostModel.from_spec(spec),
         sequence_parallel=config.parallel.sequence,
         sync=sync_of(request),
         seed=config.seed,
@@ -396,16 +401,16 @@ def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
     )
 
 
-def _shape(arguments: argparse.Namespace, model_name: str | None = None) -> ModelShape | None:
+def _model_spec(arguments: argparse.Namespace, model_name: str | None = None) -> ModelSpec | None:
     from nemo_like.config.errors import ConfigError
-    from nemo_like.prediction.model_shapes import load_shape
+    from nemo_like.models.presets import load_spec
 
     if arguments.model is not None:
-        return load_shape(arguments.model)
+        return load_spec(arguments.model)
     if model_name is None:
         return None
     try:
-        return load_shape(model_name)
+        return load_spec(model_name)
     except ConfigError as error:
         raise ConfigError(
             f"policy.model_name is {model_name!r}, which is not a directory with a config.json"

@@ -30,6 +30,7 @@ from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, policy_topology
 from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.prompt import Prompt
@@ -142,7 +143,7 @@ def _look_at_rows(
     findings: Findings,
 ) -> None:
     """Lengths, budgets, samples and, if the rows are fine, the first step's plan."""
-    cost = CostModel() if model is None else CostModel.from_model_config(model)
+    cost = CostModel() if model is None else CostModel.from_spec(ModelSpec.from_config(model))
     num_problems = len(findings.problems)
     is_sft = isinstance(config, SftRunConfig)
     check_texts(encoder, train, findings, trains_answers=is_sft)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
@@ -103,70 +102,11 @@ def parallel_problems(config: RunConfig) -> Iterator[Problem]:
             f" and {stage} /"
             f" {parallel.expert} = {stage / parallel.expert:.4g}, not a whole number: set"
             f" parallel.expert to"
-            f" {_divisors(stage, parallel.expert)}",
+            f" {legal_divisors(stage, parallel.expert)}",
         )
 
 
-def model_problems(config: RunConfig, model_config: Any) -> list[Problem]:
-    """What of `parallel` does not divide this model; `model_config` has the attributes of Hugging
-    Face.
-    """
-    text_config = getattr(model_config, "text_config", None) or model_config
-    parallel = config.parallel
-    num_experts = getattr(text_config, "num_experts", None)
-    heads = getattr(text_config, "num_attention_heads", None)
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    if config.policy.engine == "megatron" and kv_heads and parallel.tensor % kv_heads == 0:
-        kv_heads = None  # each is held by several workers
-    counts = (
-        ("tensor", parallel.tensor, "attention heads", heads),
-        ("tensor", parallel.tensor, "key-value heads", kv_heads),
-        (
-            "tensor",
-            parallel.tensor,
-            "feed-forward columns",
-            getattr(text_config, "intermediate_size", None),
-        ),
-        ("expert", parallel.expert, "experts", num_experts),
-    )
-    problems = [
-        Problem(
-            (f"parallel.{key}",),
-            f"{config.policy.model_name} has {count} {what}, and {count} / parallel.{key} {degree}"
-            f" = {count / degree:.4g},"
-            f" not a whole number: set parallel.{key} to {_divisors(count, degree)}",
-        )
-        for key, degree, what, count in counts
-        if count and count % degree
-    ]
-    layers = getattr(text_config, "num_hidden_layers", None)
-    if layers is not None and layers < parallel.pipeline:
-        text = (
-            f"{config.policy.model_name} has {layers} layers, fewer than parallel.pipeline"
-            f" {parallel.pipeline} stages:"
-            f" set it to {layers} or less"
-        )
-        problems.append(Problem(("parallel.pipeline",), text))
-    if parallel.expert > 1 and not num_experts:
-        text = f"{config.policy.model_name} has no experts, and parallel.expert is {parallel.expert}: set it to 1"
-        problems.append(Problem(("parallel.expert",), text))
-    if (
-        num_experts
-        and parallel.tensor > 1
-        and not parallel.sequence
-        and config.policy.engine == "megatron"
-    ):
-        text = (
-            f"{config.policy.model_name} has {num_experts} experts and parallel.sequence is false:"
-            f" the"
-            f" {parallel.tensor} tensor workers would all send the same tokens to them; set"
-            f" parallel.sequence to true"
-        )
-        problems.append(Problem(("parallel.sequence", "parallel.tensor"), text))
-    return problems
-
-
-def _divisors(count: int, degree: int) -> str:
+def legal_divisors(count: int, degree: int) -> str:
     """The divisors of `count` around `degree`. Example: 6, 4 -> `3 or 6`."""
     divisors = [number for number in range(1, count + 1) if count % number == 0]
     below, above = (

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.model_inputs import build_inputs
 from nemo_like.policy.row_logprobs import compute_row_logprobs
@@ -57,7 +58,8 @@ def probe_isolation(
     changes how many rows the matrix products of two experts have, and kernels for other sizes add
     up in another order.
     """
-    limit = _MAX_MEAN_DIFFERENCE[precision] if _has_experts(engine.model_config) else 0.0
+    is_moe = ModelSpec.from_config(engine.model_config).moe is not None
+    limit = _MAX_MEAN_DIFFERENCE[precision] if is_moe else 0.0
     rows = _random_rows(vocab_size)
     changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]
     together = _compute_logprobs(engine, rows, layout)
@@ -83,13 +85,6 @@ def probe_isolation(
         what = f"log-probs in a microbatch differ from those of each row alone by {difference:.2g} on average"
         raise IsolationError(_leak(layout, what))
     return IsolationReport(layout, len(rows), difference)
-
-
-def _has_experts(model_config: Any) -> bool:
-    return any(
-        getattr(model_config, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
 
 
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:

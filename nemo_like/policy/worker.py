@@ -29,6 +29,7 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine, Sync, TokenLogprobs
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
@@ -144,7 +145,7 @@ class PolicyWorker:
         return PolicyInfo(
             num_params=sum(prod(shape) for shape in self._policy.weight_shapes().values()),
             num_workers=self._policy.topology.world_size,
-            cost=CostModel.from_model_config(self._policy.model_config),
+            cost=CostModel.from_spec(ModelSpec.from_config(self._policy.model_config)),
             sync=self._policy.sync,
             peak_flops=peak,
             peak_flops_source=source,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nemo_like.distributed.parallel_layout import Topology
-from nemo_like.prediction.model_shapes import ModelShape
+from nemo_like.models.spec import ModelSpec
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
@@ -77,7 +77,7 @@ class MemoryModel:
     tokens.
     """
 
-    shape: ModelShape
+    spec: ModelSpec
     placement: Placement
 
     def peak(self, max_tokens: int) -> float:
@@ -112,26 +112,27 @@ class MemoryModel:
         """The engine leaves a small model unsharded between the microbatches of a step."""
         place = self.placement
         is_small = (
-            4 * self.shape.num_params / place.topology.tp <= WHOLE_SHARE * place.device_gib * GIB
+            4 * self.spec.num_params / place.topology.tp <= WHOLE_SHARE * place.device_gib * GIB
         )
         return place.engine == "dtensor" and is_small
 
     @property
     def activation_bytes(self) -> float:
         """Saved for the backward of one layer, per token of this rank."""
-        shape, place = self.shape, self.placement
+        spec, place = self.spec, self.placement
         size, tp, cp = place.compute_bytes, place.topology.tp, place.topology.cp
         shared = tp if place.sequence_parallel else 1
-        query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
-        norms = 2 * ((4 + size) * shape.hidden_size + 4) / shared
-        if shape.has_head_norms:
-            norms += (4 + size) * (query + key) + 4 * (shape.num_heads + shape.num_kv_heads) / tp
-        inputs = 2 * size * shape.hidden_size * (1 + max(shape.num_active_experts - 1, 0) / 2)
+        query, key = spec.num_heads * spec.head_dim / tp, spec.num_kv_heads * spec.head_dim / tp
+        norms = 2 * ((4 + size) * spec.hidden_size + 4) / shared
+        if spec.has_qk_norm:
+            norms += (4 + size) * (query + key) + 4 * (spec.num_heads + spec.num_kv_heads) / tp
+        num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
+        inputs = 2 * size * spec.hidden_size * (1 + max(num_active_experts - 1, 0) / 2)
         # Context parallelism gathers the keys and values of whole rows: its own chunks and those
         # before them.
         seen = 1 if cp == 1 else cp + 0.5
-        attention = size * (2 * query + 2 * key * seen) + 4 * shape.num_heads / tp
-        return norms + inputs + attention + 4 * size * shape.mlp_width / tp
+        attention = size * (2 * query + 2 * key * seen) + 4 * spec.num_heads / tp
+        return norms + inputs + attention + 4 * size * spec.active_mlp_size / tp
 
     def assumptions(self) -> list[str]:
         """Each formula in words, for whoever wants to check a number."""
@@ -142,7 +143,7 @@ class MemoryModel:
             else "layers x one layer"
         )
         lines = [
-            f"{self.shape.name}: {self.shape.num_params / 1e9:.3f} B parameters P, counted from the"
+            f"{self.spec.name}: {self.spec.num_params / 1e9:.3f} B parameters P, counted from the"
             f" configuration (equal to"
             " transformers' count for Llama, Qwen2, Qwen3 and Mixtral shapes).",
             *self._state_lines(),
@@ -189,16 +190,16 @@ class MemoryModel:
         ]
 
     def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:
-        shape, place = self.shape, self.placement
+        spec, place = self.spec, self.placement
         topology = place.topology
         is_first, is_last = stage == 0, stage == topology.pp - 1
-        num_layers = -(-shape.num_layers // topology.pp)
-        embedding = shape.embedding_params / topology.tp
-        num_tables = 1 if shape.is_tied and topology.pp == 1 else is_first + is_last
+        num_layers = -(-spec.num_layers // topology.pp)
+        embedding = spec.embedding_params / topology.tp
+        num_tables = 1 if spec.is_tied and topology.pp == 1 else is_first + is_last
         params = (
-            num_layers * shape.layer_params / topology.tp
+            num_layers * spec.layer_params / topology.tp
             + num_tables * embedding
-            + is_last * shape.hidden_size
+            + is_last * spec.hidden_size
         )
         tokens = max_tokens / topology.cp
         parts = self._state(params, embedding if is_last else 0.0)
@@ -221,7 +222,7 @@ class MemoryModel:
         if place.has_reference:
             parts["reference"] = 4 * own
         if place.has_compute_copy:
-            layers = 2 * self.shape.layer_params / place.topology.tp
+            layers = 2 * self.spec.layer_params / place.topology.tp
             # A whole model's gradients also stay whole, in the precision they are reduced in.
             parts["gathered weights"] = (
                 (size + 4) * params if self.keeps_whole else size * (embedding + layers)
@@ -234,7 +235,7 @@ class MemoryModel:
         place = self.placement
         if not place.activation_checkpointing:
             return self.activation_bytes
-        return place.compute_bytes * self.shape.hidden_size / self._token_shares
+        return place.compute_bytes * self.spec.hidden_size / self._token_shares
 
     @property
     def _token_shares(self) -> int:
@@ -246,7 +247,7 @@ class MemoryModel:
         """Kept of the last norm and the hidden states that log-probs are computed from, per
         token.
         """
-        size, hidden = self.placement.compute_bytes, self.shape.hidden_size
+        size, hidden = self.placement.compute_bytes, self.spec.hidden_size
         return ((4 + size) * hidden + 4) / self._token_shares + 2 * size * hidden
 
     @property
@@ -260,31 +261,31 @@ class MemoryModel:
         place, size = self.placement, self.placement.compute_bytes
         chunk = (
             min(tokens, place.chunk_size)
-            * self.shape.vocab_size
+            * self.spec.vocab_size
             / place.topology.tp
             * self._logit_bytes
         )
         gradient = (
             size * embedding if tokens <= place.chunk_size or size == 4 else (4 + size) * embedding
         )
-        return chunk + gradient + tokens * (self._head_bytes + size * self.shape.hidden_size)
+        return chunk + gradient + tokens * (self._head_bytes + size * self.spec.hidden_size)
 
     def _backward(self, tokens: float, is_last: bool) -> float:
         """The last norm's backward or a layer's: gradients of activations, and those of weights
         before they are reduced.
         """
-        shape, place = self.shape, self.placement
-        size, tp, hidden = place.compute_bytes, place.topology.tp, shape.hidden_size
+        spec, place = self.spec, self.placement
+        size, tp, hidden = place.compute_bytes, place.topology.tp, spec.hidden_size
         norm = (
             self._head_bytes + (12 * hidden + size * hidden) / self._token_shares
             if is_last
             else 0.0
         )
-        layer = 2 * size * shape.mlp_width / tp + 2 * size * hidden
+        layer = 2 * size * spec.active_mlp_size / tp + 2 * size * hidden
         if place.activation_checkpointing:
             layer += self.activation_bytes
         gradients = 0.0
         if place.engine == "dtensor" and place.has_compute_copy:
-            table = 0 if self.keeps_whole or not is_last else size * shape.embedding_params / tp
-            gradients = (size + 4) * shape.layer_params / tp + table
+            table = 0 if self.keeps_whole or not is_last else size * spec.embedding_params / tp
+            gradients = (size + 4) * spec.layer_params / tp + table
         return tokens * max(norm, layer) + gradients

@@ -19,10 +19,10 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning, round_up_all
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.planning.spec import Oversize, round_up
+from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.comparison import Comparison, Outcome, compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import MemoryModel, Placement, usable_bytes
-from nemo_like.prediction.model_shapes import ModelShape
 from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS, traffic_tokens
 
 _LEAST_BUDGET = 8192
@@ -39,7 +39,7 @@ class PlanRequest:
     batch_size: int = 512
     """Rows per optimizer step."""
     placement: Placement = field(default_factory=Placement)
-    shape: ModelShape | None = None
+    model: ModelSpec | None = None
     """None: work as of a dense 7B model, and nothing about memory."""
     max_tokens: int | None = None
     """Token budget of a microbatch; None: what the memory holds, or enough for the longest row."""
@@ -115,7 +115,7 @@ class PlanReport:
             request.placement,
             activation_checkpointing=not request.placement.activation_checkpointing,
         )
-        other_budget = MemoryModel(memory.shape, other).largest_budget(usable, multiple)
+        other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
         return Recommendation(budget, usable / 2**30, enough, outcome, other_budget)
 
     def peak_gib(self, outcome: Outcome) -> float | None:
@@ -135,7 +135,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
     _check(request)
     lengths, notes = _global_batches(request)
     multiple = math.lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
-    memory = None if request.shape is None else MemoryModel(request.shape, request.placement)
+    memory = None if request.model is None else MemoryModel(request.model, request.placement)
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens, note = _default_budget(request, lengths, memory, multiple)
@@ -176,7 +176,7 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
         tp_size=topology.tp,
         sequence_parallel=request.placement.sequence_parallel,
         oversize=request.oversize if request.oversize == "singleton" else "error",
-        cost=CostModel() if request.shape is None else request.shape.cost,
+        cost=CostModel() if request.model is None else CostModel.from_spec(request.model),
         seed=request.seed,
     )
 
@@ -188,7 +188,7 @@ def sync_of(request: PlanRequest) -> Sync:
     placement = request.placement
     if placement.engine == "megatron":
         return "microbatch" if placement.topology.pp > 1 else "step"
-    is_whole = request.shape is not None and MemoryModel(request.shape, placement).keeps_whole
+    is_whole = request.model is not None and MemoryModel(request.model, placement).keeps_whole
     return "step" if is_whole else "microbatch"
 
 
@@ -196,8 +196,8 @@ def least_tokens(request: PlanRequest) -> float:
     """Tokens of a microbatch below which moving the weights takes longer than computing with them;
     0 where they stay.
     """
-    placement, shape = request.placement, request.shape
-    is_whole = shape is not None and MemoryModel(shape, placement).keeps_whole
+    placement, spec = request.placement, request.model
+    is_whole = spec is not None and MemoryModel(spec, placement).keeps_whole
     if placement.engine == "megatron" or placement.num_shards == 1 or is_whole:
         return 0.0
     per_rank = traffic_tokens(
@@ -216,7 +216,7 @@ def enough_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> i
 
 def _check(request: PlanRequest) -> None:
     """What of the parallel degrees does not divide the batch or the model."""
-    topology, shape = request.placement.topology, request.shape
+    topology, spec = request.placement.topology, request.model
     if request.batch_size < topology.dp:
         raise ConfigError(
             f"a batch of {request.batch_size} rows on {topology.dp} data-parallel ranks leaves some"
@@ -233,23 +233,23 @@ def _check(request: PlanRequest) -> None:
             "sequence parallelism shares what tensor parallelism leaves whole: raise tp, which is"
             " 1, or turn it off"
         )
-    if shape is None:
+    if spec is None:
         return
-    kv_heads = shape.num_kv_heads
+    kv_heads = spec.num_kv_heads
     if request.placement.engine == "megatron" and topology.tp % kv_heads == 0:
-        kv_heads = shape.num_heads  # it has each key-value head on several ranks
-    shown = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}: {shape.name} has"
-    for what, count in (("attention heads", shape.num_heads), ("key-value heads", kv_heads)):
+        kv_heads = spec.num_heads  # it has each key-value head on several ranks
+    shown = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}: {spec.name} has"
+    for what, count in (("attention heads", spec.num_heads), ("key-value heads", kv_heads)):
         if count % topology.tp:
-            divided = math.gcd(shape.num_heads, kv_heads)
+            divided = math.gcd(spec.num_heads, kv_heads)
             legal = ", ".join(
                 str(number) for number in range(1, divided + 1) if divided % number == 0
             )
             raise ConfigError(
                 f"{shown} {count} {what}, which tp {topology.tp} does not divide; tp may be {legal}"
             )
-    if shape.num_layers < topology.pp:
-        raise ConfigError(f"{shown} {shape.num_layers} layers, fewer than pp {topology.pp} stages")
+    if spec.num_layers < topology.pp:
+        raise ConfigError(f"{shown} {spec.num_layers} layers, fewer than pp {topology.pp} stages")
 
 
 def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
@@ -361,7 +361,7 @@ def _outcome_under(outcome: Outcome, max_tokens: int) -> Outcome:
 def _time_assumptions(report: PlanReport) -> Iterator[str]:
     request, spec = report.request, report.spec
     cost, topology = spec.cost, request.placement.topology
-    name = "a dense 7B model (no model was given)" if request.shape is None else request.shape.name
+    name = "a dense 7B model (no model was given)" if request.model is None else request.model.name
     yield (
         f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
         f" {cost.quadratic:.4g} L^2"

@@ -42,8 +42,8 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "activation_checkpointing": request.placement.activation_checkpointing,
             "cost": asdict(report.spec.cost),
             "model": None
-            if request.shape is None
-            else {"name": request.shape.name, "num_params": request.shape.num_params},
+            if request.model is None
+            else {"name": request.model.name, "num_params": request.model.num_params},
         },
         "least_microbatches": comparison.least_microbatches,
         "chosen": comparison.chosen_key,

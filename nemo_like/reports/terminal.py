@@ -60,8 +60,8 @@ def headline(report: PlanReport) -> list[str]:
     median, p99 = np.percentile(lengths, (50, 99))
     model = (
         ""
-        if request.shape is None
-        else f"{request.shape.name} ({count_of(request.shape.num_params)} parameters), "
+        if request.model is None
+        else f"{request.model.name} ({count_of(request.model.num_params)} parameters), "
     )
     steps = f"{comparison.num_steps:,} step{'s' * (comparison.num_steps > 1)}"
     return [

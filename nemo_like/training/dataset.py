@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
-from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
@@ -22,8 +21,10 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Rows, load_rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
+from nemo_like.models.layout_check import layout_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
-from nemo_like.policy.megatron.support import check_model_config
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.encoding import (
@@ -39,16 +40,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Value = TypeVar("Value")
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -174,15 +165,15 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
             f"{key}but there is no such directory, and no model of that name in this machine's"
             f" Hugging Face cache"
         ) from error
-    _check_sizes(model_config, key)
+    spec = ModelSpec.from_config(model_config, name)
     if config.policy.engine == "megatron" and importlib.util.find_spec("megatron") is None:
         raise ConfigError(
             "policy.engine is megatron, but megatron-core is not installed: pip install"
             " 'nemo-like[megatron]'"
         )
     if config.policy.engine == "megatron":
-        check_model_config(model_config, name)
-    raise_problems(model_problems(config, model_config))
+        check_model_spec(spec, name)
+    raise_problems(layout_problems(config, spec))
     return model_config
 
 
@@ -214,20 +205,6 @@ def _weight_files(folder: Path, key: str) -> list[Path]:
             )
         files |= names
     return [folder / name for name in sorted(files)]
-
-
-def _check_sizes(model_config: PretrainedConfig, key: str) -> None:
-    """Raises ConfigError for a size of the model that is not a positive integer. `key` begins the
-    message.
-    """
-    text_config = getattr(model_config, "text_config", None) or model_config
-    for name in _SIZES:
-        size = getattr(text_config, name, None)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(
-                f"{key}whose config.json gives {name} {shown_value(size)}; it must be a positive"
-                f" integer"
-            )
 
 
 def _is_hub_name(name: str) -> bool:

@@ -287,7 +287,7 @@ DAMAGED: dict[str, tuple[Break, str]] = {
             .read_text()
             .replace('"num_hidden_layers": 2', '"num_hidden_layers": -2')
         ),
-        "num_hidden_layers -2; it must be a positive integer",
+        "num_hidden_layers -2 .* must be a positive integer",
     ),
 }
 

@@ -26,11 +26,12 @@ from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
 from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.models.presets import PRESETS, load_spec
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy import attention
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.prediction.memory import GIB, MemoryModel, Placement, usable_bytes
-from nemo_like.prediction.model_shapes import SHAPES, ModelShape, load_shape
 from tests.prediction.live_memory import peak_bytes
 
 SIZES: dict[str, Any] = {
@@ -61,8 +62,8 @@ def config_of(name: str, **sizes: Any) -> Any:
     return config_class(**{**SIZES, **own, **sizes})
 
 
-def shape_of(config: Any) -> ModelShape:
-    return ModelShape.from_config(config.to_dict(), "a test")
+def shape_of(config: Any) -> ModelSpec:
+    return ModelSpec.from_config(config.to_dict(), "a test")
 
 
 def build(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -108,7 +109,7 @@ def test_named_shapes_have_their_published_sizes():
     }
     published |= {"14b": 14.77, "32b": 32.76, "70b": 70.55, "72b": 72.71}
     assert {
-        size: pytest.approx(load_shape(size).num_params / 1e9, rel=1e-3) for size in SHAPES
+        size: pytest.approx(load_spec(size).num_params / 1e9, rel=1e-3) for size in PRESETS
     } == published
 
 
@@ -217,7 +218,7 @@ PLACEMENTS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(sorted(SHAPES)),
+    st.sampled_from(sorted(PRESETS)),
     PLACEMENTS,
     st.sampled_from([24, 80, 141]),
     st.sampled_from([256, 768]),
@@ -225,7 +226,7 @@ PLACEMENTS = st.builds(
 def test_the_recommended_budget_fits_and_the_next_one_does_not(
     size: str, placement: Placement, gib: int, multiple: int
 ):
-    memory = MemoryModel(load_shape(size), placement)
+    memory = MemoryModel(load_spec(size), placement)
     usable = usable_bytes(gib)
     budget = memory.largest_budget(usable, multiple)
     assert budget % multiple == 0
@@ -237,20 +238,20 @@ def test_the_recommended_budget_fits_and_the_next_one_does_not(
 def test_more_ranks_hold_less_each(engine: Any):
     def peak(**degrees: int) -> float:
         topology = Topology(**degrees)
-        return MemoryModel(load_shape("7b"), Placement(topology=topology, engine=engine)).peak(8192)
+        return MemoryModel(load_spec("7b"), Placement(topology=topology, engine=engine)).peak(8192)
 
     assert peak(dp=8) < peak() and peak(tp=2) < peak() and peak(cp=2) < peak()
-    state = MemoryModel(load_shape("7b"), Placement(topology=Topology(dp=8))).parts(8192)
-    assert state["optimizer"] == pytest.approx(load_shape("7b").num_params, rel=1e-3)
+    state = MemoryModel(load_spec("7b"), Placement(topology=Topology(dp=8))).parts(8192)
+    assert state["optimizer"] == pytest.approx(load_spec("7b").num_params, rel=1e-3)
     assert state["weights"] + state["gradients"] == pytest.approx(
-        load_shape("7b").num_params, rel=1e-3
+        load_spec("7b").num_params, rel=1e-3
     )
 
 
 def test_a_pipelines_first_stage_keeps_a_microbatch_for_each_stage():
     def activations(pp: int) -> float:
         placement = Placement(topology=Topology(pp=pp), engine="megatron")
-        return MemoryModel(load_shape("7b"), placement).parts(8192)["activations"]
+        return MemoryModel(load_spec("7b"), placement).parts(8192)["activations"]
 
     assert activations(4) == pytest.approx(
         activations(1)

@@ -19,6 +19,7 @@ from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT, Block
@@ -30,7 +31,7 @@ from nemo_like.policy.megatron.model import build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import geometry_of, place_of
 from nemo_like.policy.megatron.parameters import Outbox, Read, assemble, open_model
-from nemo_like.policy.megatron.support import check_model_config
+from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.timers import ScheduleTimers
 from nemo_like.policy.megatron.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
@@ -62,13 +63,12 @@ class MegatronEngine:
         self.num_optimizer_steps = 0
         self._groups = megatron_groups.joined()
         self._causal_lm = _empty(config.model_name)
-        geometry = geometry_of(
-            self.model_config, pp=topology.pp, tp=topology.tp, ep=self._groups.ep.size()
-        )
+        spec = ModelSpec.from_config(self.model_config, config.model_name)
+        geometry = geometry_of(spec, pp=topology.pp, tp=topology.tp, ep=self._groups.ep.size())
         stage, tp_rank, ep_rank = place_of(topology, geometry.ep, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
-            self.model_config,
+            spec,
             geometry,
             _rotary_embedding(self._causal_lm),
             padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
@@ -294,7 +294,7 @@ def _empty(model_name: str) -> PreTrainedModel:
     model_config = AutoConfig.from_pretrained(
         model_name, trust_remote_code=False, local_files_only=is_local(model_name)
     )
-    check_model_config(model_config, model_name)
+    check_model_spec(ModelSpec.from_config(model_config, model_name), model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     model.tie_weights()

@@ -37,14 +37,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.attention import varlen_attention
 from nemo_like.policy.megatron.param_map import Geometry
-from nemo_like.policy.megatron.support import layer_windows
 from nemo_like.policy.model_inputs import ModelInputs
 
 
 def build_model(
-    model_config: Any,
+    spec: ModelSpec,
     geometry: Geometry,
     rotary: nn.Module,
     *,
@@ -59,7 +59,7 @@ def build_model(
     `padding_id` is the token whose input embedding transformers does not train.
     """
     config = _transformer_config(
-        model_config,
+        spec,
         geometry,
         dtype=dtype,
         device=device,
@@ -67,9 +67,8 @@ def build_model(
         recompute=recompute,
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    windows = layer_windows(model_config)
     layers = [
-        _layer_spec(windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers)
+        _layer_spec(spec.windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers)
         for layer in geometry.layers(stage)
     ]
     model = PackedModel(
@@ -81,7 +80,7 @@ def build_model(
             layer_specs=layers, layer_norm=_untyped(RMSNorm)
         ),
         vocab_size=geometry.vocabulary_rows * geometry.tp,
-        max_sequence_length=model_config.max_position_embeddings,
+        max_sequence_length=spec.max_positions or 0,
         position_embedding_type="none",
         share_embeddings_and_output_weights=geometry.is_tied,
         pre_process=stage == 0,
@@ -270,7 +269,7 @@ def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> Modul
 
 
 def _transformer_config(
-    model_config: Any,
+    spec: ModelSpec,
     geometry: Geometry,
     *,
     dtype: torch.dtype,
@@ -290,7 +289,7 @@ def _transformer_config(
         num_query_groups=geometry.num_kv_heads,
         kv_channels=geometry.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=model_config.rms_norm_eps,
+        layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -310,7 +309,7 @@ def _transformer_config(
         # nothing is dispatched.
         variable_seq_lengths=geometry.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **_mixture(model_config, geometry),
+        **_mixture(spec, geometry),
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
         # The loss is divided already: nothing may scale it, nor the gradients.
@@ -330,11 +329,11 @@ def _transformer_config(
     )
 
 
-def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
+def _mixture(spec: ModelSpec, geometry: Geometry) -> dict[str, Any]:
     """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that
     evens them out.
     """
-    if not geometry.sparse_layers:
+    if spec.moe is None:
         return {}
     return {
         "num_moe_experts": geometry.num_experts,
@@ -342,9 +341,9 @@ def _mixture(model_config: Any, geometry: Geometry) -> dict[str, Any]:
         "moe_layer_freq": [
             int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)
         ],
-        "moe_router_topk": model_config.num_experts_per_tok,
+        "moe_router_topk": spec.moe.num_active_experts,
         # Softmax over the chosen experts is softmax over all, normalised.
-        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_pre_softmax": not spec.moe.normalizes_weights,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -257,43 +258,26 @@ class Geometry:
         return Entry((size, *tail), tuple(pieces), is_owner=True)
 
 
-def geometry_of(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> Geometry:
-    """Of a Hugging Face configuration of the types `llama`, `qwen2`, `qwen3` and `qwen3_moe`."""
-    is_mixture = model_config.model_type == "qwen3_moe"
-    head_dim = (
-        getattr(model_config, "head_dim", None)
-        or model_config.hidden_size // model_config.num_attention_heads
-    )
+def geometry_of(spec: ModelSpec, *, pp: int = 1, tp: int = 1, ep: int = 1) -> Geometry:
+    """Return the sizes of a model of the types `llama`, `qwen2`, `qwen3` and `qwen3_moe`."""
+    moe = spec.moe
     return Geometry(
-        num_layers=model_config.num_hidden_layers,
-        hidden=model_config.hidden_size,
-        intermediate=model_config.intermediate_size,
-        num_heads=model_config.num_attention_heads,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=head_dim,
-        vocabulary=model_config.vocab_size,
-        is_tied=model_config.tie_word_embeddings,
-        has_qkv_bias=model_config.model_type == "qwen2",
-        has_qk_norm=model_config.model_type in ("qwen3", "qwen3_moe"),
-        num_experts=model_config.num_experts if is_mixture else 0,
-        expert_width=model_config.moe_intermediate_size if is_mixture else 0,
-        sparse_layers=_sparse_layers(model_config) if is_mixture else frozenset(),
+        num_layers=spec.num_layers,
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocabulary=spec.vocab_size,
+        is_tied=spec.is_tied,
+        has_qkv_bias=spec.has_qkv_bias,
+        has_qk_norm=spec.has_qk_norm,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_width=0 if moe is None else moe.expert_size,
+        sparse_layers=frozenset() if moe is None else moe.layers,
         pp=pp,
         tp=tp,
         ep=ep,
-    )
-
-
-def _sparse_layers(model_config: Any) -> frozenset[int]:
-    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as
-    dense.
-    """
-    return frozenset(
-        layer
-        for layer in range(model_config.num_hidden_layers)
-        if model_config.num_experts
-        and layer not in model_config.mlp_only_layers
-        and (layer + 1) % model_config.decoder_sparse_step == 0
     )
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_like.data.planning.cost import CostModel, forward_flops, num_active_params, train_flops
+from nemo_like.data.planning.cost import CostModel, train_flops
+from nemo_like.models.spec import ModelSpec
 
 QWEN2_5_7B = {
     "model_type": "qwen2",
@@ -65,6 +66,10 @@ MODELS = [
 ]
 
 
+def cost_of(config) -> CostModel:
+    return CostModel.from_spec(ModelSpec.from_config(config))
+
+
 def multiplied_params(config) -> int:
     """Matrix parameters one token meets in the real model: of stacked experts the chosen share, the
     lookup not.
@@ -86,24 +91,25 @@ def test_active_params_are_those_of_the_real_model(model_type, overrides):
     config = AutoConfig.for_model(
         model_type, **(overrides if model_type == "gpt2" else {**SMALL, **overrides})
     )
-    assert num_active_params(config) == multiplied_params(config)
-    assert CostModel.from_model_config(config) == CostModel.from_model_config(config.to_dict())
+    assert ModelSpec.from_config(config).num_active_params == multiplied_params(config)
+    assert cost_of(config) == cost_of(config.to_dict())
 
 
 def test_a_and_b_of_a_7b_model():
-    cost = CostModel.from_model_config(QWEN2_5_7B)
+    cost = cost_of(QWEN2_5_7B)
     assert (
-        num_active_params(QWEN2_5_7B) == 7_070_285_824
+        ModelSpec.from_config(QWEN2_5_7B).num_active_params == 7_070_285_824
     )  # 7.62e9 less the 0.545e9 of the embedding table, norms and biases
     assert cost == CostModel(linear=2.0 * 7_070_285_824, quadratic=2.0 * 28 * 28 * 128)
 
 
 def test_train_flops_are_the_mfu_formula():
     lengths = np.array([1, 100, 4096])
-    params, num_tokens = num_active_params(QWEN2_5_7B), lengths.sum()
+    params, num_tokens = ModelSpec.from_config(QWEN2_5_7B).num_active_params, lengths.sum()
     expected = 6 * params * num_tokens + 6 * 28 * 28 * 128 * (lengths.astype(float) ** 2).sum()
-    assert train_flops(QWEN2_5_7B, lengths) == pytest.approx(expected, rel=1e-12)
-    assert forward_flops(QWEN2_5_7B, lengths) == pytest.approx(expected / 3, rel=1e-12)
+    assert train_flops(ModelSpec.from_config(QWEN2_5_7B), lengths) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_beyond_the_window_work_grows_in_a_line():
@@ -134,32 +140,25 @@ def test_beyond_the_window_work_grows_in_a_line():
     ],
 )
 def test_windowed_layers_are_read_from_the_config(extra, window, share):
-    cost = CostModel.from_model_config({**SMALL, **extra})
+    cost = cost_of({**SMALL, **extra})
     assert (cost.window, cost.windowed_share) == (window, share)
     assert cost.quadratic == 2 * 4 * 64
 
 
 def test_layers_of_linear_attention_add_no_quadratic_work():
     mixed = {**SMALL, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-    assert (
-        CostModel.from_model_config(mixed).quadratic
-        == CostModel.from_model_config(SMALL).quadratic / 4
-    )
+    assert cost_of(mixed).quadratic == cost_of(SMALL).quadratic / 4
 
 
 def test_a_nested_text_config_is_used():
-    assert CostModel.from_model_config(
-        {"text_config": SMALL, "hidden_size": 7}
-    ) == CostModel.from_model_config(SMALL)
+    assert cost_of({"text_config": SMALL, "hidden_size": 7}) == cost_of(SMALL)
 
 
 def test_a_config_without_the_needed_keys_is_refused_by_name():
     with pytest.raises(ValueError, match="vocab_size"):
-        CostModel.from_model_config(
-            {key: value for key, value in SMALL.items() if key != "vocab_size"}
-        )
+        cost_of({key: value for key, value in SMALL.items() if key != "vocab_size"})
     with pytest.raises(ValueError, match="mapping or an object"):
-        CostModel.from_model_config("meta-llama/Llama-3.2-1B")
+        cost_of("meta-llama/Llama-3.2-1B")
 
 
 @pytest.mark.parametrize(

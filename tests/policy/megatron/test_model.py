@@ -32,10 +32,11 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.megatron import cpu as megatron_cpu
 from nemo_like.policy.megatron.parameters import open_model
-from nemo_like.policy.megatron.support import check_model_config, layer_windows
+from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
@@ -91,8 +92,8 @@ def test_type_names_are_changed_only_inside():
             "norm_topk_prob with num_experts_per_tok 1",
         ),
         (GemmaConfig(), "model_type gemma"),
-        (LlamaConfig(attention_bias=True), "attention_bias True"),
-        (LlamaConfig(mlp_bias=True), "mlp_bias True"),
+        (LlamaConfig(attention_bias=True), "attention_bias true"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias true"),
         (Qwen2Config(attention_dropout=0.1), "attention_dropout 0.1"),
         (Qwen3Config(hidden_act="gelu"), "hidden_act gelu"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", **ROPE}), "rope_type dynamic"),
@@ -103,7 +104,7 @@ def test_a_model_that_would_be_computed_otherwise_is_refused(config, said):
     with pytest.raises(
         ConfigError, match=f"policy.model_name=some/model has .*{said}.*use policy.engine=dtensor"
     ):
-        check_model_config(config, "some/model")
+        check_model_spec(ModelSpec.from_config(config), "some/model")
 
 
 def test_supported_models_pass():
@@ -113,15 +114,7 @@ def test_supported_models_pass():
         Qwen3Config(tie_word_embeddings=True),
         Qwen3MoeConfig(norm_topk_prob=True),
     ):
-        check_model_config(config, "some/model")
-
-
-def test_windows_are_those_of_the_layers():
-    config = Qwen2Config(
-        num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1
-    )
-    assert layer_windows(config) == [None, 8, 8]
-    assert layer_windows(LlamaConfig(num_hidden_layers=2)) == [None, None]
+        check_model_spec(ModelSpec.from_config(config), "some/model")
 
 
 def test_a_model_is_read_from_several_files(model_dir, tmp_path):

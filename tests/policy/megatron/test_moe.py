@@ -22,6 +22,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.isolation import IsolationError, IsolationReport
 from nemo_like.policy.megatron import model as megatron_model
 from nemo_like.policy.megatron.param_map import geometry_of, place_of
@@ -240,7 +241,7 @@ def test_the_ranks_pieces_are_the_whole_model_once(architecture, pp, dp, tp, ep)
     model.tie_weights()
     topology, geometry = (
         Topology(pp=pp, dp=dp, tp=tp),
-        geometry_of(model_config, pp=pp, tp=tp, ep=ep),
+        geometry_of(ModelSpec.from_config(model_config), pp=pp, tp=tp, ep=ep),
     )
     counts = {
         name: np.zeros(tuple(parameter.shape), dtype=int)

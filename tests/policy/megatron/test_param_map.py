@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.param_map import Geometry, Piece, geometry_of
 
 SIZES: dict[str, Any] = {
@@ -37,7 +38,7 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 4)])
 def test_the_owners_pieces_are_the_whole_model_once(name, pp, tp):
-    geometry = geometry_of(CONFIGS[name], pp=pp, tp=tp)
+    geometry = geometry_of(ModelSpec.from_config(CONFIGS[name]), pp=pp, tp=tp)
     counts = {
         weight: np.zeros(shape, dtype=int) for weight, shape in shapes_of(CONFIGS[name]).items()
     }
@@ -54,7 +55,7 @@ def test_the_owners_pieces_are_the_whole_model_once(name, pp, tp):
 
 
 def test_a_fused_projection_alternates_group_by_group():
-    geometry = geometry_of(CONFIGS["qwen2, tied, 2 groups"], tp=2)
+    geometry = geometry_of(ModelSpec.from_config(CONFIGS["qwen2, tied, 2 groups"]), tp=2)
     pieces = geometry.table(0, 1)["decoder.layers.3.self_attention.linear_qkv.weight"].pieces
     attention = "model.layers.3.self_attn"
     assert pieces == (
@@ -65,7 +66,7 @@ def test_a_fused_projection_alternates_group_by_group():
 
 
 def test_layers_that_do_not_divide_go_to_the_first_stages():
-    geometry = geometry_of(CONFIGS["llama"], pp=3)
+    geometry = geometry_of(ModelSpec.from_config(CONFIGS["llama"]), pp=3)
     assert [list(geometry.layers(stage)) for stage in range(3)] == [[0, 1], [2, 3], [4]]
     assert "decoder.layers.0.mlp.linear_fc2.weight" in geometry.table(2, 0)
     assert (
@@ -75,7 +76,7 @@ def test_layers_that_do_not_divide_go_to_the_first_stages():
 
 
 def test_the_vocabulary_is_padded_on_the_last_ranks_and_padding_has_no_piece():
-    geometry = geometry_of(CONFIGS["llama"], tp=4)  # 13 rows, 4 to a rank
+    geometry = geometry_of(ModelSpec.from_config(CONFIGS["llama"]), tp=4)  # 13 rows, 4 to a rank
     assert [list(geometry.vocabulary_range(rank)) for rank in (2, 3)] == [[8, 9, 10, 11], [12]]
     entry = geometry.table(0, 3)["embedding.word_embeddings.weight"]
     assert entry.shape == (4, 8)
