@@ -115,10 +115,10 @@ class SequencePacker:
         return self.spread(packing, lengths, target)
 
     def spread(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-        """The rows of `packing` in `num_bins` bins, at most one per row: `packers.spread` under
+        """The rows of `packing` in `num_bins` bins, at most one per row: `packers.split_fullest` under
         this packer's caps.
         """
-        return packers.spread(
+        return packers.split_fullest(
             packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1)
         )
 

@@ -183,7 +183,7 @@ def balanced(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) 
     )
 
 
-def spread(
+def split_fullest(
     packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
 ) -> Packing:
     """The same rows in `num_bins` >= K bins, at most one per row: the fullest bins are dealt anew

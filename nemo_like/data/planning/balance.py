@@ -1,13 +1,15 @@
-"""The schedule: rows to microbatches and microbatches to data-parallel ranks, decided together from
-lengths and work.
+"""The joint scheduler: assigns rows to microbatches and microbatches to data-parallel ranks.
 
-What every schedule keeps, whatever the lengths:
-* each row is in one bin, and the rows of a group are in the same one;
-* no bin holds more than `max_tokens`;
-* every rank has the same number of bins, a multiple of `microbatch_multiple`, and the least
-  possible where a start fits;
+Both are decided together, from lengths and work alone: a greedy construction (LPT and others) and
+then local search. Invariants of every schedule:
+* each row is in one bin, and all rows of a group are in the same bin;
+* no bin has more than `max_tokens` tokens;
+* every rank has the same number of bins, a multiple of `microbatch_multiple`, and the smallest
+  number for which a construction succeeds;
 * no bin is empty unless there are fewer rows (or groups) than bins;
 * the same arguments give the same schedule.
+
+`bounds` has the lower bounds that `Schedule.stats` compares with.
 """
 
 from __future__ import annotations
@@ -16,48 +18,49 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning import balance_kernels
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.local_search import Refiner, Rows
+from nemo_like.data.planning.local_search import AssignmentSearch, Items
 
 Sync = Literal["microbatch", "step"]
+"""When ranks wait for each other: at every microbatch, or once per optimizer step."""
 
 _STEPS_PER_ROW = 1000
-"""Refinement steps per row at effort 1: past it little is gained. A compiled step takes some 2
-ns.
-"""
+"""Local-search steps per row at effort 1. More gain little; a compiled step takes about 2 ns."""
 _MAX_INTERPRETED_STEPS = 200_000
-"""Refinement steps at effort 1 without compiled code, where a step takes some 1 us."""
-_LEVEL_ENOUGH = 4e-3
-"""Ranks of r rows each are level when the dearest is above the mean by this share over r: the fewer
-rows, the coarser.
+"""Limit on local-search steps without compiled code, where a step takes about 1 us."""
+_RANK_TOLERANCE = 4e-3
+"""Ranks with r rows each count as balanced when the makespan is within this share divided by r of
+the lower bound: the fewer rows, the coarser the best balance.
 """
 _MIN_COMPILED_ROWS = 128
-"""Rows from which compiled code is worth importing numba for."""
+"""Number of rows from which the compiled loops are worth the import of numba."""
 _MAX_EQUAL_ROWS = _MAX_INTERPRETED_STEPS // _STEPS_PER_ROW
-"""Rows up to which an interpreted search takes as many steps as a compiled one, and so finds the
-same schedule.
+"""Number of rows up to which the interpreted search has the same step limit as the compiled one and
+so returns the same schedule.
 """
-_few_plans: ContextVar[bool] = ContextVar("few_plans", default=False)
+_avoid_numba: ContextVar[bool] = ContextVar("avoid_numba", default=False)
+
+Assignment = tuple[np.ndarray, np.ndarray]
+"""(bin of each item, int64 [n]; rank of each bin, int64 [K])"""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Bins as two arrays, rank-major: bin m of rank r is rows `perm[offsets[r * M + m] : offsets[r
-    * M + m + 1]]`.
+    """Rows in bins as two arrays, rank-major.
 
-    The bins of a rank are in order of their work, dearest first.
+    Bin m of rank r has the rows `perm[offsets[r * M + m] : offsets[r * M + m + 1]]`. The bins of a
+    rank are sorted by decreasing work.
 
     Example: two ranks of two microbatches, `perm=[0, 3, 1, 2]` and `offsets=[0, 1, 2, 4, 4]`: rank
-    0 runs rows [0] and [3], rank 1 runs rows [1, 2] and, as rows have run out, an empty bin.
+    0 runs rows [0] and [3], rank 1 runs rows [1, 2] and, as no rows are left, an empty bin.
     """
 
     perm: np.ndarray
@@ -66,9 +69,9 @@ class Schedule:
     """int64 [R * M + 1]."""
     num_ranks: int
     num_microbatches: int
-    """M, of every rank; 0 where there are no rows."""
+    """M, the number of bins of each rank; 0 if there are no rows."""
     min_microbatches: int
-    """The least M any schedule of these rows can have, as far as the L2 bound proves."""
+    """Lower bound on M by the L2 bound, rounded up to the multiple."""
     max_tokens: int
     lengths: np.ndarray
     """int64 [n], as given."""
@@ -77,8 +80,9 @@ class Schedule:
 
     def bins(self) -> list[list[list[int]]]:
         """Rows by rank and microbatch."""
-        rows, bounds, count = self.perm.tolist(), self.offsets.tolist(), self.num_microbatches
-        flat = [rows[start:stop] for start, stop in pairwise(bounds)]
+        rows = self.perm.tolist()
+        flat = [rows[start:stop] for start, stop in pairwise(self.offsets.tolist())]
+        count = self.num_microbatches
         return [flat[rank * count : (rank + 1) * count] for rank in range(self.num_ranks)]
 
     @cached_property
@@ -93,57 +97,53 @@ class Schedule:
 
     @cached_property
     def stats(self) -> dict[str, float]:
-        """What the schedule is like, beside what is proven of the best one.
+        """Quality of the schedule, relative to lower bounds.
 
-        `rank_imbalance` is the dearest rank over the larger of the mean rank and the dearest row,
-        `lockstep_ratio` the sum over microbatches of the dearest rank over the same.
-        `rank_over_bound` and `lockstep_over_bound` are the two over the least they can be under
-        this cap with this many microbatches: 1 is proven to be the best.
+        `rank_imbalance` is `max_rank_work / max(mean_rank_work, max_row_work)`. `lockstep_ratio` is
+        the sum over microbatches of the max-loaded rank, over the same denominator.
+        `rank_over_bound` and `lockstep_over_bound` divide by the best lower bound under this token
+        limit and number of microbatches instead: 1 is provably optimal.
         """
-        rank_work, lockstep = (
-            self.bin_work.sum(axis=1),
-            float(self.bin_work.max(axis=0, initial=0.0).sum()),
-        )
-        floor = (
-            max(float(self.work.sum()) / self.num_ranks, float(self.work.max(initial=0.0))) or 1.0
-        )
+        rank_work = self.bin_work.sum(axis=1)
+        makespan = float(rank_work.max(initial=0.0))
+        lockstep_work = float(self.bin_work.max(axis=0, initial=0.0).sum())
+        mean_rank_work = float(self.work.sum()) / self.num_ranks
+        # A schedule without work has the ratios 0.
+        simple_bound = max(mean_rank_work, float(self.work.max(initial=0.0))) or 1.0
         shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
         may_be_empty = bool((np.diff(self.offsets) == 0).any())
-        dearest = float(rank_work.max(initial=0.0))
+        makespan_bound = max(rank_bound(*shape, may_be_empty=may_be_empty), simple_bound)
+        capacity = max(1, self.bin_tokens.size * self.max_tokens)
         return {
             "num_microbatches": float(self.num_microbatches),
             "min_microbatches": float(self.min_microbatches),
-            "utilization": float(self.lengths.sum())
-            / max(1, self.bin_tokens.size * self.max_tokens),
-            "rank_imbalance": dearest / floor,
-            "rank_over_bound": dearest / max(rank_bound(*shape, may_be_empty=may_be_empty), floor),
-            "lockstep_ratio": lockstep / floor,
-            "lockstep_over_bound": lockstep / max(lockstep_bound(*shape), floor),
+            "utilization": float(self.lengths.sum()) / capacity,
+            "rank_imbalance": makespan / simple_bound,
+            "rank_over_bound": makespan / makespan_bound,
+            "lockstep_ratio": lockstep_work / simple_bound,
+            "lockstep_over_bound": lockstep_work / max(lockstep_bound(*shape), simple_bound),
         }
 
     def _by_bin(self, values: np.ndarray) -> np.ndarray:
+        """Sum `values` [n] over the rows of each bin, [R, M] of the same dtype."""
         num_bins = len(self.offsets) - 1
-        sums = np.bincount(
-            np.repeat(np.arange(num_bins), np.diff(self.offsets)),
-            values[self.perm],
-            minlength=num_bins,
-        )
+        bin_of = np.repeat(np.arange(num_bins), np.diff(self.offsets))
+        sums = np.bincount(bin_of, values[self.perm], minlength=num_bins)
         return sums.astype(values.dtype).reshape(self.num_ranks, self.num_microbatches)
 
 
 @contextmanager
 def few_plans() -> Iterator[None]:
-    """Within the block, batches of up to 200 rows are planned without numba; the plans are the
-    same.
+    """Plan batches of up to 200 rows without numba inside the block; the plans are the same.
 
-    Importing numba takes more than a second of CPU time, which a process that plans a few steps
-    does not get back: without it such a plan takes at most some 0.03 s.
+    Importing numba takes more than a second of CPU time, which does not pay off in a process that
+    plans a few steps: without it such a plan takes at most about 0.03 s.
     """
-    token = _few_plans.set(True)
+    token = _avoid_numba.set(True)
     try:
         yield
     finally:
-        _few_plans.reset(token)
+        _avoid_numba.reset(token)
 
 
 def schedule(
@@ -156,23 +156,22 @@ def schedule(
     microbatch_multiple: int = 1,
     min_microbatches: int = 1,
     groups: Sequence[int] | np.ndarray | None = None,
-    packed_bins: tuple[np.ndarray, np.ndarray] | None = None,
     effort: float = 1.0,
     use_numba: bool | None = None,
 ) -> Schedule:
-    """Rows to bins and bins to ranks under a hard cap, with the fewest microbatches and then the
-    least waiting.
+    """Assign rows to bins and bins to ranks under a token limit.
 
-    `lengths` int [n] are the tokens each row occupies, `work` float [n] what it costs, or the cost
-    model that says. With `sync="microbatch"` the sum over microbatches of the dearest rank is made
-    small, with `"step"` the dearest rank's total. `groups` int [n]: rows of equal value stay in one
-    bin, in their given order. `packed_bins` (perm, offsets) are a packer's bins to start from
-    besides our own. `effort` scales the bound on refinement, 0 is none. `use_numba`: None compiles
-    where numba is installed and there are rows enough, False interprets with less effort, True
-    insists.
+    The schedule has the smallest number of microbatches for which a construction succeeds, then a
+    small makespan. With `sync="microbatch"` the objective is the sum over microbatches of the
+    max-loaded rank, with `sync="step"` the total of the max-loaded rank.
 
-    Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays that
-    do not match.
+    `lengths` int [n] are tokens. `work` is the time of each row, float [n], or the cost model that
+    gives it. Rows with equal id in `groups` int [n] share a bin, in their given order. `effort`
+    scales the limit on local search; 0 means none. `use_numba`: None compiles if numba is installed
+    and there are enough rows, False interprets with a lower limit, True requires numba.
+
+    Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays of
+    other shapes.
 
     Example: `schedule([6, 4, 4, 4, 2], max_tokens=10, num_ranks=2).bins()` is `[[[0, 3]], [[1, 2,
     4]]]`, two full bins.
@@ -186,35 +185,34 @@ def schedule(
     lengths = _checked_lengths(lengths)
     work = _checked_work(work, lengths)
     if len(lengths) == 0:
-        return Schedule(
-            np.empty(0, np.int64), np.zeros(1, np.int64), num_ranks, 0, 0, max_tokens, lengths, work
-        )
-    group_of, rows = _sorted_groups(groups, lengths, work)
-    _check_cap(group_of, rows.tokens, max_tokens, groups is not None)
-    packed = (
-        None
-        if packed_bins is None
-        else _group_packing(packed_bins, group_of, rows.tokens, max_tokens)
-    )
-    least = max(min_microbatches, -(-l2_bound(rows.tokens, max_tokens) // num_ranks))
-    fewest = num_microbatches = -(-least // microbatch_multiple) * microbatch_multiple
-    kernels = _kernels(use_numba, len(rows))
-    max_steps = (
-        _STEPS_PER_ROW * len(rows)
-        if kernels
-        else min(_STEPS_PER_ROW * len(rows), _MAX_INTERPRETED_STEPS)
-    )
-    refine = _lockstep if sync == "microbatch" else _by_step
+        perm = np.empty(0, np.int64)
+        offsets = np.zeros(1, np.int64)
+        return Schedule(perm, offsets, num_ranks, 0, 0, max_tokens, lengths, work)
+    item_of, items = _sorted_items(groups, lengths, work)
+    _check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
+
+    bound = max(min_microbatches, -(-l2_bound(items.tokens, max_tokens) // num_ranks))
+    bound = -(-bound // microbatch_multiple) * microbatch_multiple
+    kernels = _kernels(use_numba, len(items))
+    max_steps = _STEPS_PER_ROW * len(items)
+    if kernels is None:
+        max_steps = min(max_steps, _MAX_INTERPRETED_STEPS)
+    minimize = _minimize_lockstep if sync == "microbatch" else _minimize_makespan
+    num_microbatches = bound
+    # The lower bound is usually attained. With one row per bin the construction always succeeds, so
+    # the loop ends.
     while True:
-        refiner = Refiner(rows, max_tokens, num_ranks, num_microbatches * num_ranks, kernels)
-        found = refine(refiner, packed, int(effort * max_steps))
+        search = AssignmentSearch(
+            items, max_tokens, num_ranks, num_microbatches * num_ranks, kernels
+        )
+        found = minimize(search, int(effort * max_steps))
         if found is not None:
             break
         num_microbatches += microbatch_multiple
     bin_of, rank_of = found
-    slots = _slots(refiner.bin_work(bin_of), rank_of)
-    perm, offsets = _in_slots(slots[bin_of[group_of]], group_of, refiner.num_bins)
-    return Schedule(perm, offsets, num_ranks, num_microbatches, fewest, max_tokens, lengths, work)
+    positions = _rank_major_positions(search.bin_work(bin_of), rank_of)
+    perm, offsets = _sorted_by_bin(positions[bin_of[item_of]], item_of, search.num_bins)
+    return Schedule(perm, offsets, num_ranks, num_microbatches, bound, max_tokens, lengths, work)
 
 
 def assign_bins(
@@ -224,12 +222,11 @@ def assign_bins(
     sync: Sync = "microbatch",
     microbatch_multiple: int = 1,
 ) -> np.ndarray:
-    """Given bins to ranks, none of them changed: bin ids int64 [R, M], -1 where there is none,
-    dearest first on each rank.
+    """Assign given bins to ranks without changing them: bin ids int64 [R, M], -1 for no bin.
 
-    M is the least multiple of `microbatch_multiple` with a place for every bin of `bin_work` [K].
-    Microbatches of bins of like work make the sum of their dearest least; with `sync="step"` bins
-    are then exchanged between ranks.
+    M is the smallest multiple of `microbatch_multiple` with room for every bin of `bin_work` [K].
+    The bins of a rank are sorted by decreasing work, so microbatches have bins of similar work,
+    which minimizes the sum of their maxima. With `sync="step"` bins are then swapped between ranks.
 
     Example: work [5, 1, 4, 2] over 2 ranks is `[[0, 1], [2, 3]]`: lockstep 5 + 2, ranks 6 and 6.
     """
@@ -237,114 +234,120 @@ def assign_bins(
     work = np.asarray(bin_work, dtype=np.float64)
     num_microbatches = -(-len(work) // (num_ranks * microbatch_multiple)) * microbatch_multiple
     order = np.argsort(-work, kind="stable")
-    rows = Rows(np.ones(len(work), dtype=np.int64), work[order])
-    refiner = Refiner(rows, 1, num_ranks, num_microbatches * num_ranks, _kernels(None, len(work)))
-    bin_of = np.arange(len(work))
-    rank_of = refiner.deal(refiner.bin_work(bin_of))
+    # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
+    items = Items(np.ones(len(work), dtype=np.int64), work[order])
+    kernels = _kernels(None, len(work))
+    search = AssignmentSearch(items, 1, num_ranks, num_microbatches * num_ranks, kernels)
+    position_of = np.arange(len(work))
+    rank_of = search.assign_ranks(search.bin_work(position_of))
     if sync == "step" and len(work):
-        bin_of, _ = refiner.level_ranks(
-            bin_of, rank_of, min(_STEPS_PER_ROW * len(work), _MAX_INTERPRETED_STEPS)
-        )
-    ids = np.full(refiner.num_bins, -1)
-    ids[_slots(refiner.bin_work(bin_of), rank_of)[bin_of]] = order
+        max_steps = min(_STEPS_PER_ROW * len(work), _MAX_INTERPRETED_STEPS)
+        position_of, _ = search.balance_ranks(position_of, rank_of, max_steps)
+    ids = np.full(search.num_bins, -1)
+    positions = _rank_major_positions(search.bin_work(position_of), rank_of)
+    ids[positions[position_of]] = order
     return ids.reshape(num_ranks, num_microbatches)
 
 
-def _lockstep(
-    refiner: Refiner, packed: Packing | None, max_steps: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Bins levelled by microbatch: (bin of each row, rank of each bin), or None where no start
-    fits.
+def _minimize_lockstep(search: AssignmentSearch, max_steps: int) -> Assignment | None:
+    """Minimize the sum over microbatches of the max-loaded bin; None if no construction succeeds.
 
-    Every start is tried and the best one finished; best fit decreasing, good at nothing but
-    fitting, is the last resort.
+    Each construction is searched with a share of the steps, and the best one with the rest. Best
+    fit decreasing ignores work, so it is only the fallback.
     """
-    starts = [refiner.complete(), refiner.fill(refiner.targets()), refiner.spread(packed)]
-    starts = [start for start in starts if start is not None] or [refiner.best_fit()]
-    tried, left = [], max_steps
-    for start in starts:
-        if start is None:
+    constructed = [search.fill_by_step(), search.fill_lpt(search.target_work())]
+    starts = [start for start in constructed if start is not None]
+    if not starts:
+        fallback = search.best_fit()
+        if fallback is None:
             return None
-        bin_of, steps = refiner.level_bins(start, max_steps // (2 * len(starts)))
-        left -= steps
-        tried.append(bin_of)
-    bin_of, _ = refiner.level_bins(min(tried, key=refiner.lockstep_work), left)
-    return bin_of, refiner.deal(refiner.bin_work(bin_of))
+        starts = [fallback]
+    candidates = []
+    remaining = max_steps
+    for start in starts:
+        bin_of, steps = search.balance_bins(start, max_steps // (2 * len(starts)))
+        remaining -= steps
+        candidates.append(bin_of)
+    best = min(candidates, key=search.lockstep_work)
+    bin_of, _ = search.balance_bins(best, remaining)
+    return bin_of, search.assign_ranks(search.bin_work(bin_of))
 
 
-def _by_step(
-    refiner: Refiner, packed: Packing | None, max_steps: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ranks levelled: (bin of each row, rank of each bin), or None where no start fits.
+def _minimize_makespan(search: AssignmentSearch, max_steps: int) -> Assignment | None:
+    """Minimize the total work of the max-loaded rank; None if no construction succeeds.
 
-    Tried from one start after the other as it is, then with its bins levelled first, until ranks
-    are as level as can be.
+    The constructions are tried one after the other, first as they are, then with their bins
+    balanced first, until the makespan is close to its lower bound or the steps are used up.
     """
-    floor = refiner.rank_bound()
-    starts = [
-        partial(refiner.fill, np.zeros(refiner.num_bins)),
-        refiner.complete,
-        partial(refiner.spread, packed),
-        refiner.best_fit,
+    constructions = (
+        lambda: search.fill_lpt(np.zeros(search.num_bins)),
+        search.fill_by_step,
+        search.best_fit,
+    )
+    tolerance = _RANK_TOLERANCE * search.num_ranks / len(search.items)
+    good_enough = search.makespan_bound() * (1 + tolerance)
+    best: Assignment | None = None
+    best_makespan = np.inf
+    remaining = max_steps
+    attempts = [
+        (max_bin_steps, construct)
+        for max_bin_steps in (0, max_steps // 3)
+        for construct in constructions
     ]
-    enough = floor * (1 + _LEVEL_ENOUGH * refiner.num_ranks / len(refiner.rows))
-    best, least, left = None, np.inf, max_steps
-    for bin_steps, start in [
-        (bin_steps, start) for bin_steps in (0, max_steps // 3) for start in starts
-    ]:
-        bin_of = start()
+    for max_bin_steps, construct in attempts:
+        bin_of = construct()
         if bin_of is None:
             continue
-        bin_of, steps = refiner.level_bins(bin_of, min(bin_steps, left))
-        rank_of = refiner.deal(refiner.bin_work(bin_of))
-        rank_of, bin_exchange_steps = refiner.exchange_bins(
-            bin_of, rank_of, min(max_steps // 6, left - steps)
+        bin_of, steps = search.balance_bins(bin_of, min(max_bin_steps, remaining))
+        remaining -= steps
+        rank_of = search.assign_ranks(search.bin_work(bin_of))
+        rank_of, steps = search.swap_bins(bin_of, rank_of, min(max_steps // 6, remaining))
+        remaining -= steps
+        bin_of, steps = search.balance_ranks(
+            bin_of, rank_of, max(0, min(max_steps // 6, remaining))
         )
-        steps += bin_exchange_steps
-        bin_of, more_steps = refiner.level_ranks(
-            bin_of, rank_of, max(0, min(max_steps // 6, left - steps))
-        )
-        left -= steps + more_steps
-        work = refiner.max_rank_work(bin_of, rank_of)
-        if work < least:
-            best, least = (bin_of, rank_of), work
-        if least <= enough or left <= 0:
+        remaining -= steps
+        makespan = search.makespan(bin_of, rank_of)
+        if makespan < best_makespan:
+            best = (bin_of, rank_of)
+            best_makespan = makespan
+        if best_makespan <= good_enough or remaining <= 0:
             break
     if best is None:
         return None
-    bin_of, _ = refiner.level_ranks(*best, max(left, max_steps // 6))
-    return bin_of, best[1]
+    bin_of, rank_of = best
+    bin_of, _ = search.balance_ranks(bin_of, rank_of, max(remaining, max_steps // 6))
+    return bin_of, rank_of
 
 
-def _slots(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
-    """The place of each bin, int64 [K]: by rank, within a rank dearest first."""
-    slots = np.empty(len(bin_work), dtype=np.int64)
-    slots[np.lexsort((-bin_work, rank_of))] = np.arange(len(bin_work))
-    return slots
+def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
+    """Position of each bin, int64 [K], when sorted by rank and then by decreasing work."""
+    positions = np.empty(len(bin_work), dtype=np.int64)
+    positions[np.lexsort((-bin_work, rank_of))] = np.arange(len(bin_work))
+    return positions
 
 
-def _in_slots(
-    slot_of: np.ndarray, group_of: np.ndarray, num_slots: int
+def _sorted_by_bin(
+    bin_of_row: np.ndarray, item_of: np.ndarray, num_bins: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows sorted by slot, within a slot by group (dearest first), within a group as given: (perm,
-    offsets).
+    """Sort rows by bin, then by item (decreasing work), then as given: (perm [n], offsets [K + 1]).
+
+    Both inputs are int64 [n].
     """
-    offsets = np.zeros(num_slots + 1, dtype=np.int64)
-    np.cumsum(np.bincount(slot_of, minlength=num_slots), out=offsets[1:])
-    return np.lexsort((group_of, slot_of)), offsets
+    offsets = np.zeros(num_bins + 1, dtype=np.int64)
+    np.cumsum(np.bincount(bin_of_row, minlength=num_bins), out=offsets[1:])
+    return np.lexsort((item_of, bin_of_row)), offsets
 
 
-def _sorted_groups(
+def _sorted_items(
     groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
-) -> tuple[np.ndarray, Rows]:
-    """(the group of each row, numbered by decreasing work, int64 [n]; tokens and work of the
-    groups).
-    """
+) -> tuple[np.ndarray, Items]:
+    """Number rows or groups by decreasing work: (item of each row, int64 [n]; the items)."""
     if groups is None:
         order = np.argsort(-work, kind="stable")
-        group_of = np.empty(len(order), dtype=np.int64)
-        group_of[order] = np.arange(len(order))
-        return group_of, Rows(lengths[order], work[order])
+        item_of = np.empty(len(order), dtype=np.int64)
+        item_of[order] = np.arange(len(order))
+        return item_of, Items(lengths[order], work[order])
     groups = np.asarray(groups)
     if groups.shape != lengths.shape:
         raise ValueError(
@@ -352,53 +355,17 @@ def _sorted_groups(
             f" per row"
         )
     ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
-    tokens, group_work = np.bincount(ids, lengths).astype(np.int64), np.bincount(ids, work)
+    tokens = np.bincount(ids, lengths).astype(np.int64)
+    group_work = np.bincount(ids, work)
     order = np.argsort(-group_work, kind="stable")
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    return rank[ids], Rows(tokens[order], group_work[order])
-
-
-def _group_packing(
-    packed_bins: tuple[np.ndarray, np.ndarray],
-    group_of: np.ndarray,
-    tokens: np.ndarray,
-    max_tokens: int,
-) -> Packing:
-    """A packing of rows as one of their groups; raises ValueError if it is no packing of these rows
-    under the cap.
-    """
-    perm, offsets = (np.asarray(array, dtype=np.int64) for array in packed_bins)
-    sizes = np.diff(offsets)
-    if (
-        len(perm) != len(group_of)
-        or offsets[-1] != len(perm)
-        or np.any(np.bincount(perm, minlength=len(perm)) != 1)
-    ):
-        raise ValueError(
-            f"packed_bins must hold each of the {len(group_of)} rows once; got {len(perm)} rows"
-        )
-    bin_of_row = np.empty(len(perm), dtype=np.int64)
-    bin_of_row[perm] = np.repeat(np.arange(len(sizes)), sizes)
-    bin_of = np.empty(len(tokens), dtype=np.int64)
-    bin_of[group_of] = bin_of_row
-    if np.any(bin_of[group_of] != bin_of_row):
-        raise ValueError("packed_bins splits a group over bins; pack groups whole")
-    loads = np.bincount(bin_of, tokens, minlength=len(sizes))
-    if loads.max() > max_tokens:
-        b, load = int(loads.argmax()), int(loads.max())
-        raise ValueError(
-            f"bin {b} of packed_bins holds {load} tokens, above max_tokens={max_tokens}"
-        )
-    used = np.flatnonzero(np.bincount(bin_of, minlength=len(sizes)))
-    group_offsets = np.concatenate(
-        [[0], np.cumsum(np.bincount(bin_of, minlength=len(sizes))[used])]
-    )
-    return Packing(np.argsort(bin_of, kind="stable"), group_offsets)
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    return position[ids], Items(tokens[order], group_work[order])
 
 
 def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
-    min_rows = _MAX_EQUAL_ROWS + 1 if _few_plans.get() else _MIN_COMPILED_ROWS
+    """Return the compiled kernels, or None to interpret."""
+    min_rows = _MAX_EQUAL_ROWS + 1 if _avoid_numba.get() else _MIN_COMPILED_ROWS
     if use_numba is False or (use_numba is None and num_rows < min_rows):
         return None
     kernels = balance_kernels.compiled()
@@ -411,6 +378,7 @@ def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Convert to int64 [n]; raises ValueError unless all are integers >= 1."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -423,32 +391,42 @@ def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    if work is None or isinstance(work, CostModel):
-        return (work or CostModel()).of(lengths)
+    """Work of each row, float64 [n]; raises ValueError unless finite and >= 0."""
+    if work is None:
+        return CostModel().of(lengths)
+    if isinstance(work, CostModel):
+        return work.of(lengths)
     array = np.asarray(work, dtype=np.float64)
     if array.shape != lengths.shape:
         raise ValueError(
             f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per"
             f" row"
         )
-    if len(array) and not (np.isfinite(array).all() and array.min() >= 0):
-        row = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
+    is_valid = np.isfinite(array) & (array >= 0)
+    if not is_valid.all():
+        row = int(np.flatnonzero(~is_valid)[0])
         raise ValueError(f"row {row} has work {array[row]}; work is a finite number >= 0")
     return array
 
 
-def _check_cap(group_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_groups: bool) -> None:
+def _check_token_limit(
+    item_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_groups: bool
+) -> None:
+    """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items."""
     if tokens.max() <= max_tokens:
         return
-    rows = np.flatnonzero(group_of == tokens.argmax()).tolist()
-    what = f"the group of rows {rows}" if has_groups and len(rows) > 1 else f"row {rows[0]}"
+    rows = np.flatnonzero(item_of == tokens.argmax()).tolist()
+    name = f"row {rows[0]}"
+    if has_groups and len(rows) > 1:
+        name = f"the group of rows {rows}"
     raise ValueError(
-        f"{what} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the cap or shorten"
-        f" it"
+        f"{name} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the limit or"
+        f" shorten it"
     )
 
 
 def _check_settings(counts: dict[str, int], sync: str, effort: float) -> None:
+    """Raise ValueError for a setting out of range."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is an integer >= 1; got {value}")

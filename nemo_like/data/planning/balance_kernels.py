@@ -1,9 +1,12 @@
-"""The inner loops of the scheduler: plain Python that numba can compile, so both ways keep the same
-promises.
+"""Inner loops of the joint scheduler: greedy construction (LPT) and local search.
 
-Rows come sorted by work, dearest first, so a lower position is a dearer row. Results depend on the
-arguments alone: effort is counted in steps, never in seconds. Interpreted the loops want lists,
-compiled they want arrays.
+The loops are plain Python that numba can compile. Both versions return the same result: effort is
+counted in loop steps, never in seconds, so a result depends on the arguments alone.
+
+Rows are sorted by decreasing work, so a smaller row index means at least as much work. The
+interpreter gets lists and compiled code gets arrays, because each is the faster one there.
+
+Notation: n rows, K bins, S slots. See `SearchState` for slots and steps.
 """
 
 from __future__ import annotations
@@ -14,367 +17,422 @@ from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
-_NEGLIGIBLE = 1e-6
-"""Share of a unit's work below which a difference is not worth an exchange."""
-_CLOSE = 0.05
-"""Share of the wished change by which an exchange may miss it without others being looked at."""
-_MAX_WALK = 1000
-"""Rows looked at in one direction for one exchange."""
+_MIN_RELATIVE_GAIN = 1e-6
+"""Smallest reduction of a slot's work that is worth a move, relative to the work of the slot."""
+_CLOSE_ENOUGH = 0.05
+"""Stop the search for a better move once one misses the target by at most this share of it."""
+_MAX_SCANNED_ROWS = 1000
+"""Maximum number of candidate rows scanned in each direction for one swap."""
 
 
-class State(NamedTuple):
-    """An assignment under refinement, updated in place.
+class SearchState(NamedTuple):
+    """Assignment of rows to bins under local search. The arrays are updated in place.
 
-    A unit is what is compared: a bin where ranks meet at every microbatch, all bins of a rank where
-    they meet once a step. Units stand in lines of one per rank (a line for each microbatch, or one
-    line), and of each line the dearest unit is what counts.
+    A slot is the set of bins whose work is summed and compared with other ranks: one bin if ranks
+    synchronize at every microbatch, all bins of a rank if they synchronize once per optimizer step.
+    A step is a group of slots that run concurrently, one per rank. The slot with the most work
+    determines the time of its step, and the search minimizes the sum over steps of that maximum.
     """
 
-    tokens: Any  # [n] of each row, dearest row first
-    work: Any  # [n]
-    bin_of: Any  # [n]
+    tokens: Any  # [n] tokens of each row, rows by decreasing work
+    work: Any  # [n] work of each row
+    bin_of: Any  # [n] bin of each row
     bin_tokens: Any  # [K]
-    bin_sizes: Any  # [K] number of rows
-    unit_of: Any  # [K] the unit of a bin
-    unit_work: Any  # [U]
-    roomiest: Any  # [U] its bin with fewest tokens
-    bins_of: Any  # [K] bins sorted by unit
-    bins_start: Any  # [U + 1] where those of a unit begin
-    first: Any  # [U] a row of the unit, -1 if it has none
-    following: Any  # [n] the next row of the same unit, -1 at the end
-    preceding: Any  # [n] the one before, -1 at the beginning
-    line_of: Any  # [U] the line a unit stands in
-    tops: Any  # [U / line_size] work of the dearest unit of each line
+    bin_num_rows: Any  # [K]
+    slot_of: Any  # [K] slot of each bin
+    slot_work: Any  # [S]
+    emptiest_bin: Any  # [S] the bin with the fewest tokens in each slot
+    bins_by_slot: Any  # [K] bins sorted by slot
+    slot_starts: Any  # [S + 1] offsets of the slots in `bins_by_slot`
+    first_row: Any  # [S] head of the linked list of rows of each slot, -1 if it is empty
+    next_row: Any  # [n] next row of the same slot, -1 at the end
+    prev_row: Any  # [n] previous row of the same slot, -1 at the head
+    step_of: Any  # [S] step of each slot
+    step_max_work: Any  # [S / step_size] maximum slot work of each step
 
 
 @cache
 def compiled() -> Any | None:
-    """`fill`, `complete` and `level` as machine code kept on disk between processes; None where
-    numba, or a place to keep it, is missing."""
+    """Return `fill_lpt`, `fill_by_step` and `local_search` compiled by numba, or None.
+
+    None means that numba is not installed or that its on-disk cache cannot be written.
+    """
     if find_spec("numba") is None:
         return None
     import numba
 
-    # Numba resolves names in a function's globals, so copies of the functions get globals that hold
-    # compiled copies.
+    # Numba resolves names in the globals of a function. The copies get a namespace of their own, in
+    # which every helper is the compiled one; the originals stay interpretable.
     scope = dict(globals())
+    functions = (
+        fill_lpt,
+        find_unassigned,
+        fill_by_step,
+        find_swap,
+        find_relocation,
+        find_move,
+        relocate,
+        update_emptiest_bin,
+        local_search,
+    )
     try:
-        for function in (
-            fill,
-            first_free,
-            complete,
-            nearest,
-            gift,
-            best_exchange,
-            move,
-            find_roomiest,
-            level,
-        ):
+        for function in functions:
             copy = FunctionType(function.__code__, scope, function.__name__)
             copy.__qualname__ = function.__qualname__
             scope[function.__name__] = numba.njit(cache=True, nogil=True)(copy)
-    except (
-        RuntimeError
-    ):  # no directory may be written to; compiling anew in each process costs more than it saves
+    except RuntimeError:
+        # No cache directory is writable. Compiling in each process costs more than it saves.
         return None
-    return SimpleNamespace(fill=scope["fill"], complete=scope["complete"], level=scope["level"])
+    return SimpleNamespace(
+        fill_lpt=scope["fill_lpt"],
+        fill_by_step=scope["fill_by_step"],
+        local_search=scope["local_search"],
+    )
 
 
-def fill(tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any) -> bool:
-    """Each row that has no bin to the one furthest below its target among those with room; False if
-    a row fits in none.
+def fill_lpt(
+    tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any
+) -> bool:
+    """Assign each row to the bin furthest below its target work that has room for the row.
 
-    With equal targets this is longest-processing-time-first under the cap. `bin_of` [n] is -1 where
-    there is no bin yet, `bin_tokens` [K] what bins hold and `excess` [K] their work above target
-    (below 0: wanted); all are updated.
+    With equal targets this is longest processing time first (LPT) under a token limit. The arrays
+    `bin_of` [n] (-1: unassigned), `bin_tokens` [K] and `excess` [K] (work minus target work of each
+    bin) are updated. Returns False if a row fits into no bin.
     """
-    wanting = [(excess[b], b) for b in range(len(excess))]
-    full = [(0, 0) for _ in range(0)]  # (tokens, bin): without room when last looked at
-    heapq.heapify(wanting)
+    open_bins = [(excess[b], b) for b in range(len(excess))]
+    # Bins without room for some earlier row, as (tokens, bin). A later row may be shorter, so they
+    # return to `open_bins` once they have room. The empty typed list is for numba.
+    closed_bins = [(0, 0) for _ in range(0)]
+    heapq.heapify(open_bins)
     for i in range(len(tokens)):
         if bin_of[i] >= 0:
             continue
-        while len(full) > 0 and full[0][0] + tokens[i] <= capacity:
-            b = full[0][1]
-            heapq.heappop(full)
-            heapq.heappush(wanting, (excess[b], b))
-        while len(wanting) > 0 and bin_tokens[wanting[0][1]] + tokens[i] > capacity:
-            b = wanting[0][1]
-            heapq.heappop(wanting)
-            heapq.heappush(full, (bin_tokens[b], b))
-        if len(wanting) == 0:
+        while len(closed_bins) > 0 and closed_bins[0][0] + tokens[i] <= capacity:
+            b = closed_bins[0][1]
+            heapq.heappop(closed_bins)
+            heapq.heappush(open_bins, (excess[b], b))
+        while len(open_bins) > 0 and bin_tokens[open_bins[0][1]] + tokens[i] > capacity:
+            b = open_bins[0][1]
+            heapq.heappop(open_bins)
+            heapq.heappush(closed_bins, (bin_tokens[b], b))
+        if len(open_bins) == 0:
             return False
-        b = wanting[0][1]
+        b = open_bins[0][1]
         bin_of[i] = b
         bin_tokens[b] += tokens[i]
         excess[b] += work[i]
-        heapq.heapreplace(wanting, (excess[b], b))
+        heapq.heapreplace(open_bins, (excess[b], b))
     return True
 
 
-def complete(
+def fill_by_step(
     tokens: Any,
     work: Any,
     capacity: int,
     bin_of: Any,
     bin_tokens: Any,
     bin_work: Any,
-    line_size: int,
-    free: Any,
+    step_size: int,
+    parent: Any,
 ) -> bool:
-    """One microbatch after the other, each bin completed as exactly as rows allow; False if a row
-    is left that fits in none.
+    """Fill the bins of one step (microbatch) after the other up to a common work limit.
 
-    The height of a microbatch is an equal share of the work left, or the dearest row left if that
-    is more. Its lowest bin takes, again and again, the dearest row left that exceeds neither height
-    nor cap. Rows left at the end go to the bin with least work that has room. `bin_of` [n] is -1,
-    `bin_tokens` and `bin_work` [K] are 0; `free` is 0..n, a union-find whose root of i is the first
-    row left from i on.
+    The work limit of a step is an equal share of the remaining work, or the largest remaining row
+    if that is more. The bin with the least work repeatedly takes the largest remaining row that
+    exceeds neither the work limit nor the token limit. `fill_lpt` assigns the rows left at the end.
+
+    `bin_of` [n] is -1 and `bin_tokens`, `bin_work` [K] are 0 on entry. `parent` [n + 1] is 0..n, a
+    union-find structure: the root of i is the first unassigned row from i on. Returns False if a
+    row fits into no bin.
     """
-    num_rows, num_bins = len(tokens), len(bin_tokens)
-    left = 0.0
+    num_rows = len(tokens)
+    num_bins = len(bin_tokens)
+    remaining_work = 0.0
     for i in range(num_rows):
-        left += work[i]
-    for start in range(0, num_bins, line_size):
-        i = first_free(free, 0)
+        remaining_work += work[i]
+    for start in range(0, num_bins, step_size):
+        i = find_unassigned(parent, 0)
         if i == num_rows:
             break
-        height = max(left / (num_bins - start), work[i])
-        heap = [(0.0, b) for b in range(start, start + line_size)]
+        max_work = max(remaining_work / (num_bins - start), work[i])
+        heap = [(0.0, b) for b in range(start, start + step_size)]
         while len(heap) > 0:
             b = heap[0][1]
-            low, high = 0, num_rows
+            # Binary search for the first row that fits. Work decreases with the row index, and
+            # tokens are close to monotone in work, so the result is checked below.
+            low = 0
+            high = num_rows
             while low < high:
                 middle = (low + high) // 2
-                if bin_work[b] + work[middle] > height or bin_tokens[b] + tokens[middle] > capacity:
+                exceeds_work = bin_work[b] + work[middle] > max_work
+                if exceeds_work or bin_tokens[b] + tokens[middle] > capacity:
                     low = middle + 1
                 else:
                     high = middle
-            i = first_free(free, low)
+            i = find_unassigned(parent, low)
             if i == num_rows or bin_tokens[b] + tokens[i] > capacity:
                 heapq.heappop(heap)
                 continue
-            free[i] = i + 1
+            parent[i] = i + 1
             bin_of[i] = b
             bin_tokens[b] += tokens[i]
             bin_work[b] += work[i]
-            left -= work[i]
+            remaining_work -= work[i]
             heapq.heapreplace(heap, (bin_work[b], b))
-    return fill(tokens, work, capacity, bin_of, bin_tokens, bin_work)
+    return fill_lpt(tokens, work, capacity, bin_of, bin_tokens, bin_work)
 
 
-def first_free(free: Any, i: int) -> int:
-    """The first row left from row i on, n if there is none."""
-    while free[i] != i:
-        free[i] = free[free[i]]
-        i = free[i]
+def find_unassigned(parent: Any, i: int) -> int:
+    """Return the first unassigned row from row i on, or n if there is none (path halving)."""
+    while parent[i] != i:
+        parent[i] = parent[parent[i]]
+        i = parent[i]
     return i
 
 
-def nearest(
+def find_swap(
     work: Any,
     tokens: Any,
     bin_of: Any,
     bin_tokens: Any,
-    bin_sizes: Any,
-    unit_of: Any,
-    unit_work: Any,
-    roomiest: Any,
-    line_of: Any,
-    tops: Any,
+    bin_num_rows: Any,
+    slot_of: Any,
+    slot_work: Any,
+    emptiest_bin: Any,
+    step_of: Any,
+    step_max_work: Any,
     i: int,
     target: float,
     error: float,
-    most_room: int,
+    max_free_tokens: int,
     capacity: int,
 ) -> tuple[float, int, int, int]:
-    """The row to swap row i for that changes the work nearest to `target`: (how far off, the row or
-    -1, where i goes, steps).
+    """Find the row to swap with row i so that its slot loses as close to `target` work as possible.
 
-    Rows are sorted by work, so this walks both ways from where the ideal one would be, until as far
-    off as `error`; where no bin has the room for that, from the first one that `most_room` allows.
-    Row i takes the place of the other or, where that has no room and is not left empty, goes to the
-    roomiest bin of the same unit. No line's top rises.
+    Rows are sorted by work, so the scan goes in both directions from the row of the ideal work and
+    stops where the difference reaches `error` or nothing more can fit (`max_free_tokens` bounds the
+    free tokens of any bin). Row i moves to the bin of the other row, or to the emptiest bin of that
+    slot if it does not fit there and the bin keeps a row. No step's maximum increases.
+
+    Returns (distance from `target`, other row or -1, destination bin of row i or -1, steps). The
+    arrays are passed one by one because numba compiles that to faster code than a tuple.
     """
-    unit = unit_of[bin_of[i]]
-    least, room, take, receiver, steps = (
-        _NEGLIGIBLE * unit_work[unit],
-        capacity - bin_tokens[bin_of[i]],
-        -1,
-        -1,
-        0,
-    )
-    low, high = i + 1, len(work)
+    slot = slot_of[bin_of[i]]
+    min_gain = _MIN_RELATIVE_GAIN * slot_work[slot]
+    free_tokens = capacity - bin_tokens[bin_of[i]]
+    row_in = -1
+    dst_bin = -1
+    steps = 0
+    low = i + 1
+    high = len(work)
     while low < high:
         middle = (low + high) // 2
-        if work[middle] > work[i] - target and tokens[middle] >= tokens[i] - most_room:
+        if work[middle] > work[i] - target and tokens[middle] >= tokens[i] - max_free_tokens:
             low = middle + 1
         else:
             high = middle
     for direction in (-1, 1):
         j = low if direction == 1 else low - 1
-        end = steps + _MAX_WALK
+        end = steps + _MAX_SCANNED_ROWS
         while i < j < len(work) and steps < end:
             steps += 1
-            change, more_tokens = work[i] - work[j], tokens[i] - tokens[j]
-            missed = (change - target) * direction
+            work_change = work[i] - work[j]
+            token_change = tokens[i] - tokens[j]
+            distance = (work_change - target) * direction
             if (
-                missed < 0
-                or missed >= error
-                or change <= least
-                or (direction == 1 and more_tokens > most_room)
+                distance < 0
+                or distance >= error
+                or work_change <= min_gain
+                or (direction == 1 and token_change > max_free_tokens)
             ):
                 break
             b = bin_of[j]
-            u = unit_of[b]
-            top = tops[line_of[u]] - (least if line_of[u] == line_of[unit] else 0.0)
-            if u != unit and unit_work[u] + change <= top and -more_tokens <= room:
-                if bin_tokens[b] + more_tokens > capacity:
-                    b = roomiest[u] if bin_sizes[b] > 1 else b
-                    more_tokens = tokens[i]
-                if bin_tokens[b] + more_tokens <= capacity:
-                    error, take, receiver = missed, j, b
+            s = slot_of[b]
+            # Within the same step the other slot must stay below the maximum by a margin, or the
+            # search could exchange the same two rows forever.
+            margin = min_gain if step_of[s] == step_of[slot] else 0.0
+            max_work = step_max_work[step_of[s]] - margin
+            is_allowed = slot_work[s] + work_change <= max_work and -token_change <= free_tokens
+            if s != slot and is_allowed:
+                if bin_tokens[b] + token_change > capacity:
+                    b = emptiest_bin[s] if bin_num_rows[b] > 1 else b
+                    token_change = tokens[i]
+                if bin_tokens[b] + token_change <= capacity:
+                    error = distance
+                    row_in = j
+                    dst_bin = b
                     break
             j += direction
-    return error, take, receiver, steps
+    return error, row_in, dst_bin, steps
 
 
-def gift(s: State, i: int, unit: int, capacity: int) -> int:
-    """A bin that can take row i for nothing without the top of its line rising, or -1."""
-    for b in range(len(s.unit_of)):
-        u = s.unit_of[b]
-        margin = _NEGLIGIBLE * s.unit_work[unit] if s.line_of[u] == s.line_of[unit] else 0.0
-        fits = u != unit and s.bin_tokens[b] + s.tokens[i] <= capacity
-        if fits and s.unit_work[u] + s.work[i] <= s.tops[s.line_of[u]] - margin:
+def find_relocation(state: SearchState, i: int, slot: int, capacity: int) -> int:
+    """Find a bin outside `slot` that can accept row i without raising the maximum of its step.
+
+    Returns -1 if there is none.
+    """
+    for b in range(len(state.slot_of)):
+        s = state.slot_of[b]
+        margin = 0.0
+        if state.step_of[s] == state.step_of[slot]:
+            margin = _MIN_RELATIVE_GAIN * state.slot_work[slot]
+        has_room = state.bin_tokens[b] + state.tokens[i] <= capacity
+        max_work = state.step_max_work[state.step_of[s]] - margin
+        if s != slot and has_room and state.slot_work[s] + state.work[i] <= max_work:
             return b
     return -1
 
 
-def best_exchange(
-    s: State, unit: int, target: float, most_room: int, capacity: int, max_steps: int
+def find_move(
+    state: SearchState,
+    slot: int,
+    target: float,
+    max_free_tokens: int,
+    capacity: int,
+    max_steps: int,
 ) -> tuple[int, int, int, int]:
-    """The exchange that lowers `unit` nearest to `target`: (row given or -1, row taken or -1, bin
-    that takes it, steps).
+    """Find the swap or relocation that reduces the work of `slot` closest to `target`.
+
+    Returns (row that leaves the slot or -1, row that enters it or -1, destination bin or -1, loop
+    steps).
     """
-    work, tokens, bin_of, bin_tokens, bin_sizes = (
-        s.work,
-        s.tokens,
-        s.bin_of,
-        s.bin_tokens,
-        s.bin_sizes,
-    )
-    unit_of, unit_work, roomiest, line_of, tops = (
-        s.unit_of,
-        s.unit_work,
-        s.roomiest,
-        s.line_of,
-        s.tops,
-    )
-    error, give, take, receiver, steps = unit_work[unit], -1, -1, -1, 0
-    i, cheapest = s.first[unit], -1
-    while i >= 0 and error > _CLOSE * target and steps < max_steps:
-        closer, j, b, walked = nearest(
-            work, tokens, bin_of, bin_tokens, bin_sizes, unit_of, unit_work, roomiest, line_of, tops,
-            i, target, error, most_room, capacity,
+    # Attributes are read once: attribute access in the loop slows down the interpreted version.
+    work = state.work
+    tokens = state.tokens
+    bin_of = state.bin_of
+    bin_tokens = state.bin_tokens
+    bin_num_rows = state.bin_num_rows
+    slot_of = state.slot_of
+    slot_work = state.slot_work
+    emptiest_bin = state.emptiest_bin
+    step_of = state.step_of
+    step_max_work = state.step_max_work
+    error = slot_work[slot]
+    row_out = -1
+    row_in = -1
+    dst_bin = -1
+    steps = 0
+    i = state.first_row[slot]
+    smallest_row = -1
+    while i >= 0 and error > _CLOSE_ENOUGH * target and steps < max_steps:
+        distance, j, b, num_scanned = find_swap(
+            work, tokens, bin_of, bin_tokens, bin_num_rows, slot_of, slot_work, emptiest_bin,
+            step_of, step_max_work, i, target, error, max_free_tokens, capacity,
         )  # fmt: skip
-        steps += walked + 1
+        steps += num_scanned + 1
         if j >= 0:
-            error, give, take, receiver = closer, i, j, b
-        if i > cheapest and bin_sizes[bin_of[i]] > 1:
-            cheapest = i
-        i = s.following[i]
-    if cheapest >= 0 and abs(work[cheapest] - target) < error:
-        b = gift(s, cheapest, unit, capacity)
-        steps += len(unit_of) // 4
+            error = distance
+            row_out = i
+            row_in = j
+            dst_bin = b
+        # Only the row with the least work is tried for a relocation, and a bin is never emptied.
+        if i > smallest_row and bin_num_rows[bin_of[i]] > 1:
+            smallest_row = i
+        i = state.next_row[i]
+    if smallest_row >= 0 and abs(work[smallest_row] - target) < error:
+        b = find_relocation(state, smallest_row, slot, capacity)
+        # A scanned bin costs about a quarter of a scanned row.
+        steps += len(slot_of) // 4
         if b >= 0:
-            give, take, receiver = cheapest, -1, b
-    return give, take, receiver, steps
+            row_out = smallest_row
+            row_in = -1
+            dst_bin = b
+    return row_out, row_in, dst_bin, steps
 
 
-def move(s: State, i: int, b: int) -> None:
-    """Row i from its bin to bin `b`."""
-    source, target = s.unit_of[s.bin_of[i]], s.unit_of[b]
-    if s.preceding[i] < 0:
-        s.first[source] = s.following[i]
+def relocate(state: SearchState, i: int, b: int) -> None:
+    """Move row i from its bin to bin `b`, in the linked lists and in all sums."""
+    src_slot = state.slot_of[state.bin_of[i]]
+    dst_slot = state.slot_of[b]
+    if state.prev_row[i] < 0:
+        state.first_row[src_slot] = state.next_row[i]
     else:
-        s.following[s.preceding[i]] = s.following[i]
-    if s.following[i] >= 0:
-        s.preceding[s.following[i]] = s.preceding[i]
-    s.following[i], s.preceding[i] = s.first[target], -1
-    if s.first[target] >= 0:
-        s.preceding[s.first[target]] = i
-    s.first[target] = i
-    s.unit_work[source] -= s.work[i]
-    s.unit_work[target] += s.work[i]
-    s.bin_tokens[s.bin_of[i]] -= s.tokens[i]
-    s.bin_tokens[b] += s.tokens[i]
-    s.bin_sizes[s.bin_of[i]] -= 1
-    s.bin_sizes[b] += 1
-    s.bin_of[i] = b
+        state.next_row[state.prev_row[i]] = state.next_row[i]
+    if state.next_row[i] >= 0:
+        state.prev_row[state.next_row[i]] = state.prev_row[i]
+    state.next_row[i] = state.first_row[dst_slot]
+    state.prev_row[i] = -1
+    if state.first_row[dst_slot] >= 0:
+        state.prev_row[state.first_row[dst_slot]] = i
+    state.first_row[dst_slot] = i
+    state.slot_work[src_slot] -= state.work[i]
+    state.slot_work[dst_slot] += state.work[i]
+    state.bin_tokens[state.bin_of[i]] -= state.tokens[i]
+    state.bin_tokens[b] += state.tokens[i]
+    state.bin_num_rows[state.bin_of[i]] -= 1
+    state.bin_num_rows[b] += 1
+    state.bin_of[i] = b
 
 
-def find_roomiest(s: State, unit: int) -> int:
-    """The bin of `unit` with fewest tokens, kept in the state; returns how many were looked at."""
-    start, stop = s.bins_start[unit], s.bins_start[unit + 1]
-    s.roomiest[unit] = s.bins_of[start]
+def update_emptiest_bin(state: SearchState, slot: int) -> int:
+    """Recompute the emptiest bin of `slot` and return the number of bins scanned."""
+    start = state.slot_starts[slot]
+    stop = state.slot_starts[slot + 1]
+    state.emptiest_bin[slot] = state.bins_by_slot[start]
     for p in range(start, stop):
-        if s.bin_tokens[s.bins_of[p]] < s.bin_tokens[s.roomiest[unit]]:
-            s.roomiest[unit] = s.bins_of[p]
+        b = state.bins_by_slot[p]
+        if state.bin_tokens[b] < state.bin_tokens[state.emptiest_bin[slot]]:
+            state.emptiest_bin[slot] = b
     return stop - start
 
 
-def level(s: State, order: Any, line_size: int, capacity: int, max_steps: int) -> int:
-    """Lower the dearest unit of each line in turn by exchanges that raise the top of no line;
-    returns the steps taken.
+def local_search(
+    state: SearchState, order: Any, step_size: int, capacity: int, max_steps: int
+) -> int:
+    """Reduce the maximum slot work of each step by moves that raise the maximum of no step.
 
-    `order` [U] lists the units line by line. Each exchange aims at the mean of the line, and a line
-    is left when its dearest unit is there or has no exchange.
+    `order` [S] lists the slots by step. Each move aims at the mean of the step; a step is finished
+    when its max-loaded slot is at the mean or has no improving move. Returns the loop steps used.
     """
-    steps, most_room, most_slack = (
-        len(s.unit_of),
-        0,
-        0.0,
-    )  # bounds on what any bin and any unit can take
-    for b in range(len(s.unit_of)):
-        u = s.unit_of[b]
-        most_room = max(most_room, capacity - s.bin_tokens[b])
-        most_slack = max(most_slack, s.tops[s.line_of[u]] - s.unit_work[u])
-    for m in range(len(s.tops)):
-        units = [
-            (-s.unit_work[order[p]], order[p]) for p in range(m * line_size, (m + 1) * line_size)
+    steps = len(state.slot_of)
+    # Upper bounds on the free tokens of any bin and on the work any slot can accept. They only grow
+    # during the search, which keeps them valid without a rescan.
+    max_free_tokens = 0
+    max_slack = 0.0
+    for b in range(len(state.slot_of)):
+        s = state.slot_of[b]
+        max_free_tokens = max(max_free_tokens, capacity - state.bin_tokens[b])
+        max_slack = max(max_slack, state.step_max_work[state.step_of[s]] - state.slot_work[s])
+    for m in range(len(state.step_max_work)):
+        # A max-heap of (-work, slot). A slot whose work changed is pushed again; its outdated
+        # entries are recognized by their work and skipped.
+        heap = [
+            (-state.slot_work[order[p]], order[p]) for p in range(m * step_size, (m + 1) * step_size)
         ]
-        heapq.heapify(
-            units
-        )  # units that have changed since stand in it twice; what they were is skipped
-        steps += line_size
-        total = 0.0
-        for entry in units:
-            total -= entry[0]
+        heapq.heapify(heap)
+        steps += step_size
+        total_work = 0.0
+        for entry in heap:
+            total_work -= entry[0]
         while steps < max_steps:
-            unit = units[0][1]
-            if s.unit_work[unit] != -units[0][0]:
-                heapq.heappop(units)
+            slot = heap[0][1]
+            if state.slot_work[slot] != -heap[0][0]:
+                heapq.heappop(heap)
                 continue
-            s.tops[m] = s.unit_work[unit]
-            excess = s.tops[m] - total / line_size
-            if excess <= _NEGLIGIBLE * s.tops[m]:
+            state.step_max_work[m] = state.slot_work[slot]
+            excess = state.step_max_work[m] - total_work / step_size
+            if excess <= _MIN_RELATIVE_GAIN * state.step_max_work[m]:
                 break
-            give, take, receiver, walked = best_exchange(
-                s, unit, min(excess, most_slack), most_room, capacity, max_steps - steps
+            target = min(excess, max_slack)
+            row_out, row_in, dst_bin, num_scanned = find_move(
+                state, slot, target, max_free_tokens, capacity, max_steps - steps
             )
-            steps += walked
-            if give < 0:
+            steps += num_scanned
+            if row_out < 0:
                 break
-            giver = s.bin_of[give]
-            move(s, give, receiver)
-            if take >= 0:
-                move(s, take, giver)
-            steps += find_roomiest(s, unit) + find_roomiest(s, s.unit_of[receiver])
-            heapq.heapreplace(units, (-s.unit_work[unit], unit))
-            if s.line_of[s.unit_of[receiver]] == m:
-                heapq.heappush(units, (-s.unit_work[s.unit_of[receiver]], s.unit_of[receiver]))
+            src_bin = state.bin_of[row_out]
+            dst_slot = state.slot_of[dst_bin]
+            relocate(state, row_out, dst_bin)
+            if row_in >= 0:
+                relocate(state, row_in, src_bin)
+            steps += update_emptiest_bin(state, slot)
+            steps += update_emptiest_bin(state, dst_slot)
+            heapq.heapreplace(heap, (-state.slot_work[slot], slot))
+            if state.step_of[dst_slot] == m:
+                heapq.heappush(heap, (-state.slot_work[dst_slot], dst_slot))
             else:
-                total -= s.tops[m] - s.unit_work[unit]
-            most_room = max(most_room, capacity - s.bin_tokens[giver])
-            most_slack = max(most_slack, s.tops[m] - s.unit_work[unit])
+                # Work left this step for another one.
+                total_work -= state.step_max_work[m] - state.slot_work[slot]
+            max_free_tokens = max(max_free_tokens, capacity - state.bin_tokens[src_bin])
+            max_slack = max(max_slack, state.step_max_work[m] - state.slot_work[slot])
     return steps

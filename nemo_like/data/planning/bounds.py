@@ -1,5 +1,6 @@
-"""What no plan can beat: lower bounds on the number of bins and on the lockstep work of a schedule.
-Proofs, not plans.
+"""Lower bounds on the number of bins, on lockstep work and on the makespan of a schedule.
+
+Notation: B rows, R ranks, M microbatches of each rank.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import numpy as np
 
 
 def l1_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
-    """Fewest bins by tokens alone: ceil(sum / capacity)."""
+    """Lower bound on the number of bins by tokens alone: ceil(sum / capacity)."""
     return -(-int(np.sum(lengths, dtype=np.int64)) // capacity)
 
 
 def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
-    """Fewest bins by Martello and Toth's L2 (Knapsack Problems, 1990, section 8.3), in O(n log n).
+    """Lower bound on the number of bins by Martello and Toth's L2, in O(n log n).
 
-    For a threshold k <= capacity / 2: rows above capacity - k share a bin with no row of at least
-    k, rows above capacity / 2 sit alone among themselves, and what rows from k to capacity / 2 need
-    beyond the room those leave takes more bins. The largest over k, which only has to visit the
-    lengths that occur, is the bound; k = 0 makes it at least `l1_bound`. `lengths` are int [B],
-    each 1 to `capacity`; raises ValueError otherwise.
+    Source: Knapsack Problems, 1990, section 8.3. For a threshold k <= capacity / 2: rows above
+    capacity - k share a bin with no row of at least k, no two rows above capacity / 2 share a bin,
+    and the rows from k to capacity / 2 that do not fit beside those need more bins. The bound is
+    the maximum over k, which only has to visit the lengths that occur; k = 0 makes it at least
+    `l1_bound`. `lengths` are int [B], each 1 to `capacity`; raises ValueError otherwise.
 
     Example: rows 6, 6, 6, 5, 5 in bins of 10 need 4 bins (k = 5: no two of the sixes and no six
     with a five), not 3.
@@ -33,23 +34,24 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
         raise ValueError(
             f"lengths must be from 1 to the capacity {capacity}; got {lengths[0]} to {lengths[-1]}"
         )
-    tokens_before = np.concatenate([[0], np.cumsum(lengths)])
+    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths)])
     first_large = int(np.searchsorted(lengths, capacity // 2, side="right"))
-    is_new = (
-        np.concatenate([[True], lengths[1:first_large] > lengths[: first_large - 1]])
-        if first_large
-        else np.ones(0, bool)
-    )
-    first_small = np.concatenate(
-        [np.flatnonzero(is_new), [first_large]]
-    )  # rows from k on, for each k that occurs
+    is_new_length = np.ones(0, bool)
+    if first_large:
+        is_increase = lengths[1:first_large] > lengths[: first_large - 1]
+        is_new_length = np.concatenate([[True], is_increase])
+    # For each threshold k: the first row with at least k tokens. The last entry is k = 0, and its
+    # threshold is set first because it has no row of its own.
+    first_small = np.concatenate([np.flatnonzero(is_new_length), [first_large]])
     thresholds = np.concatenate([lengths[first_small[:-1]], [0]])
     first_small[-1] = 0
     first_alone = np.searchsorted(lengths, capacity - thresholds, side="right")
-    num_alone, num_large = len(lengths) - first_alone, first_alone - first_large
-    room = num_large * capacity - (tokens_before[first_alone] - tokens_before[first_large])
-    tokens_small = tokens_before[first_large] - tokens_before[first_small]
-    num_more = np.maximum(0, -((room - tokens_small) // capacity))
+    num_alone = len(lengths) - first_alone
+    num_large = first_alone - first_large
+    tokens_large = cumulative_tokens[first_alone] - cumulative_tokens[first_large]
+    free_tokens = num_large * capacity - tokens_large
+    tokens_small = cumulative_tokens[first_large] - cumulative_tokens[first_small]
+    num_more = np.maximum(0, -((free_tokens - tokens_small) // capacity))
     return int((num_alone + num_large + num_more).max())
 
 
@@ -60,20 +62,22 @@ def lockstep_bound(
     num_ranks: int,
     num_microbatches: int,
 ) -> float:
-    """Least possible sum over microbatches of the dearest rank's work, when ranks meet at every
-    microbatch.
+    """Lower bound on the sum over microbatches of the max-loaded rank, for `sync="microbatch"`.
 
-    Of any plan, put the microbatches in order of their dearest bin. Then microbatch j costs at
-    least a row that cannot sit in those before it, and work beyond what fits into the first j is
-    spread over `num_ranks` in the others (`microbatch_limits`): the bound is the largest over j of
-    the sum of the former up to j plus the latter. `lengths` int [B] from 1 to `max_tokens`, `work`
-    float [B] >= 0.
+    Sort the microbatches of a plan by their max-loaded bin. Then microbatch j takes at least as
+    long as a row that fits into no earlier one, and the work that does not fit into the first j is
+    distributed over `num_ranks` ranks in the others (`microbatch_limits`). The bound is the maximum
+    over j of the former summed up to j, plus the latter. `lengths` int [B] from 1 to `max_tokens`,
+    `work` float [B] >= 0.
     """
     if len(lengths) == 0:
         return 0.0
-    tops, most_work = microbatch_limits(lengths, work, max_tokens, num_ranks, num_microbatches)
-    rest = np.maximum(0.0, np.sum(work) - most_work) / num_ranks
-    return float((np.concatenate([[0.0], np.cumsum(tops)]) + rest).max())
+    min_max_work, max_work_before = microbatch_limits(
+        lengths, work, max_tokens, num_ranks, num_microbatches
+    )
+    remaining = np.maximum(0.0, np.sum(work) - max_work_before) / num_ranks
+    first_microbatches = np.concatenate([[0.0], np.cumsum(min_max_work)])
+    return float((first_microbatches + remaining).max())
 
 
 def rank_bound(
@@ -85,42 +89,46 @@ def rank_bound(
     *,
     may_be_empty: bool,
 ) -> float:
-    """Least possible work of the dearest rank of `num_microbatches` bins each, when ranks meet once
-    a step.
+    """Lower bound on the makespan over ranks of `num_microbatches` bins each, for `sync="step"`.
 
-    For each k, either two of the k dearest rows share a rank, or they are on k ranks. Those k have
-    to hold what tokens the others cannot, of the least dense rows at best; and unless bins
-    `may_be_empty`, a row in every other bin, at best the cheapest: on average over the k ranks, and
-    for the one that gets the dearest of those. `lengths` int [B] from 1 to `max_tokens`, `work`
-    float [B] >= 0.
+    For each k, either two of the k largest rows share a rank, or they are on k different ranks. In
+    the second case these k ranks also take the tokens that exceed the capacity of the other ranks,
+    in the best case from the rows with the least work per token, and, unless bins `may_be_empty`,
+    one row in each other bin, in the best case the smallest rows. Both hold on average over the k
+    ranks; the last also for the rank of the smallest of the k rows. `lengths` int [B] from 1 to
+    `max_tokens`, `work` float [B] >= 0.
     """
-    lengths, work = np.asarray(lengths, dtype=np.int64), np.asarray(work, dtype=np.float64)
+    lengths = np.asarray(lengths, dtype=np.int64)
+    work = np.asarray(work, dtype=np.float64)
     if len(lengths) == 0:
         return 0.0
-    count = np.arange(1, min(num_ranks, len(lengths)) + 1)
-    dearest, cheapest = np.argsort(-work, kind="stable"), np.concatenate([[0.0], np.sort(work)])
-    top_work, top_tokens = (
-        np.cumsum(work[dearest])[count - 1],
-        np.cumsum(lengths[dearest])[count - 1],
-    )
-    needed = np.maximum(
-        0, lengths.sum() - (num_ranks - count) * num_microbatches * max_tokens - top_tokens
-    )
-    sparsest = np.argsort(work / lengths, kind="stable")
-    tokens, works = (
-        np.concatenate([[0], np.cumsum(values[sparsest])]) for values in (lengths, work)
-    )
-    apart = (top_work + np.interp(needed, tokens, works)) / count
+    k = np.arange(1, min(num_ranks, len(lengths)) + 1)
+    by_work = np.argsort(-work, kind="stable")
+    ascending_work = np.concatenate([[0.0], np.sort(work)])
+    top_work = np.cumsum(work[by_work])[k - 1]
+    top_tokens = np.cumsum(lengths[by_work])[k - 1]
+
+    # Tokens that do not fit on the other ranks, at the lowest possible work per token.
+    other_capacity = (num_ranks - k) * num_microbatches * max_tokens
+    excess_tokens = np.maximum(0, lengths.sum() - other_capacity - top_tokens)
+    by_density = np.argsort(work / lengths, kind="stable")
+    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths[by_density])])
+    cumulative_work = np.concatenate([[0], np.cumsum(work[by_density])])
+    excess_work = np.interp(excess_tokens, cumulative_tokens, cumulative_work)
+    apart = (top_work + excess_work) / k
     if not may_be_empty and num_microbatches > 1:
-        num_others = np.minimum(count * (num_microbatches - 1), len(work))
-        apart = np.maximum(apart, (top_work + np.cumsum(cheapest)[num_others]) / count)
-        apart = np.maximum(
-            apart,
-            work[dearest[count - 1]]
-            + cheapest[num_others]
-            + cheapest[: num_microbatches - 1].sum(),
+        num_other_bins = np.minimum(k * (num_microbatches - 1), len(work))
+        smallest_work = np.cumsum(ascending_work)[num_other_bins]
+        apart = np.maximum(apart, (top_work + smallest_work) / k)
+        one_rank = (
+            work[by_work[k - 1]]
+            + ascending_work[num_other_bins]
+            + ascending_work[: num_microbatches - 1].sum()
         )
-    together = np.append(np.inf, work[dearest[count[1:] - 1]] + work[dearest[count[1:] - 2]])
+        apart = np.maximum(apart, one_rank)
+    # Two of the k largest rows together have at least the work of the two smallest of them.
+    shared = work[by_work[k[1:] - 1]] + work[by_work[k[1:] - 2]]
+    together = np.append(np.inf, shared)
     return float(max(work.sum() / num_ranks, np.minimum(apart, together).max()))
 
 
@@ -131,58 +139,70 @@ def microbatch_limits(
     num_ranks: int,
     num_microbatches: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Limits on M microbatches of R bins in order of their dearest bin: (least work of each one's
-    dearest bin, float [M]; most work that fits into the first j of them over all ranks, float
-    [M+1]).
+    """Limits on M microbatches of R bins, sorted by their max-loaded bin.
 
-    The first j hold at most j * R * max_tokens tokens, and at most j * R rows above half the cap.
-    So the dearest rows that exceed either do not all sit there, and the dearest bin of the next
-    holds at least the last of them. The most work is that of the densest rows of so many tokens,
-    one cut; where work grows faster than length, the dearest rows above half the cap come first, as
-    many as bins, and then the densest others.
+    Returns (minimum work of the max-loaded bin of each microbatch, float64 [M]; maximum total work
+    of the first j microbatches over all ranks, float64 [M + 1]).
+
+    The first j microbatches hold at most j * R * max_tokens tokens and at most j * R rows above
+    half the limit. So the largest rows that exceed either number are not all in them, and the
+    max-loaded bin of microbatch j has at least the work of the last of these rows. The maximum work
+    is that of the rows with the most work per token, the last one taken in part. If work grows
+    faster than length, rows above half the limit come first, one per bin, then the others.
     """
-    lengths, work = np.asarray(lengths, dtype=np.int64), np.asarray(work, dtype=np.float64)
-    dearest = np.argsort(-work, kind="stable")
-    ordered_work, is_large = work[dearest], 2 * lengths[dearest] > max_tokens
+    lengths = np.asarray(lengths, dtype=np.int64)
+    work = np.asarray(work, dtype=np.float64)
+    by_work = np.argsort(-work, kind="stable")
+    sorted_work = work[by_work]
+    sorted_lengths = lengths[by_work]
+    is_large = 2 * sorted_lengths > max_tokens
     num_bins = np.arange(num_microbatches + 1) * num_ranks
     capacity = num_bins * max_tokens
-    after = np.searchsorted(np.cumsum(lengths[dearest]), capacity[:-1], side="right")
-    tops = np.append(ordered_work, 0.0)[np.minimum(after, len(work))]
-    large_work = ordered_work[is_large]
-    tops = np.maximum(tops, np.append(large_work, 0.0)[np.minimum(num_bins[:-1], len(large_work))])
-    most_work = _most_work(lengths, work, capacity)
-    large, small = lengths[dearest][is_large], ~is_large
-    if _grows_faster_than_length(
-        large, large_work, (ordered_work[small] / lengths[dearest][small]).max(initial=0.0)
-    ):
-        tokens, works = (np.concatenate([[0], np.cumsum(values)]) for values in (large, large_work))
+
+    first_outside = np.searchsorted(np.cumsum(sorted_lengths), capacity[:-1], side="right")
+    min_max_work = np.append(sorted_work, 0.0)[np.minimum(first_outside, len(work))]
+    large_work = sorted_work[is_large]
+    first_large_outside = np.minimum(num_bins[:-1], len(large_work))
+    min_max_work = np.maximum(min_max_work, np.append(large_work, 0.0)[first_large_outside])
+
+    max_work = _max_work(lengths, work, capacity)
+    large = sorted_lengths[is_large]
+    small = sorted_lengths[~is_large]
+    small_work = sorted_work[~is_large]
+    if _grows_faster_than_length(large, large_work, (small_work / small).max(initial=0.0)):
+        cumulative_tokens = np.concatenate([[0], np.cumsum(large)])
+        cumulative_work = np.concatenate([[0], np.cumsum(large_work)])
         num_large = np.minimum(num_bins, len(large))
-        left = np.maximum(0, capacity - tokens[num_large])
-        with_large = np.minimum(works[num_large], np.interp(capacity, tokens, works))
-        most_work = np.minimum(
-            most_work, with_large + _most_work(lengths[dearest][small], ordered_work[small], left)
-        )
-    return tops, most_work
+        free_tokens = np.maximum(0, capacity - cumulative_tokens[num_large])
+        by_capacity = np.interp(capacity, cumulative_tokens, cumulative_work)
+        max_large_work = np.minimum(cumulative_work[num_large], by_capacity)
+        max_small_work = _max_work(small, small_work, free_tokens)
+        max_work = np.minimum(max_work, max_large_work + max_small_work)
+    return min_max_work, max_work
 
 
-def _most_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Most work of rows of together at most `tokens` [J], of which one may be cut; float [J]."""
-    densest = np.argsort(-(work / lengths), kind="stable")
-    lengths_before, work_before = (
-        np.concatenate([[0], np.cumsum(values[densest])]) for values in (lengths, work)
-    )
-    return np.interp(tokens, lengths_before, work_before)
+def _max_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Maximum work of rows with at most `tokens` [J] tokens in total, float64 [J].
+
+    This is the fractional knapsack bound: one row may be taken in part.
+    """
+    by_density = np.argsort(-(work / lengths), kind="stable")
+    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths[by_density])])
+    cumulative_work = np.concatenate([[0], np.cumsum(work[by_density])])
+    return np.interp(tokens, cumulative_tokens, cumulative_work)
 
 
 def _grows_faster_than_length(lengths: np.ndarray, work: np.ndarray, density: float) -> bool:
-    """Whether a longer row is denser, and each further token of it brings at least `density`; rows
-    dearest first.
+    """Return True if longer rows have more work per token and each further token adds at least
+    `density`; rows are sorted by decreasing work.
     """
-    longer, dearer = -np.diff(lengths), -np.diff(work)
-    slack = 1e-9 * work[:-1]
+    more_tokens = -np.diff(lengths)
+    more_work = -np.diff(work)
+    # Rounding errors of the sums that work comes from must not turn the bound off.
+    tolerance = 1e-9 * work[:-1]
     return bool(
         np.all(work >= density * lengths * (1 - 1e-9))
-        and np.all(longer >= 0)
-        and np.all(dearer >= density * longer - slack)
+        and np.all(more_tokens >= 0)
+        and np.all(more_work >= density * more_tokens - tolerance)
         and np.all(np.diff(work / lengths) <= 1e-9 * density)
     )

@@ -1,7 +1,7 @@
-"""Assignments of rows to bins and bins to ranks, made and then improved. Decides nothing about how
-many bins there are.
+"""Construction and local search of assignments: rows to bins, and bins to ranks.
 
-`Rows` come sorted by work, dearest first; an assignment is the bin of each, int64 [n].
+The number of bins is given here; `balance` decides it. Rows are sorted by decreasing work. An
+assignment is the bin of each row, int64 [n]. Notation: n rows, K bins, R ranks, M microbatches.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from nemo_like.data.packing import packers
 from nemo_like.data.planning import balance_kernels
 from nemo_like.data.planning.bounds import microbatch_limits, rank_bound
 
+_MIN_RELATIVE_IMPROVEMENT = 1e-6
+"""Local search is repeated as long as a pass improves the objective by more than this share."""
+
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """What is assigned as a whole (a row, or a group of rows), sorted by work, dearest first."""
+class Items:
+    """Units of assignment, each a row or a group of rows, sorted by decreasing work."""
 
     tokens: np.ndarray  # int64 [n]
     work: np.ndarray  # float64 [n]
@@ -28,200 +31,239 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Refiner:
-    """Starts and refinement for one shape of schedule."""
+class AssignmentSearch:
+    """Initial assignments and local search for one number of bins and ranks."""
 
-    rows: Rows
+    items: Items
     capacity: int
-    """Most tokens of a bin."""
+    """Maximum tokens of a bin."""
     num_ranks: int
     num_bins: int
     """A multiple of `num_ranks`."""
     kernels: Any | None
-    """Compiled loops, or None to interpret them."""
+    """Compiled loops of `balance_kernels`, or None to interpret them."""
 
-    def complete(self) -> np.ndarray | None:
-        """Microbatch after microbatch, each bin completed as exactly as rows allow; None where a
-        row is left over.
+    @property
+    def num_microbatches(self) -> int:
+        """Number of bins of each rank."""
+        return self.num_bins // self.num_ranks
+
+    def fill_by_step(self) -> np.ndarray | None:
+        """Fill one microbatch after the other up to a common work limit; None if a row is left."""
+        parent = self._array(np.arange(len(self.items) + 1))
+        return self._construct("fill_by_step", np.zeros(self.num_bins), self.num_ranks, parent)
+
+    def fill_lpt(self, targets: np.ndarray) -> np.ndarray | None:
+        """Assign each row to the bin furthest below its target with room for it; None if a row is
+        left. `targets` is float64 [K].
         """
-        free = self._array(np.arange(len(self.rows) + 1))
-        return self._run("complete", np.zeros(self.num_bins), self.num_ranks, free)
+        return self._construct("fill_lpt", -targets)
 
-    def fill(self, targets: np.ndarray) -> np.ndarray | None:
-        """Each row to the bin that lacks most of its target [K] among those with room; None where a
-        row fits in none.
+    def target_work(self) -> np.ndarray:
+        """Compute the target work of each bin, float64 [K], equal within a microbatch.
+
+        Each microbatch in turn gets an equal share of the remaining work, or more if it must take a
+        row that fits into no earlier microbatch. It then takes at most the work that can fit into
+        it, and the following microbatches share the rest.
         """
-        return self._run("fill", -targets)
-
-    def targets(self) -> np.ndarray:
-        """Work to aim at for each bin, float64 [K], equal within a microbatch: level where nothing
-        forces otherwise.
-
-        In turn each microbatch gets an equal share of what is left, or more where a row that fits
-        in none before it forces that; then it takes what work it can hold, and the ones after share
-        the rest.
-        """
-        num_microbatches = self.num_bins // self.num_ranks
-        tops, most_work = microbatch_limits(
-            self.rows.tokens, self.rows.work, self.capacity, self.num_ranks, num_microbatches
+        min_max_work, max_work_before = microbatch_limits(
+            self.items.tokens,
+            self.items.work,
+            self.capacity,
+            self.num_ranks,
+            self.num_microbatches,
         )
-        targets, left = np.zeros(num_microbatches), float(self.rows.work.sum()) / self.num_ranks
-        held = np.diff(most_work) / self.num_ranks
-        for m in range(num_microbatches):
-            share = left / (num_microbatches - m)
-            targets[m] = max(share, tops[m])
-            left = max(0.0, left - (min(targets[m], held[m]) if targets[m] > share else share))
+        targets = np.zeros(self.num_microbatches)
+        # All quantities are per rank from here on.
+        remaining = float(self.items.work.sum()) / self.num_ranks
+        max_work = np.diff(max_work_before) / self.num_ranks
+        for m in range(self.num_microbatches):
+            share = remaining / (self.num_microbatches - m)
+            targets[m] = max(share, min_max_work[m])
+            taken = share
+            if targets[m] > share:
+                taken = min(targets[m], max_work[m])
+            remaining = max(0.0, remaining - taken)
         return np.repeat(targets, self.num_ranks)
 
     def best_fit(self) -> np.ndarray | None:
-        """Best fit decreasing by tokens."""
-        return self.spread(
-            packers.best_fit_decreasing(self.rows.tokens, self.capacity, len(self.rows))
-        )
-
-    def spread(self, packing: packers.Packing | None) -> np.ndarray | None:
-        """A packing of these rows over all bins, as far as there are rows; None without one or if
-        it has too many.
-        """
-        if packing is None or packing.num_bins > self.num_bins:
-            return None
-        num_bins = min(self.num_bins, len(self.rows))
-        packing = packers.spread(packing, self.rows.tokens, self.capacity, num_bins, len(self.rows))
-        bin_of = np.empty(len(self.rows), dtype=np.int64)
-        bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
-        return bin_of
+        """Pack by tokens with best fit decreasing; None if that needs more than `num_bins` bins."""
+        packing = packers.best_fit_decreasing(self.items.tokens, self.capacity, len(self.items))
+        return self._use_all_bins(packing)
 
     def bin_work(self, bin_of: np.ndarray) -> np.ndarray:
-        return np.bincount(bin_of, self.rows.work, minlength=self.num_bins)
+        """Work of each bin, float64 [K]."""
+        return np.bincount(bin_of, self.items.work, minlength=self.num_bins)
 
     def lockstep_work(self, bin_of: np.ndarray) -> float:
-        """Sum over microbatches of their dearest bin, bins of like work together."""
-        return float(np.sort(self.bin_work(bin_of))[::-1][:: self.num_ranks].sum())
+        """Sum over microbatches of the max-loaded bin, with bins grouped by similar work."""
+        descending = np.sort(self.bin_work(bin_of))[::-1]
+        return float(descending[:: self.num_ranks].sum())
 
-    def max_rank_work(self, bin_of: np.ndarray, rank_of: np.ndarray) -> float:
-        """Work of the dearest rank; `rank_of` [K]."""
-        return float(np.bincount(rank_of, self.bin_work(bin_of), minlength=self.num_ranks).max())
+    def makespan(self, bin_of: np.ndarray, rank_of: np.ndarray) -> float:
+        """Work of the max-loaded rank; `rank_of` int64 [K] is the rank of each bin."""
+        rank_work = np.bincount(rank_of, self.bin_work(bin_of), minlength=self.num_ranks)
+        return float(rank_work.max())
 
-    def rank_bound(self) -> float:
-        """The least `max_rank_work` any assignment has."""
-        rows, num_microbatches = self.rows, self.num_bins // self.num_ranks
-        shape = (rows.tokens, rows.work, self.capacity, self.num_ranks, num_microbatches)
-        return rank_bound(*shape, may_be_empty=len(rows) < self.num_bins)
+    def makespan_bound(self) -> float:
+        """Lower bound on `makespan` over all assignments."""
+        return rank_bound(
+            self.items.tokens,
+            self.items.work,
+            self.capacity,
+            self.num_ranks,
+            self.num_microbatches,
+            may_be_empty=len(self.items) < self.num_bins,
+        )
 
-    def deal(self, bin_work: np.ndarray) -> np.ndarray:
-        """The rank of each bin, int64 [K]: bins of like work form a microbatch, its dearest goes to
-        the rank with least.
+    def assign_ranks(self, bin_work: np.ndarray) -> np.ndarray:
+        """Assign bins to ranks; returns the rank of each bin, int64 [K].
+
+        Bins of similar work form a microbatch. Within it the largest bin goes to the rank with the
+        least work so far.
         """
         order = np.argsort(-bin_work, kind="stable").reshape(-1, self.num_ranks)
-        rank_of, rank_work = np.empty(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks)
+        rank_of = np.empty(self.num_bins, dtype=np.int64)
+        rank_work = np.zeros(self.num_ranks)
         for bins in order:
             ranks = np.argsort(rank_work, kind="stable")
             rank_of[bins] = ranks
             rank_work[ranks] += bin_work[bins]
         return rank_of
 
-    def exchange_bins(
+    def swap_bins(
         self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
-        """Lower the dearest rank by exchanging whole bins, which no cap forbids: (rank of each bin,
-        steps taken).
+        """Reduce the makespan by swapping bins between ranks: (rank of each bin, steps used).
+
+        Swapping bins never violates the token limit. Each bin is treated as an item of one token in
+        a bin of capacity one, so that `balance_ranks` can only swap.
         """
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
-        places = Refiner(
-            Rows(np.ones(len(order), dtype=np.int64), bin_work[order]),
-            1,
-            self.num_ranks,
-            len(order),
-            self.kernels,
-        )
-        place_of, steps = places.level_ranks(np.arange(len(order)), rank_of[order], max_steps)
-        dealt = np.empty_like(rank_of)
-        dealt[order] = rank_of[order][place_of]
-        return dealt, steps
+        bins_as_items = Items(np.ones(len(order), dtype=np.int64), bin_work[order])
+        search = AssignmentSearch(bins_as_items, 1, self.num_ranks, len(order), self.kernels)
+        position_of, steps = search.balance_ranks(np.arange(len(order)), rank_of[order], max_steps)
+        new_rank_of = np.empty_like(rank_of)
+        new_rank_of[order] = rank_of[order][position_of]
+        return new_rank_of, steps
 
-    def level_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
-        """Lower the dearest bin of each microbatch by exchanges, as long as it helps: (assignment,
-        steps taken).
-        """
-        return self._level(bin_of, np.arange(self.num_bins), max_steps)
+    def balance_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
+        """Reduce the max-loaded bin of each microbatch by local search: (assignment, steps)."""
+        return self._local_search(bin_of, np.arange(self.num_bins), max_steps)
 
-    def level_ranks(
+    def balance_ranks(
         self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
-        """The same for the dearest rank, bins staying where they are."""
-        return self._level(bin_of, rank_of, max_steps)
+        """Reduce the makespan by local search over rows; the rank of each bin is fixed."""
+        return self._local_search(bin_of, rank_of, max_steps)
 
     def _array(self, values: np.ndarray) -> Any:
-        return values.tolist() if self.kernels is None else values
+        """Convert to a list for the interpreter, which indexes lists faster than arrays."""
+        if self.kernels is None:
+            return values.tolist()
+        return values
 
-    def _run(self, start: str, bin_work: np.ndarray, *more: Any) -> np.ndarray | None:
-        tokens, work = self._array(self.rows.tokens), self._array(self.rows.work)
-        bin_of = self._array(np.full(len(self.rows), -1))
+    def _construct(self, kernel: str, bin_work: np.ndarray, *arguments: Any) -> np.ndarray | None:
+        """Run a construction kernel; None if it leaves a row unassigned."""
+        tokens = self._array(self.items.tokens)
+        work = self._array(self.items.work)
+        bin_of = self._array(np.full(len(self.items), -1))
         bin_tokens = self._array(np.zeros(self.num_bins, dtype=np.int64))
-        loop = getattr(self.kernels or balance_kernels, start)
-        if not loop(tokens, work, self.capacity, bin_of, bin_tokens, self._array(bin_work), *more):
+        run = getattr(self.kernels or balance_kernels, kernel)
+        if not run(
+            tokens, work, self.capacity, bin_of, bin_tokens, self._array(bin_work), *arguments
+        ):
             return None
         bin_of = np.asarray(bin_of, dtype=np.int64)
         sizes = np.bincount(bin_of, minlength=self.num_bins)
         used = sizes[sizes > 0]
-        if len(used) == min(self.num_bins, len(self.rows)):
+        if len(used) == min(self.num_bins, len(self.items)):
             return bin_of
+        # Some bins are empty although there are rows for them.
         offsets = np.concatenate([[0], np.cumsum(used)])
-        return self.spread(packers.Packing(np.argsort(bin_of, kind="stable"), offsets))
+        return self._use_all_bins(packers.Packing(np.argsort(bin_of, kind="stable"), offsets))
 
-    def _level(
-        self, bin_of: np.ndarray, unit_of: np.ndarray, max_steps: int
+    def _use_all_bins(self, packing: packers.Packing) -> np.ndarray | None:
+        """Spread a packing over all bins, as far as there are rows; None if it has too many."""
+        if packing.num_bins > self.num_bins:
+            return None
+        num_bins = min(self.num_bins, len(self.items))
+        packing = packers.split_fullest(
+            packing, self.items.tokens, self.capacity, num_bins, len(self.items)
+        )
+        bin_of = np.empty(len(self.items), dtype=np.int64)
+        bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
+        return bin_of
+
+    def _local_search(
+        self, bin_of: np.ndarray, slot_of: np.ndarray, max_steps: int
     ) -> tuple[np.ndarray, int]:
-        num_units = int(unit_of.max()) + 1
-        state = self._state(bin_of, unit_of, num_units)
-        steps, before = 0, np.inf
+        """Run local search until it converges or uses `max_steps`: (assignment, steps used).
+
+        `slot_of` int64 [K] is the slot of each bin; see `balance_kernels.SearchState`.
+        """
+        num_slots = int(slot_of.max()) + 1
+        state = self._search_state(bin_of, slot_of, num_slots)
+        local_search = (self.kernels or balance_kernels).local_search
+        steps = 0
+        objective = np.inf
         while True:
-            unit_work = np.asarray(state.unit_work)
-            order = np.argsort(-unit_work, kind="stable")
-            line_of = np.empty(num_units, dtype=np.int64)
-            line_of[order] = np.arange(num_units) // self.num_ranks
-            tops = unit_work[order[:: self.num_ranks]]
-            if tops.sum() >= before * (1 - 1e-6) or steps >= max_steps:
+            # Slots of similar work form a step. The grouping is renewed in every pass, because the
+            # moves of the previous pass change the order.
+            slot_work = np.asarray(state.slot_work)
+            order = np.argsort(-slot_work, kind="stable")
+            step_of = np.empty(num_slots, dtype=np.int64)
+            step_of[order] = np.arange(num_slots) // self.num_ranks
+            step_max_work = slot_work[order[:: self.num_ranks]]
+            new_objective = step_max_work.sum()
+            has_converged = new_objective >= objective * (1 - _MIN_RELATIVE_IMPROVEMENT)
+            if has_converged or steps >= max_steps:
                 return np.asarray(state.bin_of, dtype=np.int64), steps
-            before = tops.sum()
-            state = state._replace(line_of=self._array(line_of), tops=self._array(tops))
-            level = (self.kernels or balance_kernels).level
-            steps += level(
+            objective = new_objective
+            state = state._replace(
+                step_of=self._array(step_of), step_max_work=self._array(step_max_work)
+            )
+            steps += local_search(
                 state, self._array(order), self.num_ranks, self.capacity, max_steps - steps
             )
 
-    def _state(
-        self, bin_of: np.ndarray, unit_of: np.ndarray, num_units: int
-    ) -> balance_kernels.State:
-        units = unit_of[bin_of]
-        by_unit = np.argsort(units, kind="stable")
-        same = units[by_unit[1:]] == units[by_unit[:-1]]
-        first, following, preceding = (
-            np.full(num_units, -1),
-            np.full(len(units), -1),
-            np.full(len(units), -1),
+    def _search_state(
+        self, bin_of: np.ndarray, slot_of: np.ndarray, num_slots: int
+    ) -> balance_kernels.SearchState:
+        """Build the search state of an assignment; its steps are set by `_local_search`."""
+        num_rows = len(bin_of)
+        row_slots = slot_of[bin_of]
+        # Linked lists of the rows of each slot, in row order.
+        by_slot = np.argsort(row_slots, kind="stable")
+        is_same_slot = row_slots[by_slot[1:]] == row_slots[by_slot[:-1]]
+        first_row = np.full(num_slots, -1)
+        next_row = np.full(num_rows, -1)
+        prev_row = np.full(num_rows, -1)
+        next_row[by_slot[:-1][is_same_slot]] = by_slot[1:][is_same_slot]
+        prev_row[by_slot[1:][is_same_slot]] = by_slot[:-1][is_same_slot]
+        heads = by_slot[np.concatenate([[True], ~is_same_slot])]
+        first_row[row_slots[heads]] = heads
+
+        bin_tokens = np.bincount(bin_of, self.items.tokens, minlength=self.num_bins)
+        bin_tokens = bin_tokens.astype(np.int64)
+        # Sorted by slot, then by tokens: the emptiest bin of a slot comes first.
+        bins_by_slot = np.lexsort((bin_tokens, slot_of))
+        slot_starts = np.searchsorted(slot_of[bins_by_slot], np.arange(num_slots))
+        return balance_kernels.SearchState(
+            tokens=self._array(self.items.tokens),
+            work=self._array(self.items.work),
+            bin_of=self._array(bin_of.copy()),
+            bin_tokens=self._array(bin_tokens),
+            bin_num_rows=self._array(np.bincount(bin_of, minlength=self.num_bins)),
+            slot_of=self._array(slot_of),
+            slot_work=self._array(np.bincount(row_slots, self.items.work, minlength=num_slots)),
+            emptiest_bin=self._array(bins_by_slot[slot_starts]),
+            bins_by_slot=self._array(bins_by_slot),
+            slot_starts=self._array(np.append(slot_starts, self.num_bins)),
+            first_row=self._array(first_row),
+            next_row=self._array(next_row),
+            prev_row=self._array(prev_row),
+            step_of=None,
+            step_max_work=None,
         )
-        following[by_unit[:-1][same]] = by_unit[1:][same]
-        preceding[by_unit[1:][same]] = by_unit[:-1][same]
-        starts = by_unit[np.concatenate([[True], ~same])]
-        first[units[starts]] = starts
-        bin_tokens = np.bincount(bin_of, self.rows.tokens, minlength=self.num_bins).astype(np.int64)
-        bins_of = np.lexsort((bin_tokens, unit_of))  # by unit, the roomiest first
-        starts_of_units = np.searchsorted(unit_of[bins_of], np.arange(num_units))
-        arrays = (
-            self.rows.tokens,
-            self.rows.work,
-            bin_of.copy(),
-            bin_tokens,
-            np.bincount(bin_of, minlength=self.num_bins),
-            unit_of,
-            np.bincount(units, self.rows.work, minlength=num_units),
-            bins_of[starts_of_units],
-            bins_of,
-            np.append(starts_of_units, self.num_bins),
-            first,
-            following,
-            preceding,
-        )
-        return balance_kernels.State(*map(self._array, arrays), line_of=None, tops=None)

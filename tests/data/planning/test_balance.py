@@ -1,5 +1,5 @@
-"""The sentences of `balance`'s docstring as properties, compiled and interpreted, and how level
-schedules are.
+"""The invariants in `balance`'s docstring as properties, compiled and interpreted, and how
+balanced schedules are.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
+from nemo_like.data.packing.algorithms import get_packer
 from nemo_like.data.planning.balance import Schedule, assign_bins, schedule
 from nemo_like.data.planning.bounds import l2_bound
 from nemo_like.data.planning.cost import CostModel
@@ -21,9 +21,7 @@ SYNCS = pytest.mark.parametrize("sync", ["microbatch", "step"])
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
-    """Arguments of `schedule`: all settings, short and long rows, groups that fit, bins of a
-    packer.
-    """
+    """Arguments of `schedule`: all settings, short and long rows, groups that fit."""
     max_tokens = draw(st.integers(8, 100))
     lengths = draw(st.lists(st.integers(1, max_tokens) | st.integers(1, 8), max_size=60))
     arguments = {
@@ -44,11 +42,6 @@ def cases(draw: st.DrawFn) -> dict:
         size = draw(st.integers(1, 4))
         arguments["lengths"] = [min(length, max_tokens // size) for length in lengths]
         arguments["groups"] = [-7 * (row // size) for row in range(len(lengths))]
-    elif draw(st.booleans()):
-        packed = get_packer(draw(st.sampled_from(PackingAlgorithm)), max_tokens).pack_csr(
-            np.array(lengths, dtype=int)
-        )
-        arguments["packed_bins"] = (packed.perm, packed.offsets)
     return arguments
 
 
@@ -77,14 +70,14 @@ def assert_invariants(planned: Schedule, arguments: dict) -> None:
     assert count >= planned.min_microbatches
     # no bin is empty unless there are fewer groups than bins
     assert np.count_nonzero(sizes) == min(num_groups, len(sizes))
-    # on each rank the dearest first
+    # the bins of a rank are sorted by decreasing work
     assert (np.diff(planned.bin_work, axis=1) <= 1e-9 * planned.bin_work[:, :-1] + 1e-9).all()
 
 
 @WAYS
 @given(arguments=cases())
 @settings(max_examples=150, deadline=None)
-def test_every_schedule_keeps_the_promises(use_numba, arguments):
+def test_every_schedule_satisfies_the_invariants(use_numba, arguments):
     assert_invariants(schedule(**arguments, use_numba=use_numba), arguments)
 
 
@@ -127,7 +120,7 @@ def long_tailed(num_rows: int, seed: int) -> np.ndarray:
 
 @WAYS
 @pytest.mark.parametrize("lengths_of", [lognormal, long_tailed])
-def test_schedules_are_level_and_as_short_as_proven_possible(use_numba, lengths_of):
+def test_schedules_are_balanced_and_as_short_as_proven_possible(use_numba, lengths_of):
     for seed in range(3):
         lengths = lengths_of(512, seed)
         for num_ranks in (4, 8):
@@ -140,7 +133,7 @@ def test_schedules_are_level_and_as_short_as_proven_possible(use_numba, lengths_
             assert free.stats["lockstep_ratio"] >= met.stats["lockstep_ratio"] * 0.999
 
 
-def test_dealing_a_packers_bins_in_turn_waits_far_longer():
+def test_round_robin_over_a_packers_bins_has_more_lockstep_work():
     lengths, num_ranks = lognormal(512, 0), 64
     work = CostModel().of(lengths)
     packed = get_packer(
@@ -161,18 +154,6 @@ def test_more_effort_is_no_worse_and_none_is_allowed(sync):
 
 
 @SYNCS
-def test_a_start_from_given_bins_is_used_where_it_is_the_best(sync):
-    # Sums to 10 by pairs that no greedy rule finds; the given bins are perfect.
-    lengths = np.array([7, 3, 6, 4, 5, 5, 9, 1])
-    given_bins = (np.arange(8), np.arange(0, 9, 2))
-    planned = schedule(
-        lengths, 10, 4, work=lengths.astype(float), packed_bins=given_bins, sync=sync
-    )
-    assert planned.num_microbatches == 1
-    assert planned.stats["lockstep_ratio"] == planned.stats["rank_imbalance"] == 1.0
-
-
-@SYNCS
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
 def test_few_rows_on_many_ranks(sync, num_rows):
     planned = schedule([5] * num_rows, 10, 4, sync=sync)
@@ -187,12 +168,12 @@ def test_the_examples_of_the_docstrings():
     assert assign_bins([5, 1, 4, 2], 2).tolist() == [[0, 1], [2, 3]]
 
 
-def test_rows_of_equal_work_are_told_apart_by_their_order_only():
+def test_rows_of_equal_work_keep_their_order():
     planned = schedule([4] * 12, 8, 3, work=np.zeros(12))
     assert planned.num_microbatches == 2 and (planned.bin_tokens == 8).all()
 
 
-def test_whole_groups_move_and_keep_their_order():
+def test_groups_stay_together_and_keep_their_order():
     lengths, groups = [3, 3, 2, 2, 5, 1], [9, 8, 9, 8, 3, 3]
     planned = schedule(lengths, 7, 3, groups=groups)
     assert sorted(bins[0] for bins in planned.bins()) == [[0, 2], [1, 3], [4, 5]]
@@ -205,7 +186,7 @@ def test_whole_groups_move_and_keep_their_order():
     st.sampled_from(["microbatch", "step"]),
 )
 @settings(max_examples=100, deadline=None)
-def test_assigned_bins_stay_whole_and_are_dealt_by_work(bin_work, num_ranks, multiple, sync):
+def test_assigned_bins_are_unchanged_and_balanced_by_work(bin_work, num_ranks, multiple, sync):
     ids = assign_bins(bin_work, num_ranks, sync=sync, microbatch_multiple=multiple)
     assert sorted(ids[ids >= 0].tolist()) == list(range(len(bin_work)))
     assert ids.shape[0] == num_ranks and ids.shape[1] % multiple == 0
@@ -237,15 +218,6 @@ def test_assigned_bins_stay_whole_and_are_dealt_by_work(bin_work, num_ranks, mul
         ({"work": np.ones(3)}, "one number per row"),
         ({"work": np.array([1.0, np.nan])}, "row 1 has work nan"),
         ({"groups": [1]}, "one group id per row"),
-        ({"packed_bins": (np.array([0, 0]), np.array([0, 2]))}, "each of the 2 rows once"),
-        (
-            {"packed_bins": (np.array([0, 1]), np.array([0, 2])), "lengths": [6, 6]},
-            "bin 0 of packed_bins holds 12 tokens",
-        ),
-        (
-            {"packed_bins": (np.array([0, 1]), np.array([0, 1, 2])), "groups": [5, 5]},
-            "splits a group",
-        ),
     ],
 )
 def test_what_cannot_be_scheduled_is_refused_by_name(changes, message):
