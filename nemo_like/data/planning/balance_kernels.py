@@ -397,7 +397,8 @@ def local_search(
         # A max-heap of (-work, slot). A slot whose work changed is pushed again; its outdated
         # entries are recognized by their work and skipped.
         heap = [
-            (-state.slot_work[order[p]], order[p]) for p in range(m * step_size, (m + 1) * step_size)
+            (-state.slot_work[order[p]], order[p])
+            for p in range(m * step_size, (m + 1) * step_size)
         ]
         heapq.heapify(heap)
         steps += step_size
