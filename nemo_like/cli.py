@@ -1,4 +1,5 @@
-"""The command line: `nemo-like sft | grpo | validate | check | plan | export | convert`.
+"""The command line: `nemo-like sft | grpo | validate | check | plan | config | init | export |
+convert`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like import __version__
+from nemo_like.commands import config_reference
 from nemo_like.commands import plan as plan_command
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
@@ -62,6 +64,18 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan_command.add_arguments(plan)
+    text = "print the keys of a config: types, defaults, bounds and descriptions"
+    reference = commands.add_parser(
+        "config",
+        help=text,
+        description=text,
+        epilog=config_reference.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    config_reference.add_arguments(reference)
+    text = "write the example configs into a directory"
+    init = commands.add_parser("init", help=text, description=text)
+    init.add_argument("directory", type=Path, metavar="DIR")
     export = commands.add_parser(
         "export",
         help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
@@ -92,7 +106,7 @@ def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool =
         required=True,
         type=Path,
         metavar="FILE",
-        help="a YAML file, see examples/configs",
+        help="a YAML file; `nemo-like init DIR` writes examples",
     )
     command.add_argument(
         "overrides",
@@ -155,6 +169,19 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "plan":
         return plan_command.run(arguments)
+    if arguments.command == "config":
+        say(
+            config_reference.reference_text(
+                arguments.kind, arguments.key, markdown=arguments.markdown
+            )
+        )
+        return 0
+    if arguments.command == "init":
+        from nemo_like.commands.init import write_examples
+
+        written = write_examples(arguments.directory)
+        say(f"wrote {len(written)} example configs to {arguments.directory}")
+        return 0
     from nemo_like.config.load import detect_kind, load_config
 
     if arguments.command == "check":

@@ -147,6 +147,8 @@ def test_a_reward_function_may_use_torch_and_models_of_transformers(recipe: Reci
         ("grpo", "--help"),
         ("validate", "--help"),
         ("plan", "--help"),
+        ("config", "--help"),
+        ("config", "grpo"),
     ],
 )
 def test_help_imports_no_library(arguments: tuple[str, ...]):

@@ -19,7 +19,7 @@ from nemo_like.config.parallel import (
     replica_size,
     workers_shown,
 )
-from nemo_like.config.ranges import select, value_problems
+from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     GrpoRunConfig,
@@ -134,7 +134,7 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
 
 def _batching_modes(config: RunConfig) -> Iterator[Problem]:
     keys = ("policy.sequence_packing.enabled", "policy.dynamic_batching.enabled")
-    if all(select(config, key) for key in keys):
+    if all(value_at(config, key) for key in keys):
         yield Problem(
             keys[::-1],
             "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and"
@@ -206,7 +206,7 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
                 "sft.val_generate is true, but reward.functions has nothing to score answers with",
             )
     name = "grpo" if isinstance(config, GrpoRunConfig) else "sft"
-    period = select(config, f"{name}.val_period")
+    period = value_at(config, f"{name}.val_period")
     if isinstance(period, int) and period > 0 and path is None:
         key = f"{name}.val_period"
         yield Problem(
@@ -237,14 +237,6 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
 def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
     """At least two completions per prompt, and rows that divide into optimizer steps."""
     prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    if group < 2:
-        yield Problem(
-            ("grpo.num_generations_per_prompt",),
-            f"grpo.num_generations_per_prompt is {group}: the advantage"
-            f" ({config.grpo.advantage.baseline}) compares"
-            " completions of one prompt, so there must be at least 2",
-        )
-        return
     if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
         yield Problem(
             ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
@@ -335,11 +327,6 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
             " there is nothing to"
             " compare; set it above 0, usually to 1 (grpo.val_temperature is for validation)",
-        )
-    if any(not text for text in generation.stop_strings):
-        yield Problem(
-            ("policy.generation.stop_strings",),
-            "policy.generation.stop_strings has an empty text, which would stop at once",
         )
 
 

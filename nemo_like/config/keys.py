@@ -7,8 +7,9 @@ import difflib
 import types
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from nemo_like.config.constraints import Constraint
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.config.text import shortened
 
@@ -74,6 +75,18 @@ def field_types(section: type) -> dict[str, Any]:
     """Name -> resolved type of each field of a config dataclass, in order."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+@cache
+def field_constraints(section: type) -> dict[str, tuple[Constraint, ...]]:
+    """Return name -> constraints of each field of a config dataclass, in order of declaration."""
+    hints = get_type_hints(section, include_extras=True)
+    constraints: dict[str, tuple[Constraint, ...]] = {}
+    for field in dataclasses.fields(section):
+        hint = hints[field.name]
+        is_annotated = get_origin(hint) is Annotated
+        constraints[field.name] = hint.__metadata__ if is_annotated else ()
+    return constraints
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:

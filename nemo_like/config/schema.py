@@ -1,15 +1,28 @@
-"""Every key of every YAML, its type, its default and what it means: the only place where a default
-lives.
+"""Every key of the YAML files: type, default, constraints and description.
 
-The classes here are plain frozen dataclasses; `config.load` builds them and reports what does not
-fit. Batches are counted in rows, budgets in tokens, times in seconds. Checks across keys live in
-`config.check`.
+A field's description is the string below it; `config.reference` reads it from this source for
+`nemo-like config` and docs/configuration.md. Constraints on one value are annotations of the field;
+relations between keys are checked in `config.check`. Batches are counted in rows, microbatch
+budgets in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from nemo_like.config.constraints import (
+    Above,
+    AtLeast,
+    AtMost,
+    Below,
+    DirectoryName,
+    Duration,
+    ImportPath,
+    NoEmptyTexts,
+    NotEmpty,
+    PromptTemplate,
+)
 
 PackingName = Literal[
     "best_fit_decreasing",
@@ -23,120 +36,150 @@ PackingName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePackingConfig:
-    """`policy.sequence_packing`: rows concatenated into packed microbatches without padding between
-    them.
+    """Sequence packing: microbatches of rows concatenated without padding between them. Excludes
+    `policy.dynamic_batching`.
     """
 
     enabled: bool = False
-    train_mb_tokens: int = 4096
-    """Most tokens of one packed training microbatch."""
-    logprob_mb_tokens: int = 4096
-    """The same for scoring, which keeps no activations and so can take more."""
+    """Use sequence packing."""
+    train_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Max tokens per packed training microbatch. With context parallelism this counts the tokens of
+    all context ranks together."""
+    logprob_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Max tokens per packed microbatch of the log-prob pass, which saves no activations and
+    therefore fits more tokens than training."""
     algorithm: PackingName = "best_fit_decreasing"
-    """Which bin packer forms the microbatches."""
-    sequence_length_round: int = 1
-    """Each row is padded to a multiple of this (and of what cp and tp need)."""
+    """Bin-packing algorithm that forms the microbatches."""
+    sequence_length_round: Annotated[int, AtLeast(1)] = 1
+    """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
+    multiple that context and sequence parallelism require."""
     balance: Literal["flops", "tokens", "none"] = "flops"
-    """What ranks are balanced by; `none` deals the packer's bins round-robin."""
+    """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
+    `none` assigns the packer's bins round-robin."""
     microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """`largest_first` runs the fullest microbatch of a rank first, so the allocator peaks once."""
+    """Order of a rank's microbatches. `largest_first` runs the microbatch with the most tokens
+    first, so that the memory allocator reaches its peak once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicBatchingConfig:
-    """`policy.dynamic_batching`: rows of like length padded together under a token budget."""
+    """Dynamic batching: microbatches of rows of similar length, padded together under a token
+    budget. Excludes `policy.sequence_packing`.
+    """
 
     enabled: bool = False
-    train_mb_tokens: int = 4096
-    """Most tokens of one padded training microbatch, rows x padded length."""
-    logprob_mb_tokens: int = 4096
-    sequence_length_round: int = 1
-    """The padded length of a microbatch is a multiple of this (and of what cp and tp need)."""
+    """Use dynamic batching."""
+    train_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Max tokens per training microbatch, padding included: rows x padded length."""
+    logprob_mb_tokens: Annotated[int, AtLeast(1)] = 4096
+    """Max tokens per microbatch of the log-prob pass, padding included."""
+    sequence_length_round: Annotated[int, AtLeast(1)] = 1
+    """Pad the rows of a microbatch to a multiple of this many tokens, combined (least common
+    multiple) with the multiple that context and sequence parallelism require."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """`policy.optimizer`: AdamW. Weight decay is not applied to norms and biases."""
+    """AdamW. Weight decay is not applied to norms and biases."""
 
-    lr: float = 1e-5
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    lr: Annotated[float, Above(0)] = 1e-5
+    """Peak learning rate; `policy.scheduler` scales it per optimizer step."""
+    weight_decay: Annotated[float, AtLeast(0)] = 0.01
+    """Decoupled weight decay, multiplied by the learning rate."""
+    beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
+    """Decay of the running mean of squared gradients."""
+    eps: Annotated[float, Above(0)] = 1e-8
+    """Constant added to the denominator of the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """`policy.scheduler`: the learning rate as a share of `optimizer.lr` by optimizer step."""
+    """Learning-rate schedule, as a fraction of `policy.optimizer.lr` per optimizer step."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
+    """Shape of the schedule after warm-up."""
+    warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Optimizer steps of linear warm-up from 0."""
     decay_steps: int | None = None
-    """Optimizer steps until `min_ratio` is reached, warm-up included; null means the whole run."""
-    min_ratio: float = 0.0
+    """Optimizer step at which `min_ratio` is reached, warm-up included; null is the last step of
+    the run. Must be above `warmup_steps`."""
+    min_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """Final learning rate as a fraction of `policy.optimizer.lr` (linear and cosine)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """`policy.generation`: how completions are sampled."""
+    """Sampling of completions, for GRPO rollouts and generated validation answers."""
 
     backend: Literal["hf"] = "hf"
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    """Sampling temperature; the policy's log-probs are taken at the same temperature. 0 is greedy
-    (validation only).
-    """
-    top_p: float = 1.0
-    """Sample from the fewest tokens with at least this probability mass; 1 is off."""
-    top_k: int | None = None
-    """Sample from the k most likely tokens; null, 0 or -1 is off."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this share of the largest probability; 0 is off. The
-    policy's log-probs are those of the distribution after these filters, which apply in the order
-    min_p, top_k, top_p."""
-    stop_strings: tuple[str, ...] = ()
-    """A completion ends with the token that completes one of these (the end-of-sequence token
-    always ends it).
-    """
-    batch_size: int = 64
-    """Most rows one generation worker decodes at once."""
+    """Inference engine; `hf` is Hugging Face transformers."""
+    max_new_tokens: Annotated[int, AtLeast(1)] = 256
+    """Max tokens per completion. Must be below `policy.max_total_sequence_length`, which includes
+    the prompt."""
+    temperature: Annotated[float, AtLeast(0)] = 1.0
+    """Sampling temperature of rollouts; the policy's log-probs use the same temperature. 0 is
+    greedy decoding and not possible in GRPO, see `grpo.val_temperature`."""
+    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens whose probability is at least this;
+    1 turns it off."""
+    top_k: Annotated[int | None, AtLeast(-1, "null, 0 and -1 turn the filter off")] = None
+    """Sample from the k most probable tokens; null, 0 and -1 turn the filter off."""
+    min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
+    """Sample from tokens whose probability is at least this fraction of the largest one; 0 turns it
+    off. The filters apply in the order min_p, top_k, top_p, and the policy's log-probs are those of
+    the filtered distribution."""
+    stop_strings: Annotated[tuple[str, ...], NoEmptyTexts()] = ()
+    """A completion ends with the token that completes one of these texts. The end-of-sequence token
+    always ends it."""
+    batch_size: Annotated[int, AtLeast(1)] = 64
+    """Max rows that one generation worker decodes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """`policy`: the model that learns and how its batches are formed."""
+    """The model that is trained, and how its batches are formed."""
 
-    model_name: str
-    """Directory of a Hugging Face model, or a hub name where the machine has one cached."""
+    model_name: Annotated[str, NotEmpty()]
+    """Directory of a Hugging Face model, or a hub name that is in the local cache."""
     tokenizer_name: str | None = None
-    """Directory or name of the tokenizer; null means the model's."""
+    """Directory or hub name of the tokenizer; null uses the model's."""
     chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's chat template."""
+    """Path of a Jinja file that replaces the tokenizer's chat template."""
     engine: Literal["dtensor", "megatron"] = "dtensor"
-    """What trains the model: FSDP2 and DTensor over the Hugging Face model, or Megatron-Core."""
+    """Training engine: `dtensor` is PyTorch FSDP2 on the Hugging Face model, `megatron` is
+    Megatron-Core."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Compute type; master weights and optimizer state are always float32."""
-    train_global_batch_size: int = 32
-    """Rows per optimizer step."""
-    train_micro_batch_size: int = 4
-    """Rows per microbatch when neither packing nor dynamic batching is on."""
-    logprob_batch_size: int = 4
-    """The same for scoring."""
-    max_total_sequence_length: int = 1024
-    """Longest row, prompt and completion together."""
+    """Data type of forward and backward pass. Master weights and optimizer state are always
+    float32."""
+    train_global_batch_size: Annotated[int, AtLeast(1)] = 32
+    """Rows per optimizer step over all data-parallel ranks. In GRPO it must divide the rows per
+    step, `grpo.num_prompts_per_step` x `grpo.num_generations_per_prompt`."""
+    train_micro_batch_size: Annotated[int, AtLeast(1)] = 4
+    """Rows per training microbatch, if neither sequence packing nor dynamic batching is enabled."""
+    logprob_batch_size: Annotated[int, AtLeast(1)] = 4
+    """Rows per microbatch of the log-prob pass, if neither sequence packing nor dynamic batching is
+    enabled."""
+    max_total_sequence_length: Annotated[
+        int, AtLeast(2, "one token of context and one to predict")
+    ] = 1024
+    """Max tokens of a row, prompt and completion together."""
     oversize_rows: Literal["error", "truncate", "drop", "singleton"] = "error"
-    """What to do with a row above the cap: stop, cut it, leave it out, or (packing and dynamic) run
-    it alone with a warning. A conversation is cut at its end, a prompt at its beginning."""
-    logprob_chunk_size: int = 1024
-    """Tokens whose logits exist at once; the [tokens, vocabulary] matrix never does."""
+    """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
+    end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
+    it as a microbatch of its own with a warning (needs sequence packing or dynamic batching)."""
+    logprob_chunk_size: Annotated[int, AtLeast(1)] = 1024
+    """Tokens per chunk in which logits are computed. The full [tokens, vocabulary] matrix is never
+    materialized."""
     activation_checkpointing: bool = False
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 turns clipping off."""
-    max_skipped_steps: int = 3
-    """Most optimizer steps in a row that are skipped because loss or gradients are not finite; one
-    more stops the run.
-    """
+    """Recompute the activations of each layer in the backward pass instead of storing them: less
+    memory, about one more forward pass."""
+    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
+    """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
+    max_skipped_steps: Annotated[int, AtLeast(0)] = 3
+    """Max consecutive optimizer steps that may be skipped because loss or gradients are not finite;
+    one more saves a checkpoint and stops the run."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
@@ -146,202 +189,229 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """`data`: files taken as they are; the format is recognised from the columns."""
+    """Training and validation files. The row format is detected from the columns."""
 
-    train_path: str
-    """A .jsonl, .json or .parquet file, or a directory saved by `datasets.save_to_disk`."""
+    train_path: Annotated[str, NotEmpty()]
+    """A .jsonl, .json or .parquet file, or a directory written by `datasets.save_to_disk`."""
     validation_path: str | None = None
-    max_train_rows: int | None = None
-    max_validation_rows: int | None = None
-    prompt_template: str | None = None
-    """A format string with `{prompt}`, put around the user's text, e.g. "Solve: {prompt}"."""
+    """Validation rows in the same formats; null turns validation off."""
+    max_train_rows: Annotated[int | None, AtLeast(1)] = None
+    """Use only the first rows of `train_path`; null uses all."""
+    max_validation_rows: Annotated[int | None, AtLeast(1)] = None
+    """Use only the first rows of `validation_path`; null uses all."""
+    prompt_template: Annotated[str | None, PromptTemplate()] = None
+    """Format string applied to the user's text, e.g. "Solve: {prompt}"."""
     system_prompt: str | None = None
+    """System message put in front of every conversation that has none."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens carry loss in SFT."""
+    """Tokens that contribute to the SFT loss: those of assistant turns, or all."""
     shuffle: bool = True
+    """Visit the rows in a new random order in every epoch, derived from `seed`."""
     last_batch: Literal["keep", "drop"] = "keep"
-    """What becomes of the rows left at the end of an epoch that do not fill a batch: a step of
-    fewer rows, or none.
-    """
-    num_encoding_workers: int | None = None
-    """Processes that tokenize rows ahead of their use; 0 is the driver itself, null decides by the
-    size of the data.
-    """
-    encoding_timeout_s: float = 300.0
-    """How long the first step waits for all rows to be tokenized; the rest is then tokenized during
-    training.
-    """
+    """Rows left at the end of an epoch that do not fill a batch: train a smaller step on them, or
+    leave them out."""
+    num_encoding_workers: Annotated[int | None, AtLeast(0)] = None
+    """Processes that tokenize rows in the background; 0 tokenizes in the driver, null decides by
+    the size of the data."""
+    encoding_timeout_s: Annotated[float, AtLeast(0)] = 300.0
+    """Max seconds that the first step waits until all rows are tokenized; the remaining rows are
+    tokenized during training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """`sft`: the supervised loop."""
+    """The SFT loop: length of the run and validation."""
 
-    max_num_steps: int | None = None
-    """Optimizer steps; null means `max_num_epochs` decides. The smaller of the two ends the run."""
-    max_num_epochs: int = 1
-    val_period: int = 0
-    """Validate every so many steps; 0 means only at the end."""
+    max_num_steps: Annotated[int | None, AtLeast(1)] = None
+    """Max optimizer steps; null leaves the length to `max_num_epochs`. The run ends at the smaller
+    of the two."""
+    max_num_epochs: Annotated[int, AtLeast(1)] = 1
+    """Max passes over the training rows."""
+    val_period: Annotated[int, AtLeast(0)] = 0
+    """Validate after every so many steps; 0 validates only at the end. Needs
+    `data.validation_path`."""
     val_at_start: bool = False
+    """Validate before the first step as well."""
     val_generate: bool = False
-    """Also generate answers for the validation prompts and score them with `reward`."""
+    """Also generate an answer for each validation prompt and score it with `reward.functions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """`grpo.advantage`: how rewards of one prompt's group become advantages."""
+    """Group-relative advantages from the rewards of one prompt's completions."""
 
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """What is subtracted: the group's mean, or the mean of the other completions of the group."""
+    """Value that is subtracted from the reward: the mean of the group, or the mean of the group's
+    other completions (RLOO)."""
     normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
-    """Divide by the sample standard deviation (n-1) of the group, or of the group's other
-    completions (NeMo-RL with a leave-one-out baseline), or do not divide (Dr.GRPO). Groups without
-    spread get 0."""
-    eps: float = 1e-6
+    """Divisor of the advantage: sample standard deviation (n-1) of the group, or of the group's
+    other completions (NeMo RL with a leave-one-out baseline), or `none` (Dr. GRPO). The advantages
+    of a group with equal rewards are 0."""
+    eps: Annotated[float, Above(0)] = 1e-6
+    """Constant added to the standard deviation before the division."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """`grpo`: the reinforcement loop. Rows per step = prompts x generations."""
+    """The GRPO loop. Rows per step = `num_prompts_per_step` x `num_generations_per_prompt`."""
 
-    num_prompts_per_step: int = 8
-    num_generations_per_prompt: int = 4
-    max_num_steps: int = 100
+    num_prompts_per_step: Annotated[int, AtLeast(1)] = 8
+    """Prompts per step."""
+    num_generations_per_prompt: Annotated[
+        int, AtLeast(2, "the advantage compares the completions of one prompt")
+    ] = 4
+    """Group size: completions sampled per prompt. At least 3 with
+    `grpo.advantage.normalize=leave_one_out_std`."""
+    max_num_steps: Annotated[int, AtLeast(1)] = 100
+    """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
+    optimizer steps."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    val_period: int = 0
+    val_period: Annotated[int, AtLeast(0)] = 0
+    """Validate after every so many steps; 0 validates only at the end. Needs
+    `data.validation_path`."""
     val_at_start: bool = True
-    val_temperature: float = 0.0
+    """Validate before the first step as well."""
+    val_temperature: Annotated[float, AtLeast(0)] = 0.0
+    """Sampling temperature of validation answers; 0 is greedy decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLossConfig:
-    """`loss_fn` of GRPO: the clipped surrogate."""
+    """The clipped policy-gradient loss of GRPO."""
 
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: float | None = None
-    """Dual clip: an upper bound on the ratio's effect for negative advantages, above 1 (about 3);
-    null is off.
-    """
+    ratio_clip_min: Annotated[float, AtLeast(0), AtMost(1)] = 0.2
+    """Lower clip: the ratio of policy to previous probability is clipped at 1 - this."""
+    ratio_clip_max: Annotated[float, AtLeast(0)] = 0.2
+    """Upper clip: the ratio is clipped at 1 + this. DAPO uses 0.28."""
+    ratio_clip_c: Annotated[float | None, Above(1, "about 3; null turns the dual clip off")] = None
+    """Dual clip: for negative advantages the loss of a token is at most this x |advantage|; null
+    turns it off."""
     normalization: Literal["token", "sequence"] = "token"
-    """Mean over all completion tokens of the global batch, or mean over rows of each row's token
-    mean.
-    """
-    reference_policy_kl_penalty: float = 0.0
-    """Weight of the KL to the frozen starting policy; above 0 a reference copy of the model is
-    kept.
-    """
+    """Denominator of the loss: `token` is the mean over all completion tokens of the global batch,
+    `sequence` the mean over rows of each row's token mean."""
+    reference_policy_kl_penalty: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
+    that model and run one more log-prob pass per step."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the reported KL (k1, k2 or k3); the gradient is that of k2 for all of them."""
-    entropy_coefficient: float = 0.0
-    """Weight of an entropy bonus."""
+    """Estimator of the reported KL divergence; the gradient is that of k2 for all three."""
+    entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the entropy bonus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig:
-    """One entry of `reward.functions`."""
+    """One reward function."""
 
-    path: str
+    path: Annotated[str, ImportPath()]
     """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`."""
     weight: float = 1.0
+    """Weight of the function in the sum; may be negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """`reward`: plain functions by name; the reward is their weighted sum."""
+    """Rewards of completions: the weighted sum of plain functions."""
 
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
-    num_workers: int = 1
-    """Processes that score completions."""
+    num_workers: Annotated[int, AtLeast(1)] = 1
+    """Processes that compute rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """`cluster`: what is asked of Ray."""
+    """Workers and the resources they request from Ray."""
 
     backend: Literal["ray", "local"] = "ray"
-    """`local` runs one worker of each kind in this process, without Ray."""
-    num_nodes: int = 1
-    gpus_per_node: int = 0
-    """0 runs on CPU with `workers_per_node` workers."""
-    workers_per_node: int = 1
-    """Policy workers per node on CPU; with GPUs it is one per GPU."""
-    cpus_per_worker: float = 1.0
-    """CPU cores reserved for each policy worker, and shared by a generator that is colocated with
-    it.
-    """
-    generation_workers: int = 0
-    """Workers with resources of their own for generation; 0 shares the policy's (colocated)."""
-    placement_timeout_s: float = 120.0
-    """How long to wait for the cluster to have room before giving up."""
-    collective_timeout_s: float = 600.0
-    """How long a worker waits for the others in a collective before it fails."""
-    progress_timeout_s: float = 1800.0
-    """How long a worker may report no progress (no microbatch, decoding step or reward sample)
-    before the run ends with an error that names it; 0 means without limit. Above
+    """`local` runs one worker of each kind in the driver's process, without Ray."""
+    num_nodes: Annotated[int, AtLeast(1)] = 1
+    """Nodes with policy workers."""
+    gpus_per_node: Annotated[int, AtLeast(0)] = 0
+    """Policy workers per node, one per GPU; 0 runs `workers_per_node` workers on CPU."""
+    workers_per_node: Annotated[int, AtLeast(1)] = 1
+    """Policy workers per node if `gpus_per_node` is 0."""
+    cpus_per_worker: Annotated[float, Above(0)] = 1.0
+    """CPU cores reserved per policy worker; a colocated generation worker shares them."""
+    generation_workers: Annotated[int, AtLeast(0)] = 0
+    """Generation workers with resources of their own; 0 colocates generation with the policy
+    workers."""
+    placement_timeout_s: Annotated[float, Above(0)] = 120.0
+    """Max seconds to wait until the cluster has the requested resources."""
+    collective_timeout_s: Annotated[float, Above(0)] = 600.0
+    """Max seconds that a worker waits for the other ranks in a collective operation."""
+    progress_timeout_s: Annotated[float, AtLeast(0)] = 1800.0
+    """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
+    run then ends with an error that names the worker. 0 turns the check off. Must be above
     `collective_timeout_s`."""
-    time_limit: str | None = None
-    """Time from the start of the process after which the run saves a checkpoint, once the current
-    step is done, and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null means no
-    limit."""
+    time_limit: Annotated[str | None, Duration()] = None
+    """Time since the start of the process after which the run finishes the current step, saves a
+    checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """`parallel`: how the policy's workers share one copy of the model. What they leave is data
-    parallel: workers / (tensor x context x pipeline) copies, each with rows of its own."""
+    """Parallel layout of the policy. Data-parallel size = workers / (tensor x context x pipeline);
+    each data-parallel rank trains on rows of its own.
+    """
 
-    tensor: int = 1
-    """Workers that share every matrix product; keep them on one node."""
-    context: int = 1
-    """Workers that share every row: each holds 2 of its 2 x context chunks."""
-    pipeline: int = 1
-    """Workers that have the layers in turn; needs `policy.engine=megatron`."""
-    expert: int = 1
-    """Workers that share the experts of a mixture, out of tensor x context x data; needs
-    `policy.engine=megatron`.
-    """
+    tensor: Annotated[int, AtLeast(1)] = 1
+    """Tensor-parallel size. Must divide the attention heads, the MLP columns and the key-value
+    heads (megatron: or be a multiple of these). Keep a tensor-parallel group within one node."""
+    context: Annotated[int, AtLeast(1)] = 1
+    """Context-parallel size; each rank has 1/cp of every sequence, in zig-zag order (2 of 2 x cp
+    chunks). Rows are padded to a multiple of 2 x cp tokens."""
+    pipeline: Annotated[int, AtLeast(1)] = 1
+    """Number of pipeline stages; needs `policy.engine=megatron`."""
+    expert: Annotated[int, AtLeast(1)] = 1
+    """Expert-parallel size (MoE); must divide tensor x context x data and the number of experts.
+    Needs `policy.engine=megatron`."""
     sequence: bool = False
-    """Also share what tensor parallelism leaves whole (norms, residuals); needs `tensor` above
-    1.
-    """
+    """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
+    group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig:
-    """`checkpointing`: step folders under `<output_dir>/<run_name>/checkpoints`."""
+    """Checkpoints in `<output_dir>/<run_name>/checkpoints/step_<N>`."""
 
     enabled: bool = True
-    save_period: int = 100
-    """Save every so many steps, and always at the end."""
-    keep_latest: int = 2
-    """How many step folders to keep."""
+    """Save checkpoints."""
+    save_period: Annotated[int, AtLeast(0)] = 100
+    """Save after every so many steps, and always at the end; 0 saves only at the end."""
+    keep_latest: Annotated[int, AtLeast(1)] = 2
+    """Number of checkpoints that are kept; older ones are removed."""
     export_hf: bool = True
-    """Write a Hugging Face model to `<run>/hf` at the end."""
+    """Write a Hugging Face model to `<output_dir>/<run_name>/hf` at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """`logger`: where metrics go besides the console and `metrics.jsonl`."""
+    """Metrics and samples, in addition to the console and `metrics.jsonl`."""
 
     tensorboard: bool = True
+    """Write TensorBoard files to `<output_dir>/<run_name>/tb`."""
     wandb_project: str | None = None
+    """Weights & Biases project; null turns it off. Needs the extra `wandb`."""
     mlflow_experiment: str | None = None
-    num_samples_shown: int = 3
-    """Decoded samples shown at step 0 and in each validation."""
+    """MLflow experiment; null turns it off. Needs the extra `mlflow`."""
+    num_samples_shown: Annotated[int, AtLeast(0)] = 3
+    """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
+    """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The keys every job has."""
+    """Keys of every job."""
 
-    output_dir: str = "runs"
-    run_name: str
-    """One run name is one directory; it is reused only with `resume`."""
+    output_dir: Annotated[str, NotEmpty()] = "runs"
+    """Parent directory of all runs. On several nodes it must be on a shared file system."""
+    run_name: Annotated[str, DirectoryName()]
+    """Name of the run and of its directory in `output_dir`. An existing directory is reused only
+    with `resume`."""
     resume: bool = False
-    """Continue from the latest complete checkpoint of this run name."""
-    seed: int = 42
+    """Continue from the latest complete checkpoint of this run."""
+    seed: Annotated[int, AtLeast(0)] = 42
+    """Seed of row order, packing and sampling."""
     policy: PolicyConfig
     data: DataConfig
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -353,14 +423,14 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SftRunConfig(RunConfig):
-    """A whole `nemo-like sft` YAML."""
+    """All keys of `nemo-like sft`."""
 
     sft: SftConfig = field(default_factory=SftConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoRunConfig(RunConfig):
-    """A whole `nemo-like grpo` YAML."""
+    """All keys of `nemo-like grpo`."""
 
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     loss_fn: PolicyGradientLossConfig = field(default_factory=PolicyGradientLossConfig)

@@ -1,0 +1,164 @@
+"""`nemo-like config`: print the configuration reference as text or Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from dataclasses import replace
+from typing import Any
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.keys import RUN_CONFIGS, Kind, type_at, unknown_key_text
+from nemo_like.config.reference import (
+    USER_NAME,
+    KeyReference,
+    SectionReference,
+    section_references,
+)
+
+ALL_KINDS = "all"
+MAX_WIDTH = 100
+EPILOG = """examples:
+  nemo-like config sft                                   every key of a config for `nemo-like sft`
+  nemo-like config grpo policy.optimizer                 the keys of one section
+  nemo-like config grpo loss_fn.ratio_clip_max           one key
+  nemo-like config all --markdown > docs/configuration.md
+"""
+_MARKDOWN_HEADER = """# Configuration reference
+
+Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py` by
+`nemo-like config all --markdown > docs/configuration.md`; a test compares the two.
+
+Keys are written as nested sections in YAML (`policy: {{optimizer: {{lr: 1.0e-4}}}}`) and with dots on
+the command line (`policy.optimizer.lr=1e-4`). `null` stands for no value. `NAME` is a name of your
+choice.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `nemo-like config`."""
+    parser.add_argument(
+        "kind",
+        choices=(*RUN_CONFIGS, ALL_KINDS),
+        metavar="JOB",
+        help=f"{', '.join(RUN_CONFIGS)}, or {ALL_KINDS} for the keys of every job",
+    )
+    parser.add_argument(
+        "key",
+        nargs="?",
+        default="",
+        metavar="KEY",
+        help="a key or section, e.g. policy.optimizer; default: every key",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+
+
+def reference_text(kind: str, key: str, *, markdown: bool) -> str:
+    """Return the reference of `key` (a key, a section, or "" for every key) of one job or of all.
+
+    Raises ConfigError, with the nearest known key, if there is no such key.
+    """
+    kinds: list[Kind] = [known for known in RUN_CONFIGS if kind in (known, ALL_KINDS)]
+    kinds_of = _select(_sections(kinds), kinds, key)
+    if markdown:
+        return _markdown(kinds_of, kinds)
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    entries = [_text_entry(reference, width) for section in kinds_of for reference in section.keys]
+    return "\n".join(entries)
+
+
+def _sections(kinds: list[Kind]) -> dict[SectionReference, list[Kind]]:
+    """Return the sections of these jobs, each with the jobs that have it.
+
+    A section of the same name that differs between two jobs is listed once for each.
+    """
+    kinds_of: dict[SectionReference, list[Kind]] = {}
+    for kind in kinds:
+        for section in section_references(kind):
+            kinds_of.setdefault(section, []).append(kind)
+    return kinds_of
+
+
+def _select(
+    kinds_of: dict[SectionReference, list[Kind]], kinds: list[Kind], key: str
+) -> dict[SectionReference, list[Kind]]:
+    """Return the sections restricted to `key` and to the keys below it."""
+    if not key:
+        return kinds_of
+    if not any(type_at(RUN_CONFIGS[kind], key) is not None for kind in kinds):
+        raise ConfigError(unknown_key_text(kinds[0], key))
+    selected: dict[SectionReference, list[Kind]] = {}
+    for section, kinds_of_section in kinds_of.items():
+        keys = tuple(reference for reference in section.keys if _is_below(reference.key, key))
+        if keys:
+            selected[replace(section, keys=keys)] = kinds_of_section
+    return selected
+
+
+def _is_below(key: str, ancestor: str) -> bool:
+    """Return True if `key` is `ancestor` or below it; `NAME` in `key` matches every name."""
+    names = key.split(".")
+    wanted = ancestor.split(".")
+    if len(wanted) > len(names):
+        return False
+    pairs = zip(names, wanted, strict=False)
+    return all(name in (other, USER_NAME) for name, other in pairs)
+
+
+def _text_entry(reference: KeyReference, width: int) -> str:
+    """Return one key: a line with type, constraints and default, then the description."""
+    properties = [reference.type, reference.constraints]
+    if reference.default == "required":
+        properties.append("required")
+    else:
+        properties.append(f"default {reference.default}")
+    lines = [reference.key]
+    for text in ("; ".join(filter(None, properties)), reference.description):
+        lines += textwrap.wrap(
+            text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _markdown(kinds_of: dict[SectionReference, list[Kind]], kinds: list[Kind]) -> str:
+    commands = " and ".join(f"`nemo-like {kind}`" for kind in kinds)
+    parts = [_MARKDOWN_HEADER.format(commands=commands)]
+    for section, kinds_of_section in kinds_of.items():
+        only = kinds_of_section if len(kinds_of_section) < len(kinds) else []
+        parts.append(_markdown_section(section, only))
+    return "\n".join(parts).rstrip("\n")
+
+
+def _markdown_section(section: SectionReference, only: list[Kind]) -> str:
+    """Return one heading, the description and the table of keys; `only` restricts it to jobs."""
+    lines = [f"## `{section.path}`" if section.path else "## Top level", ""]
+    description = section.description
+    if only:
+        jobs = " and ".join(f"`nemo-like {kind}`" for kind in only)
+        description += f" Only in a config for {jobs}."
+    lines += [description, ""]
+    lines += ["| key | type | default | description |", "|---|---|---|---|"]
+    for reference in section.keys:
+        name = reference.key.removeprefix(f"{section.path}.")
+        cells = [
+            f"`{name}`",
+            _markdown_type(reference),
+            _markdown_default(reference),
+            reference.description,
+        ]
+        lines.append(f"| {' | '.join(_escaped(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_type(reference: KeyReference) -> str:
+    return ", ".join(filter(None, [reference.type, reference.constraints]))
+
+
+def _markdown_default(reference: KeyReference) -> str:
+    return reference.default if reference.default == "required" else f"`{reference.default}`"
+
+
+def _escaped(cell: Any) -> str:
+    """Return the cell with its vertical bars escaped, which would otherwise end it."""
+    return str(cell).replace("|", "\\|")

@@ -1,0 +1,48 @@
+"""Check of single values against the constraints that `config.schema` declares beside each field.
+
+Relations between several keys are checked in `config.check`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+from nemo_like.config.constraints import joined_text
+from nemo_like.config.errors import Problem
+from nemo_like.config.keys import RUN_CONFIGS, field_constraints, is_section, type_at
+from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import shown_value
+
+
+def value_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each key whose value violates its constraints, in the schema's order."""
+    yield from _section_problems(config, "")
+
+
+def value_at(config: RunConfig, key: str) -> object:
+    """Return the value at a dotted key; None if this kind of config has no such key."""
+    is_known = any(type_at(known, key) is not None for known in RUN_CONFIGS.values())
+    assert is_known, f"{key} is not in the schema"
+    if type_at(type(config), key) is None:
+        return None
+    return reduce(getattr, key.split("."), config)
+
+
+def _section_problems(section: Any, prefix: str) -> Iterator[Problem]:
+    constraints = field_constraints(type(section))
+    for field in dataclasses.fields(section):
+        key = f"{prefix}{field.name}"
+        value = getattr(section, field.name)
+        if is_section(type(value)):
+            yield from _section_problems(value, f"{key}.")
+        elif isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from _section_problems(inner, f"{key}.{name}.")
+        elif value is not None:
+            violated = [rule for rule in constraints[field.name] if not rule.accepts(value)]
+            if violated:
+                text = joined_text(constraints[field.name])
+                yield Problem((key,), f"{key} is {shown_value(value)}; it must be {text}")
