@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import (
     length_multiple,
@@ -19,7 +20,6 @@ from nemo_like.config.parallel import (
     replica_size,
     workers_shown,
 )
-from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     GrpoRunConfig,
