@@ -1,0 +1,379 @@
+"""`ModelSpec`: the sizes and properties of a decoder, and the only reader of a model's `config.json`.
+
+Cost, memory, parallel layout checks, the Megatron model and its parameter map, the isolation check
+and the prediction of `nemo-like plan` use a spec. A new spelling of a key, or a model family with
+other properties, is added here and nowhere else. No weights and no library are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import shown_value
+
+# Feed-forward blocks of two matrices (up, down); every other architecture has the gated three.
+_UNGATED_MODEL_TYPES = frozenset(
+    {
+        "arcee",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+        "phi",
+        "stablelm_epoch",
+        "starcoder2",
+    }
+)
+# These model types have properties that their configuration does not name.
+_QKV_BIAS_MODEL_TYPES = frozenset({"qwen2"})
+_QK_NORM_MODEL_TYPES = frozenset({"qwen3", "qwen3_moe"})
+# These ignore `max_window_layers`: a sliding window applies to every layer.
+_WINDOW_IN_EVERY_LAYER_MODEL_TYPES = frozenset({"qwen3_moe"})
+_REQUIRED = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Dimensions of multi-head latent attention (DeepSeek), per head where not stated otherwise."""
+
+    query_rank: int | None
+    """Rank of the query compression; None where queries are not compressed."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """The mixture of experts (MoE) of a model."""
+
+    num_experts: int
+    num_active_experts: int
+    """Experts that each token is routed to."""
+    expert_size: int
+    """Intermediate size of one expert."""
+    shared_size: int
+    """Intermediate size of all shared experts together; 0 without."""
+    layers: frozenset[int]
+    """Layers with experts; the others have a dense feed-forward block."""
+    normalizes_weights: bool
+    """The router weights of the active experts are normalized to a sum of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes and properties of a decoder. The names of the sizes are those of Hugging Face."""
+
+    name: str
+    """The model's path or hub name, for messages."""
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    """Of the dense feed-forward block."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None
+    num_mlp_matrices: int
+    """3 for a gated feed-forward block (gate, up, down), else 2."""
+    is_tied: bool
+    """The input embedding is the output projection."""
+    has_qkv_bias: bool
+    has_output_bias: bool
+    """The output projection of attention has a bias."""
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    """Queries and keys are normalized per head."""
+    windows: tuple[int | None, ...]
+    """For each layer the number of positions a token attends to, itself included; None for all."""
+    linear_attention_layers: frozenset[int]
+    """Layers whose attention is linear in the length; their entry of `windows` is None."""
+    rope_type: str
+    activation: str
+    attention_dropout: float
+    norm_eps: float
+    moe: MoeSpec | None
+    latent: LatentAttention | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | object, name: str = "") -> ModelSpec:
+        """Read a Hugging Face configuration: a mapping, or an object with its attributes.
+
+        Raises ConfigError for a size that is missing or not a positive integer.
+        """
+        fields = _Fields(config, name)
+        try:
+            return cls._from_fields(fields)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(
+                f"{fields.model} has a value of the wrong type in its config.json: {error}"
+            ) from error
+
+    @classmethod
+    def _from_fields(cls, fields: _Fields) -> ModelSpec:
+        model_type = str(fields.get("model_type", default=""))
+        hidden_size = fields.size("hidden_size", "n_embd", "d_model")
+        num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers")
+        num_heads = fields.size("num_attention_heads", "n_head")
+        attention_bias = bool(fields.get("attention_bias", default=False))
+        is_qkv_bias_type = model_type in _QKV_BIAS_MODEL_TYPES
+        rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
+        return cls(
+            name=fields.name,
+            model_type=model_type,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=fields.size(
+                "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size
+            ),
+            num_heads=num_heads,
+            num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", default=num_heads),
+            head_dim=fields.size("head_dim", default=max(hidden_size // num_heads, 1)),
+            vocab_size=fields.size("vocab_size"),
+            max_positions=fields.get("max_position_embeddings", "n_positions", default=None),
+            num_mlp_matrices=2 if model_type in _UNGATED_MODEL_TYPES else 3,
+            is_tied=bool(fields.get("tie_word_embeddings", default=False)),
+            has_qkv_bias=attention_bias or is_qkv_bias_type,
+            has_output_bias=attention_bias and not is_qkv_bias_type,
+            has_mlp_bias=bool(fields.get("mlp_bias", default=False)),
+            has_qk_norm=model_type in _QK_NORM_MODEL_TYPES,
+            windows=_windows(fields, model_type, num_layers),
+            linear_attention_layers=_linear_attention_layers(fields),
+            rope_type=str(rope.get("rope_type", "default")),
+            activation=str(fields.get("hidden_act", "activation_function", default="silu")),
+            attention_dropout=float(fields.get("attention_dropout", default=0.0)),
+            norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
+            moe=_moe(fields, num_layers),
+            latent=_latent(fields),
+        )
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers with experts."""
+        return 0 if self.moe is None else len(self.moe.layers)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token is multiplied with.
+
+        These are attention, the active experts, the router and the output projection. The
+        embedding table (a lookup), norms and biases are left out; a tied output projection counts,
+        since it is multiplied.
+        """
+        num_dense = self.num_layers - self.num_sparse_layers
+        feed_forward = num_dense * self._dense_params + self.num_sparse_layers * self._moe_params
+        attention = self.num_layers * self._attention_params
+        return attention + feed_forward + self.embedding_params
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, tied embeddings once."""
+        input_embedding = 0 if self.is_tied else self.embedding_params
+        idle_experts = 0
+        if self.moe is not None:
+            num_idle = self.moe.num_experts - self.moe.num_active_experts
+            one_expert = self.num_mlp_matrices * self.hidden_size * self.moe.expert_size
+            idle_experts = self.num_sparse_layers * num_idle * one_expert
+        return self.num_active_params + input_embedding + self._vector_params + idle_experts
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of one embedding table."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer, on average."""
+        num_tables = 1 if self.is_tied else 2
+        outside_layers = num_tables * self.embedding_params + self.hidden_size
+        return (self.num_params - outside_layers) // self.num_layers
+
+    @property
+    def attention_width(self) -> int:
+        """Forward FLOPs per token squared of one causal layer.
+
+        Half of 2 * heads * (query-key dim + value dim), because a token attends to half of the
+        positions on average.
+        """
+        if self.latent is None:
+            return self.num_heads * 2 * self.head_dim
+        query_key_dim = self.latent.nope_dim + self.latent.rope_dim
+        return self.num_heads * (query_key_dim + self.latent.value_dim)
+
+    @property
+    def active_mlp_size(self) -> int:
+        """Intermediate size that one token passes: all its experts together in an MoE layer."""
+        if self.moe is None:
+            return self.intermediate_size
+        return self.moe.num_active_experts * self.moe.expert_size + self.moe.shared_size
+
+    @property
+    def _attention_params(self) -> int:
+        """Parameters of the projections of one layer."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        query_key_dim = latent.nope_dim + latent.rope_dim
+        if latent.query_rank:
+            query = latent.query_rank * (self.hidden_size + self.num_heads * query_key_dim)
+        else:
+            query = self.hidden_size * self.num_heads * query_key_dim
+        compress = self.hidden_size * (latent.kv_rank + latent.rope_dim)
+        expand = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        output = self.num_heads * latent.value_dim * self.hidden_size
+        return query + compress + expand + output
+
+    @property
+    def _dense_params(self) -> int:
+        """Parameters of one dense feed-forward block."""
+        return self.num_mlp_matrices * self.hidden_size * self.intermediate_size
+
+    @property
+    def _moe_params(self) -> int:
+        """Active parameters of one MoE layer: router, active experts, shared experts."""
+        if self.moe is None:
+            return 0
+        router = self.hidden_size * self.moe.num_experts
+        return router + self.num_mlp_matrices * self.hidden_size * self.active_mlp_size
+
+    @property
+    def _vector_params(self) -> int:
+        """Norms and biases."""
+        per_layer = 2 * self.hidden_size
+        if self.has_qkv_bias:
+            per_layer += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.has_output_bias:
+            per_layer += self.hidden_size
+        if self.has_qk_norm:
+            per_layer += 2 * self.head_dim
+        if self.has_mlp_bias:
+            per_layer += 2 * self.intermediate_size + self.hidden_size
+        return self.num_layers * per_layer + self.hidden_size
+
+
+class _Fields:
+    """Reads a configuration by any of the names that architectures use for one property."""
+
+    def __init__(self, config: Mapping[str, Any] | object, name: str) -> None:
+        if config is None or isinstance(config, (str, bytes)):
+            raise ConfigError(
+                "a model configuration is a mapping or an object with its attributes; got"
+                f" {shown_value(config)}"
+            )
+        self._config = config
+        self.name = name or str(self._lookup("_name_or_path") or self._lookup("model_type") or "")
+        text_config = self._lookup("text_config")
+        if text_config is not None:  # multimodal configurations nest the language model
+            self._config = text_config
+
+    def get(self, *names: str, default: Any = _REQUIRED) -> Any:
+        """The first of `names` that is set, else `default`. Raises ConfigError without either."""
+        for name in names:
+            value = self._lookup(name)
+            if value is not None:
+                return value
+        if default is _REQUIRED:
+            raise ConfigError(f"{self.model} has no {' / '.join(names)} in its config.json")
+        return default
+
+    def size(self, *names: str, default: Any = _REQUIRED) -> int:
+        """As `get`. Raises ConfigError for a value that is not a positive integer."""
+        value = self.get(*names, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"{self.model} gives {names[0]} {shown_value(value)} in its config.json; it must"
+                " be a positive integer"
+            )
+        return value
+
+    @property
+    def model(self) -> str:
+        return f"the model {self.name}" if self.name else "the model"
+
+    def _lookup(self, name: str) -> Any:
+        if isinstance(self._config, Mapping):
+            return self._config.get(name)
+        return getattr(self._config, name, None)
+
+
+def _windows(fields: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    kinds = fields.get("layer_types", default=None)
+    window = fields.get("sliding_window", default=None)
+    if kinds is not None:
+        chunk = fields.get("attention_chunk_size", default=None)
+        by_kind = {"sliding_attention": window, "chunked_attention": window or chunk}
+        return tuple(by_kind.get(kind) for kind in kinds)
+    if window is None or not fields.get("use_sliding_window", default=True):
+        return (None,) * num_layers
+    if model_type in _WINDOW_IN_EVERY_LAYER_MODEL_TYPES:
+        return (window,) * num_layers
+    period = fields.get("sliding_window_pattern", default=None)
+    if period is not None:  # every period-th layer attends to all positions (Gemma)
+        return tuple(None if (layer + 1) % period == 0 else window for layer in range(num_layers))
+    first = fields.get("max_window_layers", default=0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _linear_attention_layers(fields: _Fields) -> frozenset[int]:
+    kinds = fields.get("layer_types", default=None) or ()
+    softmax_kinds = ("full_attention", "sliding_attention", "chunked_attention")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind not in softmax_kinds)
+
+
+def _latent(fields: _Fields) -> LatentAttention | None:
+    if fields.get("kv_lora_rank", default=None) is None:
+        return None
+    return LatentAttention(
+        query_rank=fields.get("q_lora_rank", default=None),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+    )
+
+
+def _moe(fields: _Fields, num_layers: int) -> MoeSpec | None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    if not fields.get(*names, default=0):
+        return None
+    expert_size = fields.size("moe_intermediate_size", "intermediate_size")
+    shared_size = fields.get("shared_expert_intermediate_size", default=0)
+    if not shared_size:
+        shared_size = expert_size * fields.get("n_shared_experts", default=0)
+    return MoeSpec(
+        num_experts=fields.size(*names),
+        num_active_experts=fields.size("num_experts_per_tok"),
+        expert_size=expert_size,
+        shared_size=shared_size,
+        layers=_moe_layers(fields, num_layers),
+        normalizes_weights=bool(fields.get("norm_topk_prob", default=False)),
+    )
+
+
+def _moe_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
+    first = fields.get("first_k_dense_replace", default=0)
+    period = fields.get("decoder_sparse_step", "moe_layer_freq", default=1)
+    dense = set(fields.get("mlp_only_layers", default=()))
+    # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0. With a period of 1
+    # both are every layer.
+    shift = 1 if fields.get("decoder_sparse_step", default=None) is not None else 0
+    return frozenset(
+        layer
+        for layer in range(num_layers)
+        if (layer + shift) % period == 0 and layer >= first and layer not in dense
+    )
