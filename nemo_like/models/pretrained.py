@@ -68,7 +68,9 @@ def _open(from_pretrained: Callable[..., Any], name: str, local_files_only: bool
         return from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
         raise OSError(_first_line(error)) from error
-    except Exception as error:  # corrupt files raise almost any type; the Rust tokenizers raise Exception itself
+    except (
+        Exception
+    ) as error:  # corrupt files raise almost any type; the Rust tokenizers raise Exception itself
         raise ValueError(_first_line(error)) from error
 
 
