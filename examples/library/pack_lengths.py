@@ -1,0 +1,81 @@
+"""The packers and the planner as a library: row lengths in, bins and balanced ranks out.
+
+    python examples/library/pack_lengths.py [--rows 512] [--capacity 8192] [--ranks 8] [--seed 0]
+
+It compares the packers by number of bins, and then two plans of one step: the bins of first fit
+decreasing dealt to the ranks in turn, and the schedule that packs and balances together. Needs
+NumPy only; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
+from nemo_like.data.planning.bounds import l2_bound
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+
+
+def sample_lengths(num_rows: int, max_length: int, seed: int) -> np.ndarray:
+    """Return row lengths with a long tail, as those of RL completions are: int64 [num_rows]."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.lognormal(np.log(1200), 0.95, num_rows)
+    return np.clip(lengths, 1, max_length).astype(np.int64)
+
+
+def compare_packers(lengths: np.ndarray, capacity: int) -> None:
+    """Print bins and utilization of every packer, beside the proven minimum number of bins."""
+    print(f"{len(lengths)} rows, {lengths.sum()} tokens, bins of {capacity}:")
+    print(f"  {'lower bound (L2)':<32} {l2_bound(lengths, capacity):>4} bins")
+    for algorithm in PackingAlgorithm:
+        packer = get_packer(algorithm, capacity, collect_metrics=True)
+        bins = packer.pack(lengths)
+        assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+        assert packer.metrics is not None
+        stats = packer.metrics.get_aggregated_stats()
+        print(f"  {algorithm:<32} {len(bins):>4} bins, {stats['average_utilization']:.1%} filled")
+
+
+def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[BatchPlan]:
+    """Plan one optimizer step in two ways; print what the slowest rank costs in each."""
+    in_turn = PlanSpec(
+        max_tokens=capacity,
+        num_ranks=num_ranks,
+        algorithm="first_fit_decreasing",
+        balance="none",
+    )
+    balanced = PlanSpec(max_tokens=capacity, num_ranks=num_ranks, balance="flops")
+    plans = []
+    print(f"one step on {num_ranks} data-parallel ranks:")
+    for name, spec in (("bins dealt in turn", in_turn), ("packed and balanced", balanced)):
+        plan = plan_batch(lengths, spec)
+        metrics = plan.metrics()
+        print(
+            f"  {name:<32} {plan.num_microbatches:>4} microbatches per rank, slowest rank"
+            f" {metrics['packing/rank_imbalance_flops']:.4f} x the mean"
+        )
+        plans.append(plan)
+    return plans
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare packers and plans on random row lengths.")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--capacity", type=int, default=8192)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    lengths = sample_lengths(arguments.rows, arguments.capacity, arguments.seed)
+    compare_packers(lengths, arguments.capacity)
+    *_, plan = compare_plans(lengths, arguments.capacity, arguments.ranks)
+
+    # A plan is a value: it can be stored, and one rank's microbatches can be read from it.
+    assert BatchPlan.from_json(plan.to_json()) == plan
+    first = plan.ranks[0][0]
+    print(f"rank 0, microbatch 0: rows {list(first.rows)}, {first.num_tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The custom reward package is found by its import path and used by a config as its README says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_like.config.load import load_config
+from nemo_like.environments.reward import RewardSample
+from nemo_like.environments.rewards import load_reward_functions
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OVERRIDES = ["reward.functions.brief.path=brief_reward.brief", "reward.functions.brief.weight=0.1"]
+
+
+def test_the_documented_overrides_add_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "rewards"))
+    config = load_config("grpo", EXAMPLES / "configs" / "demo_grpo.yaml", OVERRIDES)
+    assert config.reward.functions.keys() == {"answer", "brief"}
+    assert config.reward.functions["brief"].weight == 0.1
+    functions = load_reward_functions(config.reward.functions)
+    assert functions["brief"](RewardSample(prompt="2+2=?", completion="4", answer="4")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_characters", "reward"), [(0, 0.0), (60, 1.0), (150, 0.5), (240, 0.0), (1000, 0.0)]
+)
+def test_brief_is_a_line_between_two_lengths(
+    num_characters: int, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "rewards"))
+    from brief_reward import brief  # type: ignore[import-not-found]
+
+    completion = "x" * num_characters
+    assert brief(RewardSample(prompt="2+2=?", completion=completion)) == pytest.approx(reward)
