@@ -307,7 +307,9 @@ def commands(page: str) -> Iterator[list[str]]:
             words = shlex.split(line, comments=True)
             starts = [i for i, word in enumerate(words) if word.endswith("nemo-like")]
             if starts:
-                yield [word for word in words[starts[0] + 1 :] if word != "&"]
+                arguments = words[starts[0] + 1 :]
+                ends = [i for i, word in enumerate(arguments) if word in ("&", "&&", "|", ";", ">")]
+                yield arguments[: min(ends, default=len(arguments))]
 
 
 def has_key(key: str) -> bool:
