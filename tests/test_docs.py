@@ -111,6 +111,11 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert missing == set()
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
+    assert {path for entry in nav for path in entry.values()} == {p.name for p in DOCS.glob("*.md")}
+
+
 def test_the_site_loads_nothing_from_a_network() -> None:
     settings = yaml.safe_load(read("mkdocs.yml"))
     # The other themes and this switch would add a content delivery network or remote fonts.
