@@ -72,7 +72,12 @@ def test_properties_are_those_of_the_layers(name: str) -> None:
 
 def test_windows_of_configurations_without_layer_types() -> None:
     base = {**SIZES, "model_type": "gemma3_text", "sliding_window": 8}
-    assert ModelSpec.from_config({**base, "sliding_window_pattern": 2}).windows == (8, None, 8, None)
+    assert ModelSpec.from_config({**base, "sliding_window_pattern": 2}).windows == (
+        8,
+        None,
+        8,
+        None,
+    )
     assert ModelSpec.from_config({**base, "use_sliding_window": False}).windows == (None,) * 4
     mixed = {**base, "layer_types": ["linear_attention", "full_attention", "sliding_attention"]}
     spec = ModelSpec.from_config(mixed)
