@@ -123,7 +123,7 @@ def test_presets_have_their_size(tmp_path: Any) -> None:
         "70b": 70.55,
         "72b": 72.71,
     }
-    with pytest.raises(ConfigError, match="unknown model '9b'.*the presets are 135m"):
+    with pytest.raises(ConfigError, match=r"unknown model '9b'.*the presets are 135m"):
         load_spec("9b")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="contains list, not a model configuration"):
