@@ -182,8 +182,8 @@ def _schedulers(
     num_rows: int, arguments: argparse.Namespace
 ) -> dict[str, Callable[[np.ndarray, int, int], Any]]:
     schedulers: dict[str, Callable[[np.ndarray, int, int], Any]] = {
-        "ours, sync=microbatch": lambda x, c, r: schedule(x, c, r, work=work_of(x)),
-        "ours, sync=step": lambda x, c, r: schedule(x, c, r, work=work_of(x), sync="step"),
+        "balanced, sync=microbatch": lambda x, c, r: schedule(x, c, r, work=work_of(x)),
+        "balanced, sync=step": lambda x, c, r: schedule(x, c, r, work=work_of(x), sync="step"),
     }
     if num_rows > 4096:
         return schedulers

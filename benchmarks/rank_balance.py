@@ -32,10 +32,10 @@ from nemo_like.config.schema import SftRunConfig
 from nemo_like.demo_task import build_tokenizer
 
 MODES = {
-    "first fit, dealt in turn": ("first_fit_decreasing", "none"),
-    "first fit, dealt by work": ("first_fit_decreasing", "flops"),
-    "balanced by tokens": ("best_fit_decreasing", "tokens"),
-    "balanced by FLOPs (default)": ("best_fit_decreasing", "flops"),
+    "first fit, round-robin": ("first_fit_decreasing", "none"),
+    "first fit, assigned by work": ("first_fit_decreasing", "flops"),
+    "balanced by tokens": ("balanced", "tokens"),
+    "balanced by FLOPs (default)": ("balanced", "flops"),
 }
 _CONFIG = """
 run_name: {name}

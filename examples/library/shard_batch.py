@@ -61,7 +61,7 @@ def main() -> None:
         max_tokens_per_microbatch=arguments.tokens,
         input_key="input_ids",
         input_lengths_key="length",
-        algorithm="best_fit_decreasing",
+        algorithm="balanced",
         sequence_length_pad_multiple=1,
     )
     shards, sorted_indices = batch.shard_by_batch_size(

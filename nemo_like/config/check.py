@@ -141,6 +141,14 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
             " a batch is formed"
             " one way: set one of them to false (packing is the faster one)",
         )
+    packing = config.policy.sequence_packing
+    if packing.enabled and packing.algorithm == "balanced" and packing.balance == "none":
+        yield Problem(
+            ("policy.sequence_packing.balance", "policy.sequence_packing.algorithm"),
+            "policy.sequence_packing.balance is none, but policy.sequence_packing.algorithm"
+            " balanced assigns rows to ranks by work: set balance to flops or tokens, or algorithm"
+            " to a bin packer such as best_fit_decreasing",
+        )
     if config.policy.oversize_rows == "singleton" and batching_section(config) is None:
         yield Problem(
             ("policy.oversize_rows",),

@@ -25,12 +25,12 @@ from nemo_like.config.constraints import (
 )
 
 PackingName = Literal[
+    "balanced",
     "best_fit_decreasing",
     "first_fit_decreasing",
     "modified_first_fit_decreasing",
     "first_fit_shuffle",
     "concatenative",
-    "balanced",
 ]
 
 
@@ -48,14 +48,15 @@ class SequencePackingConfig:
     logprob_mb_tokens: Annotated[int, AtLeast(1)] = 4096
     """Max tokens per packed microbatch of the log-prob pass, which saves no activations and
     therefore fits more tokens than training."""
-    algorithm: PackingName = "best_fit_decreasing"
-    """Bin-packing algorithm that forms the microbatches."""
+    algorithm: PackingName = "balanced"
+    """Algorithm that forms the microbatches. `balanced` assigns rows to microbatches and ranks
+    jointly; the bins of the other algorithms are assigned to ranks without changing them."""
     sequence_length_round: Annotated[int, AtLeast(1)] = 1
     """Pad each row to a multiple of this many tokens, combined (least common multiple) with the
     multiple that context and sequence parallelism require."""
     balance: Literal["flops", "tokens", "none"] = "flops"
     """Work measure that is balanced over data-parallel ranks: FLOPs (attention included) or tokens;
-    `none` assigns the packer's bins round-robin."""
+    `none` assigns bins round-robin and needs an algorithm other than `balanced`."""
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of a rank's microbatches. `largest_first` runs the microbatch with the most tokens
     first, so that the memory allocator reaches its peak once."""

@@ -25,13 +25,12 @@ from nemo_like.prediction.step_time import (
     step_times,
 )
 
-SEED_PACKERS = (
+COMPARED_PACKERS = (
     PackingAlgorithm.CONCATENATIVE,
     PackingAlgorithm.FIRST_FIT_SHUFFLE,
     PackingAlgorithm.FIRST_FIT_DECREASING,
     PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING,
     PackingAlgorithm.BEST_FIT_DECREASING,
-    PackingAlgorithm.BALANCED,
 )
 
 
@@ -199,11 +198,11 @@ def strategies(
     yield Strategy("padded/batch", f"padded to the batch, {rows}", plain, is_padded_to_batch=True)
     yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
     dynamic = replace(
-        spec, layout="padded", algorithm=PackingAlgorithm.BEST_FIT_DECREASING, balance="flops"
+        spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops"
     )
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
-    named = [("none", algorithm) for algorithm in SEED_PACKERS]
-    named += [(balance, PackingAlgorithm.BEST_FIT_DECREASING) for balance in ("tokens", "flops")]
+    named = [("none", algorithm) for algorithm in COMPARED_PACKERS]
+    named += [(balance, PackingAlgorithm.BALANCED) for balance in ("tokens", "flops")]
     specs = [replace(spec, algorithm=algorithm, balance=balance) for balance, algorithm in named]
     yield from (Strategy(_key(each), _title(each), each) for each in specs)
     if chosen is not None and chosen not in (*specs, plain, dynamic):
@@ -222,7 +221,7 @@ def compare(
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` under every strategy.
 
-    The chosen one is `chosen` where it is given, else the schedule by `balance`. Raises ConfigError
+    The chosen one is `chosen` where it is given, else `balanced` by `balance`. Raises ConfigError
     for rows that cannot be planned.
     """
     assert spec.max_tokens is not None
@@ -237,12 +236,12 @@ def compare(
             raise ConfigError(str(error)) from error
         outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, least_work))
     by_key = {outcome.strategy.key: outcome for outcome in outcomes}
-    schedule = f"packed/best_fit_decreasing/{balance}"
+    balanced = f"packed/balanced/{balance}"
     found = [key for key, outcome in by_key.items() if outcome.strategy.spec == chosen]
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
-    least = least_microbatches(by_key[schedule].plan, batches)
+    least = least_microbatches(by_key[balanced].plan, batches)
     return Comparison(
-        lengths, batch_size, tuple(outcomes), (found or [schedule])[0], float(least.mean())
+        lengths, batch_size, tuple(outcomes), (found or [balanced])[0], float(least.mean())
     )
 
 
@@ -257,4 +256,4 @@ def _key(spec: PlanSpec) -> str:
 
 
 def _title(spec: PlanSpec) -> str:
-    return f"{spec.algorithm}" if spec.balance == "none" else f"schedule by {spec.balance}"
+    return f"{spec.algorithm}" if spec.balance == "none" else f"{spec.algorithm} by {spec.balance}"

@@ -176,7 +176,7 @@ def _comparison(report: PlanReport) -> str:
 
 def _drawn(report: PlanReport) -> list[Outcome]:
     chosen = report.comparison.chosen_key
-    keys = [*_DRAWN, "packed/best_fit_decreasing/flops" if chosen in _DRAWN else chosen]
+    keys = [*_DRAWN, "packed/balanced/flops" if chosen in _DRAWN else chosen]
     return [report.comparison[key] for key in keys]
 
 

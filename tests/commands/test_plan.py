@@ -64,7 +64,7 @@ def test_the_json_holds_what_the_plans_say(lengths: Path, capsys):
     values = np.loadtxt(lengths, dtype=np.int64)
     assert record["format"] == 1 and record["rows"]["num_tokens"] == values.sum()
     assert (
-        len(record["strategies"]) == 11 and record["chosen"] == "packed/best_fit_decreasing/flops"
+        len(record["strategies"]) == 10 and record["chosen"] == "packed/balanced/flops"
     )
     spec = PlanSpec(
         max_tokens=2048,
@@ -129,7 +129,7 @@ def test_the_table_fits_a_pipe_of_100_columns(lengths: Path, capsys):
     )
     assert max(map(len, shown.splitlines())) <= 100 and "…" not in shown
     for word in (
-        "schedule by flops",
+        "balanced by flops",
         "modified_first_fit_decreasing",
         "70.55 B",
         "assumptions",

@@ -256,6 +256,19 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     ]
 
 
+def test_balanced_packing_needs_a_balance() -> None:
+    packing = replace(POLICY.sequence_packing, enabled=True, balance="none")
+    assert problems(SFT, policy__sequence_packing=packing) == [
+        "policy.sequence_packing.balance is none, but policy.sequence_packing.algorithm balanced"
+        " assigns rows to ranks by work: set balance to flops or tokens, or algorithm to a bin"
+        " packer such as best_fit_decreasing"
+    ]
+    round_robin = replace(packing, algorithm="best_fit_decreasing")
+    assert problems(SFT, policy__sequence_packing=round_robin) == []
+    disabled = replace(packing, enabled=False)
+    assert problems(SFT, policy__sequence_packing=disabled) == []
+
+
 def test_policy_workers_are_counted() -> None:
     assert num_policy_workers(ClusterConfig(num_nodes=2, workers_per_node=3)) == 6
     assert num_policy_workers(ClusterConfig(num_nodes=2, gpus_per_node=8, workers_per_node=3)) == 16

@@ -57,7 +57,7 @@ def row_ids(batch: BatchedDataDict) -> list[int]:
 
 
 def packing_args(
-    max_tokens: int = 32, algorithm: str = "best_fit_decreasing", multiple: int = 1
+    max_tokens: int = 32, algorithm: str = "balanced", multiple: int = 1
 ) -> SequencePackingArgs:
     return {
         "max_tokens_per_microbatch": max_tokens,

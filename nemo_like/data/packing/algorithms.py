@@ -1,9 +1,9 @@
-"""Bin packers: which rows share a bin of `bin_capacity` tokens. They know nothing of ranks or
-steps: that is `plan`.
+"""Bin packers: which rows share a bin of `bin_capacity` tokens.
 
-All are O(n log n) or better and pure functions of the lengths (and a seed). "Decreasing" means
-longest first, rows of equal length in their given order. Rows within a bin, and bins, are in the
-order in which they were placed and opened.
+Packers know nothing of ranks or steps; `planning` does. All are O(n log n) or better and pure
+functions of the lengths (and a seed). "Decreasing" means longest first, with rows of equal length
+in their given order. The bin packers return rows within a bin in the order in which they were
+added, and bins in the order in which they were opened.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ import numpy as np
 from nemo_like.data.packing import packers
 from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.packing.packers import Packing
+from nemo_like.data.planning.balance import schedule
 
 
 class PackingAlgorithm(StrEnum):
-    """The packers by name; names are matched without regard to case."""
+    """The packing algorithms by name; names are matched without regard to case."""
 
+    BALANCED = "balanced"
+    """The joint scheduler: assigns rows to bins and bins to ranks together, by work. The fewest
+    bins per rank in practice, and the smallest makespan.
+    """
     BEST_FIT_DECREASING = "best_fit_decreasing"
-    """The fullest bin with room. The fewest bins in practice, and the fastest."""
+    """Longest row first, into the fullest bin with room. The fastest bin packer."""
     FIRST_FIT_DECREASING = "first_fit_decreasing"
-    """The first bin with room."""
+    """Longest row first, into the first bin with room."""
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
     """Johnson and Garey's five phases: pairs for the bins of rows above half the capacity, then
     first fit decreasing.
     """
     FIRST_FIT_SHUFFLE = "first_fit_shuffle"
-    """The first bin with room, rows in a random order from the seed."""
+    """Rows in a random order given by the seed, into the first bin with room."""
     CONCATENATIVE = "concatenative"
-    """Rows in their given order; a bin is closed by the first row that does not fit (next fit)."""
-    BALANCED = "balanced"
-    """As few bins as best fit decreasing, each row longest first to the least loaded of them."""
+    """Rows in their given order; the first row that does not fit closes the bin (next fit)."""
 
     @classmethod
     def _missing_(cls, value: object) -> PackingAlgorithm:
@@ -52,20 +55,20 @@ class PackingAlgorithm(StrEnum):
         )
 
 
-_PACKERS: dict[PackingAlgorithm, Callable[[np.ndarray, int, int, int], Packing]] = {
+_BIN_PACKERS: dict[PackingAlgorithm, Callable[[np.ndarray, int, int, int], Packing]] = {
     PackingAlgorithm.BEST_FIT_DECREASING: packers.best_fit_decreasing,
     PackingAlgorithm.FIRST_FIT_DECREASING: packers.first_fit_decreasing,
     PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: packers.modified_first_fit_decreasing,
     PackingAlgorithm.FIRST_FIT_SHUFFLE: packers.first_fit_shuffle,
     PackingAlgorithm.CONCATENATIVE: packers.concatenative,
-    PackingAlgorithm.BALANCED: packers.balanced,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePacker:
-    """A packer with its settings; see `get_packer`. `pack` is a pure function: the same lengths
-    give the same bins.
+    """A packing algorithm with its settings; see `get_packer`.
+
+    `pack` is a pure function: the same lengths give the same bins.
     """
 
     algorithm: PackingAlgorithm
@@ -78,20 +81,26 @@ class SequencePacker:
     metrics: PackingMetrics | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("bin_capacity", 1),
-            ("min_bin_count", 0),
-            ("bin_count_multiple", 1),
-            ("pad_multiple", 1),
-        ):
+        min_values = {
+            "bin_capacity": 1,
+            "min_bin_count": 0,
+            "bin_count_multiple": 1,
+            "pad_multiple": 1,
+        }
+        for name, min_value in min_values.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is an integer >= {least}; got {value}")
+            if value is not None and value < min_value:
+                raise ValueError(f"{name} is an integer >= {min_value}; got {value}")
         if self.max_items is not None and self.max_items < 1:
             raise ValueError(f"max_items is an integer >= 1 or None; got {self.max_items}")
+        if self.max_items is not None and self.algorithm == PackingAlgorithm.BALANCED:
+            raise ValueError(
+                "the balanced algorithm limits the tokens of a bin, not its rows: leave max_items"
+                " at None, or use a bin packer such as best_fit_decreasing"
+            )
 
     def pack(self, sequence_lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
-        """The row indices of each bin, as lists. Raises ValueError as `pack_csr` does."""
+        """Return the row indices of each bin as lists. Raises ValueError as `pack_csr` does."""
         start = perf_counter()
         bins = self.pack_csr(sequence_lengths).bins()
         if self.metrics is not None:
@@ -99,62 +108,84 @@ class SequencePacker:
         return bins
 
     def pack_csr(self, sequence_lengths: Sequence[int] | np.ndarray) -> Packing:
-        """The bins as arrays. Raises ValueError for a length below 1 or (rounded up) above the
-        capacity, and for fewer rows than bins asked.
+        """Return the bins as arrays.
+
+        Raises ValueError for a length below 1 or (rounded up) above the capacity, and if
+        `min_bin_count` or `bin_count_multiple` needs more bins than there are rows.
         """
-        lengths = self._occupied(sequence_lengths)
+        lengths = self._padded_lengths(sequence_lengths)
+        if self.algorithm == PackingAlgorithm.BALANCED:
+            packing = self._pack_balanced(lengths)
+            self._check_num_bins(packing.num_bins, len(lengths))
+            return packing
         max_items = self.max_items or max(len(lengths), 1)
-        packing = _PACKERS[self.algorithm](lengths, self.bin_capacity, max_items, self.seed)
-        target = self._num_bins(max(packing.num_bins, self.min_bin_count or 0))
-        if target > len(lengths):
+        packing = _BIN_PACKERS[self.algorithm](lengths, self.bin_capacity, max_items, self.seed)
+        num_bins = max(packing.num_bins, self.min_bin_count or 0)
+        multiple = self.bin_count_multiple or 1
+        num_bins = -(-num_bins // multiple) * multiple
+        self._check_num_bins(num_bins, len(lengths))
+        return self.split_fullest(packing, lengths, num_bins)
+
+    def split_fullest(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
+        """Split the fullest bins of `packing` until there are `num_bins`, at most one per row.
+
+        Applies `packers.split_fullest` under this packer's limits. `lengths` is int64 [n].
+        """
+        max_items = self.max_items or max(len(lengths), 1)
+        return packers.split_fullest(packing, lengths, self.bin_capacity, num_bins, max_items)
+
+    def _pack_balanced(self, lengths: np.ndarray) -> Packing:
+        """Run the joint scheduler for one rank, with tokens as work."""
+        # Without a cost model tokens are the only known measure of work. With one rank every bin
+        # is a microbatch, so the bin count settings are those of microbatches.
+        scheduled = schedule(
+            lengths,
+            self.bin_capacity,
+            num_ranks=1,
+            work=lengths.astype(np.float64),
+            microbatch_multiple=self.bin_count_multiple or 1,
+            min_microbatches=max(self.min_bin_count or 0, 1),
+        )
+        if len(lengths) == 0 and self.min_bin_count:
+            self._check_num_bins(self.min_bin_count, 0)
+        return Packing(scheduled.perm, scheduled.offsets)
+
+    def _check_num_bins(self, num_bins: int, num_rows: int) -> None:
+        """Raise ValueError if there are more bins than rows, since no bin may be empty."""
+        if num_bins > num_rows:
             raise ValueError(
-                f"{target} bins were asked for (min_bin_count={self.min_bin_count}, "
-                f"bin_count_multiple={self.bin_count_multiple}) but there are only {len(lengths)}"
+                f"{num_bins} bins were requested (min_bin_count={self.min_bin_count}, "
+                f"bin_count_multiple={self.bin_count_multiple}) but there are only {num_rows}"
                 f" rows to put in them"
             )
-        return self.spread(packing, lengths, target)
 
-    def spread(self, packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-        """The rows of `packing` in `num_bins` bins, at most one per row: `packers.split_fullest` under
-        this packer's caps.
-        """
-        return packers.split_fullest(
-            packing, lengths, self.bin_capacity, num_bins, self.max_items or max(len(lengths), 1)
-        )
-
-    def _num_bins(self, least: int) -> int:
-        multiple = self.bin_count_multiple or 1
-        return -(-least // multiple) * multiple
-
-    def _occupied(self, sequence_lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Lengths rounded up to `pad_multiple`, int64 [n], each checked."""
+    def _padded_lengths(self, sequence_lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Check lengths and round them up to `pad_multiple`, int64 [n]."""
         lengths = np.asarray(sequence_lengths)
         if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
             raise ValueError(
                 f"lengths are one list of integers; got {lengths.dtype} of shape {lengths.shape}"
             )
         lengths = lengths.astype(np.int64)
-        occupied = (
-            lengths
-            if self.pad_multiple == 1
-            else -(-lengths // self.pad_multiple) * self.pad_multiple
-        )
-        if len(lengths) and lengths.min() < 1:
+        padded = -(-lengths // self.pad_multiple) * self.pad_multiple
+        if len(lengths) == 0:
+            return padded
+        if lengths.min() < 1:
             row = int(lengths.argmin())
             raise ValueError(f"row {row} has length {lengths[row]}; a row has at least one token")
-        if len(lengths) and occupied.max() > self.bin_capacity:
-            row = int(occupied.argmax())
-            rounded = (
-                f" ({occupied[row]} when rounded up to a multiple of {self.pad_multiple})"
-                if self.pad_multiple > 1
-                else ""
-            )
+        if padded.max() > self.bin_capacity:
+            row = int(padded.argmax())
+            rounded = ""
+            if self.pad_multiple > 1:
+                rounded = (
+                    f" ({padded[row]} when rounded up to a multiple of {self.pad_multiple})"
+                )
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity"
                 f" {self.bin_capacity}; "
                 "raise policy.sequence_packing.train_mb_tokens or shorten the row"
             )
-        return occupied
+        return padded
 
 
 def get_packer(
@@ -168,12 +199,12 @@ def get_packer(
     pad_multiple: int = 1,
     seed: int = 0,
 ) -> SequencePacker:
-    """A packer by name; with `collect_metrics` its `.metrics` gathers over calls of `pack`.
+    """Return a packer by name; with `collect_metrics` its `.metrics` aggregates calls of `pack`.
 
     The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`: the
-    fullest bins are split into more for that. A bin has at most `max_items` rows, a row occupies
-    its length rounded up to `pad_multiple`, and `seed` is of `first_fit_shuffle`. Raises ValueError
-    for an unknown name or a number out of range.
+    fullest bins are split for that. A bin has at most `max_items` rows, which `balanced` does not
+    support. A row counts as its length rounded up to `pad_multiple`. `seed` is used by
+    `first_fit_shuffle`. Raises ValueError for an unknown name or a number out of range.
     """
     return SequencePacker(
         algorithm=PackingAlgorithm(algorithm),

@@ -1,10 +1,10 @@
-"""The inner loops of the packers: plain Python that numba can compile, so both ways give the same
-bins by construction.
+"""Inner loops of the bin packers: plain Python that numba can compile, with the same result.
 
-Every kernel takes lengths in the order of placement (each 1 to `capacity`), writes the bin of each
-position to `bin_of` and opens bins 0, 1, 2, ... `max_items` is the most rows of a bin. Work space
-comes from the caller: lists for the interpreter, arrays for compiled code, each the faster of the
-two in its place.
+Every kernel takes lengths in the order of packing (each 1 to `capacity`), writes the bin of each
+position to `bin_of` [n] and numbers bins 0, 1, 2, ... in the order in which they are opened. A bin
+has at most `max_items` rows. The caller allocates the work space: lists for the interpreter and
+arrays for compiled code, because each is the faster one there. "Free tokens" of a bin are its
+capacity minus its load.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 MIN_COMPILED = 4096
-"""Rows from which compiled code is worth importing numba for; below it the interpreter needs a few
-milliseconds.
+"""Number of rows from which compiled code is worth the import of numba; below it the interpreter
+needs a few milliseconds.
 """
 MAX_TABLE = 1 << 24
-"""Largest capacity for which a table over all possible rooms is kept."""
-# The position of the only set bit of a 32-bit word, by a de Bruijn multiplication.
+"""Largest capacity for which `best_fit` allocates a table with an entry per number of tokens."""
+# Position of the only set bit of a 32-bit word, indexed by a de Bruijn multiplication: numba has no
+# instruction for it. Source: Leiserson, Prokop and Randall, Using de Bruijn sequences to index a 1
+# in a computer word, 1998.
 # fmt: off
 _BIT_POSITION = np.array([0, 1, 28, 2, 29, 14, 24, 3, 30, 22, 20, 15, 25, 17, 4, 8,
                           31, 27, 13, 23, 21, 19, 16, 7, 26, 12, 18, 6, 11, 5, 10, 9])
@@ -33,8 +35,9 @@ _BIT_POSITION = np.array([0, 1, 28, 2, 29, 14, 24, 3, 30, 22, 20, 15, 25, 17, 4,
 
 @cache
 def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`kernel` as machine code kept on disk between processes; None where numba, or a place to keep
-    it, is missing.
+    """Return `kernel` compiled by numba with an on-disk cache, or None.
+
+    None means that numba is not installed or that its cache cannot be written.
     """
     if find_spec("numba") is None:
         return None
@@ -42,23 +45,23 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
 
     try:
         return numba.njit(cache=True, nogil=True)(kernel)
-    except (
-        RuntimeError
-    ):  # no directory may be written to; compiling anew in each process costs more than it saves
+    except RuntimeError:
+        # No cache directory is writable. Compiling in each process costs more than it saves.
         return None
 
 
 def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
-    """Stable order of non-negative integers below `bound`, in linear time."""
-    counting = (
-        compiled(counting_sort) if len(keys) >= MIN_COMPILED and bound <= 4 * len(keys) else None
-    )
+    """Sort non-negative integers below `bound` stably in linear time; int64 [n]."""
+    counting = None
+    # Counting sort has a table of `bound` entries, which must not dominate.
+    if len(keys) >= MIN_COMPILED and bound <= 4 * len(keys):
+        counting = compiled(counting_sort)
     if counting is not None:
         ends = np.cumsum(np.bincount(keys, minlength=bound))
         order = np.empty(len(keys), dtype=np.int64)
         counting(keys, np.concatenate([[0], ends]), order)
         return order
-    # numpy has radix sort for 16 bits at a time.
+    # NumPy uses radix sort for 16-bit keys, so sort by one 16-bit digit after the other.
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
     for shift in range(16, (bound - 1).bit_length(), 16):
         digits = (keys[order] >> shift) & 0xFFFF
@@ -67,8 +70,9 @@ def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
 
 
 def counting_sort(keys: Any, starts: Any, order: Any) -> None:
-    """Write the stable order of `keys` to `order`; `starts[k]` is where those of key k begin, and
-    is moved on.
+    """Write the stable order of `keys` [n] to `order` [n].
+
+    `starts[k]` is the first position of key k in the result; it is incremented with each key.
     """
     for i in range(len(keys)):
         order[starts[keys[i]]] = i
@@ -76,27 +80,32 @@ def counting_sort(keys: Any, starts: Any, order: Any) -> None:
 
 
 def next_fit(lengths: Any, capacity: int, max_items: int, bin_of: Any) -> int:
-    """Keep one bin open; close it for good when a row does not fit. Returns the number of bins."""
-    last, room, slots = -1, 0, 0
+    """Keep one bin open and close it when a row does not fit. Returns the number of bins."""
+    last = -1
+    free_tokens = 0
+    free_items = 0
     for i in range(len(lengths)):
-        if lengths[i] > room or slots == 0:
-            last, room, slots = last + 1, capacity, max_items
+        if lengths[i] > free_tokens or free_items == 0:
+            last += 1
+            free_tokens = capacity
+            free_items = max_items
         bin_of[i] = last
-        room -= lengths[i]
-        slots -= 1
+        free_tokens -= lengths[i]
+        free_items -= 1
     return last + 1
 
 
 def first_fit(
-    lengths: Any, max_items: int, tree: Any, num_leaves: int, slots: Any, bin_of: Any
+    lengths: Any, max_items: int, tree: Any, num_leaves: int, free_items: Any, bin_of: Any
 ) -> int:
-    """The leftmost bin with room, found in a tree of maxima. Returns the number of bins.
+    """Put each row into the leftmost bin with room. Returns the number of bins.
 
-    `tree` has 2 * num_leaves entries all equal to the capacity (leaf b, the room of bin b, is at
-    num_leaves + b; a power of two at least the number of bins), `slots` num_leaves entries equal to
-    `max_items`.
+    `tree` is a binary tree of maxima with 2 * num_leaves entries, all equal to the capacity on
+    entry: leaf num_leaves + b has the free tokens of bin b. `num_leaves` is a power of two and at
+    least the number of bins. `free_items` has num_leaves entries equal to `max_items`.
     """
-    i, num_bins = 0, 0
+    i = 0
+    num_bins = 0
     while i < len(lengths):
         length = lengths[i]
         node = 1
@@ -105,32 +114,35 @@ def first_fit(
             if tree[node] < length:
                 node += 1
         b = node - num_leaves
-        room, left = tree[node], slots[b]
-        # The run of equals that fits goes into this bin at once.
-        while i < len(lengths) and lengths[i] == length and room >= length and left > 0:
+        free_tokens = tree[node]
+        num_free = free_items[b]
+        # Rows of equal length that also fit go into this bin without another search.
+        while i < len(lengths) and lengths[i] == length and free_tokens >= length and num_free > 0:
             bin_of[i] = b
-            room -= length
-            left -= 1
+            free_tokens -= length
+            num_free -= 1
             i += 1
         num_bins = max(num_bins, b + 1)
-        slots[b] = left
-        tree[node] = room if left > 0 else 0
+        free_items[b] = num_free
+        tree[node] = free_tokens if num_free > 0 else 0
         node //= 2
         while node >= 1:
-            roomiest = max(tree[2 * node], tree[2 * node + 1])
-            if tree[node] == roomiest:
+            maximum = max(tree[2 * node], tree[2 * node + 1])
+            if tree[node] == maximum:
                 break
-            tree[node] = roomiest
+            tree[node] = maximum
             node //= 2
     return num_bins
 
 
 def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin_of: Any) -> bool:
-    """Each row to the bin with the fewest tokens (then the lowest number). False if some row fits
-    in none.
+    """Put each row into the bin with the fewest tokens, of equal ones the first.
+
+    Returns False if a row does not fit there.
     """
-    heap = list(range(num_bins))  # entries are load * num_bins + bin
-    slots = [max_items for _ in range(num_bins)]
+    # An entry is load * num_bins + bin: one integer sorts by load, then by bin.
+    heap = list(range(num_bins))
+    free_items = [max_items for _ in range(num_bins)]
     for i in range(len(lengths)):
         if len(heap) == 0:
             return False
@@ -139,8 +151,8 @@ def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin
         if entry // num_bins + lengths[i] > capacity:
             return False
         bin_of[i] = b
-        slots[b] -= 1
-        if slots[b] > 0:
+        free_items[b] -= 1
+        if free_items[b] > 0:
             heapq.heapreplace(heap, entry + lengths[i] * num_bins)
         else:
             heapq.heappop(heap)
@@ -150,59 +162,68 @@ def least_loaded(lengths: Any, capacity: int, max_items: int, num_bins: int, bin
 def best_fit_runs(
     lengths: list[int], capacity: int, max_items: int
 ) -> tuple[list[int], list[int], int]:
-    """Best fit of a non-increasing list for the interpreter: (bins, rows each takes in turn, number
-    of bins).
+    """Best fit of a non-increasing list, for the interpreter.
 
-    Bins of equal room are a stack (the last touched is taken first), and a run of equal lengths
-    moves whole stacks.
+    Returns (bins, number of rows each of them takes in turn, number of bins). Bins with equal free
+    tokens form a stack (the last one changed is used first). A run of equal lengths is assigned to
+    many bins at once, which saves most of the interpreted steps.
     """
     bins: list[int] = []
-    takes: list[int] = []
-    rooms: list[int] = []  # the occupied rooms, ascending
-    stacks: dict[int, list[int]] = {}
-    slots: list[int] = []
+    counts: list[int] = []
+    free_values: list[int] = []  # the numbers of free tokens that occur, ascending
+    stacks: dict[int, list[int]] = {}  # free tokens -> bins
+    free_items: list[int] = []
     shortest = lengths[-1] if lengths else 0
-    bounded = max_items < len(lengths)
-    start = num_bins = 0
+    has_item_limit = max_items < len(lengths)
+    start = 0
+    num_bins = 0
     while start < len(lengths):
-        length, stop = lengths[start], start
+        length = lengths[start]
+        stop = start
         while stop < len(lengths) and lengths[stop] == length:
             stop += 1
-        left, start = stop - start, stop
-        while left > 0:
-            j = bisect_left(rooms, length)
-            if j == len(rooms):
-                room, each = capacity, min(capacity // length, max_items)
-                taken = list(range(num_bins, num_bins - (-left // each)))
+        remaining = stop - start
+        start = stop
+        while remaining > 0:
+            j = bisect_left(free_values, length)
+            if j == len(free_values):
+                free_tokens = capacity
+                rows_per_bin = min(capacity // length, max_items)
+                taken = list(range(num_bins, num_bins - (-remaining // rows_per_bin)))
                 num_bins += len(taken)
-                slots.extend([max_items] * len(taken))
+                free_items.extend([max_items] * len(taken))
             else:
-                room = rooms[j]
-                stack = stacks[room]
-                each = min(room // length, slots[stack[-1]])
-                count = 1 if bounded else min(len(stack), -(-left // each))
-                taken = stack[: -count - 1 : -1]
-                del stack[-count:]
+                free_tokens = free_values[j]
+                stack = stacks[free_tokens]
+                rows_per_bin = min(free_tokens // length, free_items[stack[-1]])
+                # With an item limit the bins of a stack may differ, so they are taken one by one.
+                num_taken = 1
+                if not has_item_limit:
+                    num_taken = min(len(stack), -(-remaining // rows_per_bin))
+                taken = stack[: -num_taken - 1 : -1]
+                del stack[-num_taken:]
                 if not stack:
-                    del rooms[j]
-            full, rest = divmod(min(left, each * len(taken)), each)
-            left -= each * full + rest
-            for group, take in ((taken[:full], each), (taken[full:], rest)):
+                    del free_values[j]
+            num_full, rest = divmod(min(remaining, rows_per_bin * len(taken)), rows_per_bin)
+            remaining -= rows_per_bin * num_full + rest
+            # The first `num_full` bins take `rows_per_bin` rows each, the next one takes the rest.
+            for group, count in ((taken[:num_full], rows_per_bin), (taken[num_full:], rest)):
                 if not group:
                     continue
                 bins.extend(group)
-                takes.extend([take] * len(group))
-                if bounded:
+                counts.extend([count] * len(group))
+                if has_item_limit:
                     for b in group:
-                        slots[b] -= take
-                    group = [b for b in group if slots[b] > 0]
-                room_left = room - take * length
-                if room_left >= shortest and group:
-                    stack = stacks.setdefault(room_left, [])
+                        free_items[b] -= count
+                    group = [b for b in group if free_items[b] > 0]
+                new_free_tokens = free_tokens - count * length
+                # Bins that no remaining row fits into are dropped.
+                if new_free_tokens >= shortest and group:
+                    stack = stacks.setdefault(new_free_tokens, [])
                     if not stack:
-                        insort(rooms, room_left)
+                        insort(free_values, new_free_tokens)
                     stack.extend(group)
-    return bins, takes, num_bins
+    return bins, counts, num_bins
 
 
 def best_fit(
@@ -210,128 +231,155 @@ def best_fit(
     capacity: int,
     head: Any,
     words: Any,
-    starts: Any,
-    under: Any,
-    slots: Any,
+    level_starts: Any,
+    below: Any,
+    free_items: Any,
     bin_of: Any,
 ) -> int:
-    """`best_fit_runs` for compiled code. Returns the number of bins.
+    """Run best fit as `best_fit_runs` does, for compiled code. Returns the number of bins.
 
-    `head[r]` is the top of the stack of bins with room r (-1: none) and `under[b]` the bin below b.
-    `words` is a bitset of the occupied rooms in levels of 32-bit words, level l from `starts[l]`; a
-    bit of level l+1 says that a word of level l is not 0, so the next occupied room is found in a
-    step per level.
+    `head[f]` is the top of the stack of bins with f free tokens (-1: none) and `below[b]` the bin
+    below b in its stack. `words` is a bitset of the numbers of free tokens that occur, in levels of
+    32-bit words: level l starts at `level_starts[l]`, and a bit of level l + 1 is set if a word of
+    level l is not 0. So the next larger number is found in one step per level.
     """
-    num_levels = len(starts) - 1
-    i, num_bins = 0, 0
+    num_levels = len(level_starts) - 1
+    i = 0
+    num_bins = 0
     while i < len(lengths):
         length = lengths[i]
-        level, position, room = 0, length, -1
-        while level < num_levels and room < 0:
-            word = starts[level] + (position >> 5)
-            bits = words[word] >> (position & 31) if word < starts[level + 1] else 0
+        # Go up until a word has a bit at or after the position.
+        level = 0
+        position = length
+        free_tokens = -1
+        while level < num_levels and free_tokens < 0:
+            word = level_starts[level] + (position >> 5)
+            bits = 0
+            if word < level_starts[level + 1]:
+                bits = words[word] >> (position & 31)
             if bits != 0:
-                room = position + _BIT_POSITION[(((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27]
+                lowest = _BIT_POSITION[(((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27]
+                free_tokens = position + lowest
             else:
-                level, position = level + 1, (position >> 5) + 1
-        if room < 0:
-            b, room, num_bins = num_bins, capacity, num_bins + 1
+                level += 1
+                position = (position >> 5) + 1
+        if free_tokens < 0:
+            b = num_bins
+            free_tokens = capacity
+            num_bins += 1
         else:
-            while level > 0:  # down to the room itself
+            # Go down to level 0, where a bit is a number of free tokens.
+            while level > 0:
                 level -= 1
-                bits = words[starts[level] + room]
-                room = (room << 5) + _BIT_POSITION[
-                    (((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27
-                ]
-            b = head[room]
-            head[room] = under[b]
-            position = room
-            while head[room] < 0 and level < num_levels:  # the last of its room: clear its bit
-                words[starts[level] + (position >> 5)] &= ~(1 << (position & 31))
-                if words[starts[level] + (position >> 5)] != 0:
+                bits = words[level_starts[level] + free_tokens]
+                lowest = _BIT_POSITION[(((bits & -bits) * 0x077CB531) & 0xFFFFFFFF) >> 27]
+                free_tokens = (free_tokens << 5) + lowest
+            b = head[free_tokens]
+            head[free_tokens] = below[b]
+            position = free_tokens
+            # The stack is empty now: clear its bit, and the bits of words that become 0.
+            while head[free_tokens] < 0 and level < num_levels:
+                words[level_starts[level] + (position >> 5)] &= ~(1 << (position & 31))
+                if words[level_starts[level] + (position >> 5)] != 0:
                     break
-                level, position = level + 1, position >> 5
-        while i < len(lengths) and lengths[i] == length and room >= length and slots[b] > 0:
+                level += 1
+                position = position >> 5
+        while (
+            i < len(lengths)
+            and lengths[i] == length
+            and free_tokens >= length
+            and free_items[b] > 0
+        ):
             bin_of[i] = b
-            room -= length
-            slots[b] -= 1
+            free_tokens -= length
+            free_items[b] -= 1
             i += 1
-        if slots[b] > 0:
-            under[b] = head[room]
-            head[room] = b
+        if free_items[b] > 0:
+            below[b] = head[free_tokens]
+            head[free_tokens] = b
             for level in range(num_levels):
-                words[starts[level] + (room >> 5)] |= 1 << (room & 31)
-                room >>= 5
+                words[level_starts[level] + (free_tokens >> 5)] |= 1 << (free_tokens & 31)
+                free_tokens >>= 5
     return num_bins
 
 
 def modified_first_fit(
     values: Any,
-    firsts: Any,
+    first_positions: Any,
     counts: Any,
-    below: Any,
+    parent: Any,
     bounds: Any,
     max_items: int,
-    rooms: Any,
-    slots: Any,
+    free_tokens: Any,
+    free_items: Any,
     bin_of: Any,
 ) -> None:
-    """Phases 2 to 4 of modified first fit decreasing: what joins the bins that phase 1 opened for
-    rows above half a bin.
+    """Run phases 2 to 4 of modified first fit decreasing.
 
-    `values` [V] are the distinct other lengths ascending, `bounds` the first k above 1/6 and above
-    1/3 of the capacity; `counts` how many there are, `firsts` the position of the first of each.
-    `below` is 0..V, a union-find whose root of k+1 is the longest length left that is at most
-    `values[k]` (0: none). `rooms` and `slots` are of the bins, fullest first; `bin_of` is written
-    for rows that join. D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing, J.
-    Complexity 1 (1985).
+    They add rows to the bins that phase 1 opened for rows above half the capacity. `values` [V] are
+    the distinct other lengths, ascending; `bounds` are the first index above 1/6 and above 1/3 of
+    the capacity. `counts` [V] is the number of remaining rows of each length and `first_positions`
+    [V] the position of the first of them. `parent` is 0..V, a union-find structure: the root of
+    k + 1 is the longest remaining length that is at most `values[k]`, plus one (0: none).
+    `free_tokens` and `free_items` are per bin, fullest bin first. `bin_of` is written for the rows
+    that are added.
+
+    Source: D. S. Johnson and M. R. Garey, A 71/60 theorem for bin packing, J. Complexity 1 (1985).
     """
 
-    def longest_within(room: int) -> int:
-        low, high = 0, len(values)
+    def longest_within(limit: int) -> int:
+        low = 0
+        high = len(values)
         while low < high:
             middle = (low + high) // 2
-            if values[middle] <= room:
+            if values[middle] <= limit:
                 low = middle + 1
             else:
                 high = middle
-        while below[low] != low:
-            below[low] = below[below[low]]
-            low = below[low]
+        while parent[low] != low:
+            parent[low] = parent[parent[low]]
+            low = parent[low]
         return low - 1
 
-    def place(k: int, b: int, count: int) -> None:
-        for position in range(firsts[k], firsts[k] + count):
+    def add_rows(k: int, b: int, count: int) -> None:
+        for position in range(first_positions[k], first_positions[k] + count):
             bin_of[position] = b
-        firsts[k] += count
+        first_positions[k] += count
         counts[k] -= count
         if counts[k] == 0:
-            below[k + 1] = k
-        rooms[b] -= count * values[k]
-        slots[b] -= count
+            parent[k + 1] = k
+        free_tokens[b] -= count * values[k]
+        free_items[b] -= count
 
-    small, medium = bounds
-    for b in range(len(rooms)):  # 2: forward, the longest above a third that fits
-        k = longest_within(rooms[b])
-        if k >= medium and slots[b] > 0:
-            place(k, b, 1)
-    low = small
-    for b in range(
-        len(rooms) - 1, -1, -1
-    ):  # 3: backward over bins without such a row, a pair of those above a sixth
-        if slots[b] != max_items - 1:
+    first_above_sixth, first_above_third = bounds
+    # Phase 2, forward: the longest row above a third of the capacity that fits.
+    for b in range(len(free_tokens)):
+        k = longest_within(free_tokens[b])
+        if k >= first_above_third and free_items[b] > 0:
+            add_rows(k, b, 1)
+    # Phase 3, backward over bins that phase 2 left alone: a pair of rows above a sixth.
+    low = first_above_sixth
+    for b in range(len(free_tokens) - 1, -1, -1):
+        if free_items[b] != max_items - 1:
             continue
-        while low < medium and counts[low] == 0:
+        while low < first_above_third and counts[low] == 0:
             low += 1
-        second = low if low < medium and counts[low] > 1 else low + 1
-        while second < medium and counts[second] == 0:
+        has_two = low < first_above_third and counts[low] > 1
+        second = low if has_two else low + 1
+        while second < first_above_third and counts[second] == 0:
             second += 1
-        if second >= medium or slots[b] < 2 or values[low] + values[second] > rooms[b]:
-            break  # the bins to come have less room
-        place(low, b, 1)
-        place(longest_within(min(rooms[b], values[medium - 1])), b, 1)
-    for b in range(len(rooms)):  # 4: forward, the longest that fits, as long as one does
-        k = longest_within(rooms[b])
-        while k >= 0 and slots[b] > 0:
-            place(k, b, min(counts[k], rooms[b] // values[k], slots[b]))
-            k = longest_within(rooms[b])
+        if (
+            second >= first_above_third
+            or free_items[b] < 2
+            or values[low] + values[second] > free_tokens[b]
+        ):
+            # The shortest pair does not fit, and the following bins have less room.
+            break
+        add_rows(low, b, 1)
+        add_rows(longest_within(min(free_tokens[b], values[first_above_third - 1])), b, 1)
+    # Phase 4, forward: the longest row that fits, as long as one does.
+    for b in range(len(free_tokens)):
+        k = longest_within(free_tokens[b])
+        while k >= 0 and free_items[b] > 0:
+            add_rows(k, b, min(counts[k], free_tokens[b] // values[k], free_items[b]))
+            k = longest_within(free_tokens[b])

@@ -1,6 +1,4 @@
-"""How well bins are filled, as numbers: utilization, waste, balance and efficiency, of one packing
-or over many.
-"""
+"""Statistics of packings: utilization, waste, balance and efficiency of bins."""
 
 from __future__ import annotations
 
@@ -11,13 +9,12 @@ import numpy as np
 
 
 class PackingMetrics:
-    """Statistics of packings, one by one (`update` returns them) and over all of them
-    (`get_aggregated_stats`).
+    """Statistics of single packings (`update`) and of all of them (`get_aggregated_stats`).
 
-    With bins of loads l_1 ... l_K, capacity C and total S: `average_utilization` = S / (K C),
+    For bins of loads l_1 ... l_K, capacity C and total S: `average_utilization` = S / (K C),
     `waste_ratio` = 1 - that, `bin_balance` = 1 - sample standard deviation of l_k / C over
     `average_utilization` (1 for one bin), `theoretical_min_bins` = ceil(S / C) and `bin_efficiency`
-    = that / K. Give real lengths, so that padding counts as waste.
+    = that / K. Pass real lengths, so that padding counts as waste.
 
     Example: lengths [6, 4, 5] in bins [[0, 1], [2]] of capacity 10: loads 10 and 5,
     `average_utilization` 0.75, `waste_ratio` 0.25, `bin_balance` 1 - 0.3536 / 0.75 = 0.5286,
@@ -28,7 +25,7 @@ class PackingMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything gathered."""
+        """Delete all recorded statistics."""
         self._stats: list[dict[str, float]] = []
         self._packing_times_s: list[float] = []
 
@@ -39,7 +36,7 @@ class PackingMetrics:
         bin_capacity: int,
         packing_time: float | None = None,
     ) -> dict[str, float]:
-        """Statistics of one packing, gathered for the aggregate; `packing_time` is in seconds."""
+        """Record and return the statistics of one packing; `packing_time` is in seconds."""
         stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
         self._stats.append(stats)
         if packing_time is not None:
@@ -52,27 +49,33 @@ class PackingMetrics:
         bins: Sequence[Sequence[int]],
         bin_capacity: int,
     ) -> dict[str, float]:
-        """Statistics of one packing, not gathered. Bins hold indices into `sequence_lengths`."""
-        loads = np.array(
-            [sum(int(sequence_lengths[row]) for row in rows) for rows in bins], dtype=np.int64
-        )
-        return {"total_sequences": float(sum(map(len, bins))), **bin_stats(loads, bin_capacity)}
+        """Return the statistics of one packing without recording them.
+
+        `bins` has indices into `sequence_lengths` int [n].
+        """
+        loads = np.zeros(len(bins), dtype=np.int64)
+        for k, rows in enumerate(bins):
+            loads[k] = sum(int(sequence_lengths[row]) for row in rows)
+        num_sequences = sum(map(len, bins))
+        return {"total_sequences": float(num_sequences), **bin_stats(loads, bin_capacity)}
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Means and extremes over everything gathered; empty before the first `update`.
+        """Return means and extremes over all recorded packings; empty before the first `update`.
 
         `average_utilization`, `average_waste_ratio` and `average_bin_balance` are weighted by
-        `total_bin_capacity`, so that utilization and waste are those of all bins together. The
-        extremes are of single packings.
+        `total_bin_capacity`, so utilization and waste are those of all bins together. The extremes
+        are over packings, not over bins.
         """
         if not self._stats:
             return {}
         utilization = self._column("average_utilization")
         waste = self._column("waste_ratio")
         capacity = self._column("total_bin_capacity")
+        total_bins = sum(self._column("total_bins"))
+        min_bins = sum(self._column("theoretical_min_bins"))
         aggregate = {
             "total_sequences": sum(self._column("total_sequences")),
-            "total_bins": sum(self._column("total_bins")),
+            "total_bins": total_bins,
             "average_utilization": _weighted_mean(utilization, capacity),
             "min_utilization": min(utilization),
             "max_utilization": max(utilization),
@@ -81,61 +84,62 @@ class PackingMetrics:
             "max_waste_ratio": max(waste),
             "average_bin_balance": _weighted_mean(self._column("bin_balance"), capacity),
             "average_bin_count": fmean(self._column("total_bins")),
-            "bin_efficiency": sum(self._column("theoretical_min_bins"))
-            / max(sum(self._column("total_bins")), 1.0),
+            "bin_efficiency": min_bins / max(total_bins, 1.0),
         }
         if self._packing_times_s:
             aggregate["average_packing_time"] = fmean(self._packing_times_s)
         return aggregate
 
     def print_aggregated_stats(self) -> None:
-        """One line per aggregated number."""
+        """Print one line per aggregated number."""
         for name, value in self.get_aggregated_stats().items():
             print(f"{name:>20} {value:.6g}")
 
     def _column(self, name: str) -> list[float]:
+        """Return one statistic of every recorded packing."""
         return [stats[name] for stats in self._stats]
 
 
 def _weighted_mean(values: list[float], weights: list[float]) -> float:
-    """0 where all weights are."""
+    """Return the weighted mean, or 0 if all weights are 0."""
     return fmean(values, weights) if any(weights) else 0.0
 
 
 def bin_stats(
     loads: np.ndarray, bin_capacity: int, theoretical_min_bins: int | None = None
 ) -> dict[str, float]:
-    """The statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
+    """Compute the statistics of `PackingMetrics` from bin loads, int [K]; all zero without bins.
 
-    A bin above the capacity (a row alone that exceeds it) counts as full. `theoretical_min_bins`
-    may be given where bins cannot be shared by all rows.
+    A bin above the capacity (one row that exceeds it) counts as full. `theoretical_min_bins`
+    overrides ceil(total / capacity) for rows that cannot share bins freely, as those of different
+    optimizer steps.
     """
     if len(loads) == 0:
         return dict.fromkeys(_NAMES, 0.0)
     capacities = np.maximum(loads, bin_capacity)
-    total, capacity = float(loads.sum()), float(capacities.sum())
+    total = float(loads.sum())
+    capacity = float(capacities.sum())
     utilization = loads / capacities
     average = total / capacity
+    # The sample standard deviation is undefined for one bin.
     deviation = float(utilization.std(ddof=1)) if len(loads) > 1 else 0.0
-    fewest = (
-        -(-int(loads.sum()) // bin_capacity)
-        if theoretical_min_bins is None
-        else theoretical_min_bins
-    )
-    values = (
-        len(loads),
-        total,
-        capacity,
-        capacity - total,
-        average,
-        float(utilization.min()),
-        float(utilization.max()),
-        1.0 - average,
-        1.0 - deviation / average if average else 1.0,
-        fewest,
-        min(1.0, fewest / len(loads)),
-    )
-    return dict(zip(_NAMES, map(float, values), strict=True))
+    min_bins = theoretical_min_bins
+    if min_bins is None:
+        min_bins = -(-int(loads.sum()) // bin_capacity)
+    stats = {
+        "total_bins": len(loads),
+        "total_sequence_length": total,
+        "total_bin_capacity": capacity,
+        "total_waste": capacity - total,
+        "average_utilization": average,
+        "min_utilization": float(utilization.min()),
+        "max_utilization": float(utilization.max()),
+        "waste_ratio": 1.0 - average,
+        "bin_balance": 1.0 - deviation / average if average else 1.0,
+        "theoretical_min_bins": min_bins,
+        "bin_efficiency": min(1.0, min_bins / len(loads)),
+    }
+    return {name: float(value) for name, value in stats.items()}
 
 
 _NAMES = (

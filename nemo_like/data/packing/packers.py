@@ -1,7 +1,8 @@
-"""The packers as functions over checked lengths: prepare, run a kernel, and sort the result into
-bins.
+"""Bin packers as functions over checked lengths: prepare the input, run a kernel, sort by bin.
 
-Names, settings and messages for users are in `algorithms`; the inner loops are in `kernels`.
+Names, settings and user messages are in `algorithms`; the inner loops are in `kernels`. All packers
+take `lengths` int64 [n], each 1 to `capacity`, and at most `max_items` rows per bin; `seed` is used
+by `first_fit_shuffle` only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nemo_like.data.packing.kernels import stable_argsort
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Bins as two arrays: bin k holds rows `perm[offsets[k] : offsets[k + 1]]`.
+    """Bins as two arrays: bin k has the rows `perm[offsets[k] : offsets[k + 1]]`.
 
     Example: bins [2, 0] and [1] are `Packing(perm=[2, 0, 1], offsets=[0, 2, 3])`.
     """
@@ -28,36 +29,36 @@ class Packing:
     perm: np.ndarray
     """int64 [n], each row once."""
     offsets: np.ndarray
-    """int64 [K+1]."""
+    """int64 [K + 1]."""
 
     @property
     def num_bins(self) -> int:
+        """K."""
         return len(self.offsets) - 1
 
     def bins(self) -> list[list[int]]:
-        """The rows of each bin."""
-        rows, bounds = self.perm.tolist(), self.offsets.tolist()
-        return [rows[start:stop] for start, stop in pairwise(bounds)]
+        """Return the rows of each bin as lists."""
+        rows = self.perm.tolist()
+        return [rows[start:stop] for start, stop in pairwise(self.offsets.tolist())]
 
     def loads(self, lengths: np.ndarray) -> np.ndarray:
-        """Sum of each bin over `lengths` of the rows [n], of the dtype of `lengths` [K]."""
-        return np.diff(
-            np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths[self.perm])])[
-                self.offsets
-            ]
-        )
+        """Sum `lengths` [n] over the rows of each bin; [K] of the same dtype."""
+        # Differences of cumulative sums, since `np.add.reduceat` does not handle empty bins.
+        cumulative = np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths[self.perm])])
+        return np.diff(cumulative[self.offsets])
 
     def take(self, bins: np.ndarray) -> Packing:
-        """The given bins in the given order, int64 [K'], where -1 is an empty bin."""
-        sizes = np.where(bins < 0, 0, np.append(np.diff(self.offsets), 0)[bins])
+        """Select bins in the given order, int64 [K']; -1 selects an empty bin."""
+        # The appended entry is the empty bin that index -1 refers to.
+        all_sizes = np.append(np.diff(self.offsets), 0)
+        all_starts = np.append(self.offsets[:-1], 0)
+        sizes = np.where(bins < 0, 0, all_sizes[bins])
         offsets = np.concatenate([[0], np.cumsum(sizes)])
-        positions = np.repeat(
-            np.append(self.offsets[:-1], 0)[bins] - offsets[:-1], sizes
-        ) + np.arange(offsets[-1])
-        return Packing(self.perm[positions], offsets)
+        shifts = np.repeat(all_starts[bins] - offsets[:-1], sizes)
+        return Packing(self.perm[shifts + np.arange(offsets[-1])], offsets)
 
     def expand(self, items: Packing | None) -> Packing:
-        """Bins of what the items hold, for bins of `items`; None leaves them as they are."""
+        """Replace each item of these bins by its rows; None means that items are rows."""
         if items is None:
             return self
         rows = items.take(self.perm)
@@ -65,7 +66,7 @@ class Packing:
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Rows by decreasing length, equal ones in their given order, int64 [n]."""
+    """Sort rows by decreasing length, equal ones in their given order; int64 [n]."""
     longest = int(lengths.max(initial=0))
     return stable_argsort(longest - lengths, longest + 1)
 
@@ -73,162 +74,162 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
 def first_fit_decreasing(
     lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
-    """Longest first, each row to the first bin with room."""
+    """Pack the longest row first, each into the first bin with room."""
     return _first_fit(lengths, longest_first(lengths), capacity, max_items)
 
 
 def first_fit_shuffle(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
-    """Rows in a random order, each to the first bin with room."""
-    return _first_fit(
-        lengths, np.random.default_rng(seed).permutation(len(lengths)), capacity, max_items
-    )
+    """Pack rows in a random order, each into the first bin with room."""
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    return _first_fit(lengths, order, capacity, max_items)
 
 
 def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
-    """Rows in the given order; the first that does not fit opens the next bin, and the old one
-    stays closed.
-    """
-    order = np.arange(len(lengths))
-    placed, bin_of = _run(kernels.next_fit, lengths, lambda array: (capacity, max_items))
-    return _grouped(order, bin_of, placed)
+    """Pack rows in the given order; the first that does not fit closes the bin (next fit)."""
+    num_bins, bin_of = _run(kernels.next_fit, lengths, lambda array: (capacity, max_items))
+    return _sorted_by_bin(np.arange(len(lengths)), bin_of, num_bins)
 
 
 def best_fit_decreasing(
     lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
-    """Longest first, each row to the fullest bin with room; of equally full ones the last
-    touched.
+    """Pack the longest row first, each into the fullest bin with room.
+
+    Of equally full bins the last one that changed is used.
     """
     order = longest_first(lengths)
-    kernel = _compiled(kernels.best_fit, len(lengths)) if capacity <= kernels.MAX_TABLE else None
+    kernel = None
+    if capacity <= kernels.MAX_TABLE:
+        kernel = _compiled(kernels.best_fit, len(lengths))
     if kernel is None:
-        bins, takes, num_bins = kernels.best_fit_runs(lengths[order].tolist(), capacity, max_items)
-        return _grouped(order, np.repeat(np.asarray(bins, dtype=np.int64), takes), num_bins)
-    starts = _bitset_starts(capacity + 1)
-    num_leaves = _most_bins(lengths, capacity, max_items)
+        bins, counts, num_bins = kernels.best_fit_runs(
+            lengths[order].tolist(), capacity, max_items
+        )
+        bin_of = np.repeat(np.asarray(bins, dtype=np.int64), counts)
+        return _sorted_by_bin(order, bin_of, num_bins)
+    level_starts = _bitset_level_starts(capacity + 1)
+    max_bins = _max_open_bins(lengths, capacity, max_items)
     bin_of = np.empty(len(lengths), dtype=np.int64)
     num_bins = kernel(
         lengths[order],
         capacity,
         np.full(capacity + 1, -1),
-        np.zeros(starts[-1], dtype=np.int64),
-        starts,
-        np.empty(num_leaves, dtype=np.int64),
-        np.full(num_leaves, max_items),
+        np.zeros(level_starts[-1], dtype=np.int64),
+        level_starts,
+        np.empty(max_bins, dtype=np.int64),
+        np.full(max_bins, max_items),
         bin_of,
     )
-    return _grouped(order, bin_of, num_bins)
+    return _sorted_by_bin(order, bin_of, num_bins)
 
 
 def modified_first_fit_decreasing(
     lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
 ) -> Packing:
-    """Johnson and Garey's five phases, first fit decreasing of what is left over as the last."""
+    """Pack by Johnson and Garey's five phases; the last is first fit decreasing of the rest."""
     order = longest_first(lengths)
     ordered = lengths[order]
     num_bins = int(np.count_nonzero(2 * lengths > capacity))
     bin_of = np.full(len(lengths), -1)
-    bin_of[:num_bins] = np.arange(
-        num_bins
-    )  # phase 1: a bin for each row above half the capacity, longest first
+    # Phase 1: a bin for each row above half the capacity, longest first.
+    bin_of[:num_bins] = np.arange(num_bins)
     values, counts = np.unique(ordered[num_bins:], return_counts=True)
-    bounds = tuple(
-        int(np.searchsorted(values, capacity // share, side="right")) for share in (6, 3)
-    )
-    work_space = (
-        *(values, len(lengths) - np.cumsum(counts), counts, np.arange(len(values) + 1)),
-        *(bounds, max_items, capacity - ordered[:num_bins], np.full(num_bins, max_items - 1)),
+    first_positions = len(lengths) - np.cumsum(counts)
+    first_above_sixth = int(np.searchsorted(values, capacity // 6, side="right"))
+    first_above_third = int(np.searchsorted(values, capacity // 3, side="right"))
+    arguments = (
+        values,
+        first_positions,
+        counts,
+        np.arange(len(values) + 1),
+        (first_above_sixth, first_above_third),
+        max_items,
+        capacity - ordered[:num_bins],
+        np.full(num_bins, max_items - 1),
+        bin_of,
     )
     kernel = _compiled(kernels.modified_first_fit, len(lengths))
     if kernel is None:
         interpreted: Callable[..., Any] = kernels.modified_first_fit
         lists = [
-            space.tolist() if isinstance(space, np.ndarray) else space
-            for space in (*work_space, bin_of)
+            value.tolist() if isinstance(value, np.ndarray) else value for value in arguments
         ]
         interpreted(*lists)
         bin_of = np.asarray(lists[-1], dtype=np.int64)
     else:
-        kernel(*work_space, bin_of)
-    left = np.flatnonzero(bin_of < 0)
-    if len(left):
-        rest = _first_fit(ordered[left], np.arange(len(left)), capacity, max_items)
-        bin_of[left[rest.perm]] = num_bins + np.repeat(
-            np.arange(rest.num_bins), np.diff(rest.offsets)
-        )
-        num_bins += rest.num_bins
-    return _grouped(order, bin_of, num_bins)
+        kernel(*arguments)
+    rest = np.flatnonzero(bin_of < 0)
+    if len(rest):
+        # Phase 5. Phases 2 to 4 left no room for these rows, so they get new bins.
+        packing = _first_fit(ordered[rest], np.arange(len(rest)), capacity, max_items)
+        new_bins = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
+        bin_of[rest[packing.perm]] = num_bins + new_bins
+        num_bins += packing.num_bins
+    return _sorted_by_bin(order, bin_of, num_bins)
 
 
 def least_loaded(
     lengths: np.ndarray, capacity: int, max_items: int, num_bins: int
 ) -> Packing | None:
-    """Longest first, each row to the least loaded of `num_bins` bins; None where that does not
-    fit.
+    """Pack the longest row first, each into the least loaded of `num_bins` bins (LPT).
+
+    Returns None if a row does not fit there.
     """
     order = longest_first(lengths)
     fits, bin_of = _run(
         kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins)
     )
-    return _grouped(order, bin_of, num_bins) if fits else None
-
-
-def balanced(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
-    """The number of bins of best fit decreasing, rows dealt to the least loaded where that fits."""
-    fewest = best_fit_decreasing(lengths, capacity, max_items)
-    return (
-        least_loaded(lengths, capacity, max_items, fewest.num_bins) or fewest
-        if len(lengths)
-        else fewest
-    )
+    return _sorted_by_bin(order, bin_of, num_bins) if fits else None
 
 
 def split_fullest(
     packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
 ) -> Packing:
-    """The same rows in `num_bins` >= K bins, at most one per row: the fullest bins are dealt anew
-    over more bins.
+    """Repack the k fullest bins into more bins, so that there are `num_bins` >= K in total.
 
-    As many of the fullest are taken as it needs for their share of the new bins to reach the
-    fullest one left alone, so the largest load is as small as it can get without touching the rest;
-    their rows go longest first to the least loaded.
+    k is minimal such that the mean load of the new bins is at least the load of the next fullest
+    bin, so the maximum load is as small as it can be without changing the other bins. The rows of
+    the k bins go longest first to the least loaded new bin. There is at most one bin per row.
     """
-    extra = num_bins - packing.num_bins
-    if extra <= 0:
+    num_extra = num_bins - packing.num_bins
+    if num_extra <= 0:
         return packing
-    loads, sizes = packing.loads(lengths), np.diff(packing.offsets)
+    loads = packing.loads(lengths)
+    sizes = np.diff(packing.offsets)
     fullest = np.argsort(-loads, kind="stable")
-    num_taken = np.arange(1, packing.num_bins + 1)
-    share = np.cumsum(loads[fullest]) / (num_taken + extra)
+    k = np.arange(1, packing.num_bins + 1)
+    mean_load = np.cumsum(loads[fullest]) / (k + num_extra)
     next_load = np.append(loads[fullest][1:], 0)
-    enough = (np.cumsum(sizes[fullest]) >= num_taken + extra) & (share >= next_load)
-    taken = np.zeros(packing.num_bins, dtype=bool)
-    taken[fullest[: int(enough.argmax()) + 1]] = True
-    is_dealt = np.repeat(taken, sizes)
-    rows = np.sort(packing.perm[is_dealt])
-    dealt = least_loaded(lengths[rows], capacity, max_items, int(taken.sum()) + extra)
-    if dealt is None:
-        return _halved(packing, lengths, num_bins)
-    kept = packing.perm[~is_dealt]
-    return Packing(
-        np.concatenate([kept, rows[dealt.perm]]),
-        np.concatenate([[0], np.cumsum(np.concatenate([sizes[~taken], np.diff(dealt.offsets)]))]),
-    )
+    # The k bins must also have at least as many rows as there are new bins.
+    has_enough_rows = np.cumsum(sizes[fullest]) >= k + num_extra
+    is_enough = has_enough_rows & (mean_load >= next_load)
+    is_repacked = np.zeros(packing.num_bins, dtype=bool)
+    is_repacked[fullest[: int(is_enough.argmax()) + 1]] = True
+
+    is_repacked_row = np.repeat(is_repacked, sizes)
+    rows = np.sort(packing.perm[is_repacked_row])
+    num_new = int(is_repacked.sum()) + num_extra
+    repacked = least_loaded(lengths[rows], capacity, max_items, num_new)
+    if repacked is None:
+        return _halve_fullest(packing, lengths, num_bins)
+    perm = np.concatenate([packing.perm[~is_repacked_row], rows[repacked.perm]])
+    new_sizes = np.concatenate([sizes[~is_repacked], np.diff(repacked.offsets)])
+    return Packing(perm, np.concatenate([[0], np.cumsum(new_sizes)]))
 
 
-def _halved(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
-    """Split the fullest bin of two or more rows in two, again and again: always possible, less even
-    than dealing anew.
+def _halve_fullest(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
+    """Repeatedly split the fullest bin of two or more rows in two, until there are `num_bins`.
+
+    This is always possible, but less balanced than repacking several bins at once.
     """
-    extra = num_bins - packing.num_bins
+    num_extra = num_bins - packing.num_bins
     loads = np.where(np.diff(packing.offsets) > 1, packing.loads(lengths), -1)
-    split = np.sort(
-        np.argsort(-loads, kind="stable")[:extra]
-    )  # no other bin can become the fullest
+    # Only the `num_extra` fullest bins can be split: halves are smaller than their bin.
+    split = np.sort(np.argsort(-loads, kind="stable")[:num_extra])
     bins = packing.take(split).bins()
     heap = [(-load, b) for b, load in enumerate(loads[split].tolist()) if load >= 0]
     heapq.heapify(heap)
-    while len(bins) < len(split) + extra:
+    while len(bins) < len(split) + num_extra:
         _, b = heapq.heappop(heap)
         halves: tuple[list[int], list[int]] = ([], [])
         sums = [0, 0]
@@ -242,21 +243,24 @@ def _halved(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
             if len(halves[half]) > 1:
                 heapq.heappush(heap, (-sums[half], index))
     kept = packing.take(np.delete(np.arange(packing.num_bins), split))
-    sizes = np.cumsum([len(rows) for rows in bins]) + len(kept.perm)
-    return Packing(
-        np.concatenate([kept.perm, *map(np.asarray, bins)]), np.concatenate([kept.offsets, sizes])
-    )
+    ends = np.cumsum([len(rows) for rows in bins]) + len(kept.perm)
+    perm = np.concatenate([kept.perm, *map(np.asarray, bins)])
+    return Packing(perm, np.concatenate([kept.offsets, ends]))
 
 
 def _first_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_items: int) -> Packing:
-    num_leaves = 1 << (_most_bins(lengths, capacity, max_items) - 1).bit_length()
+    """Pack rows in `order` int64 [n], each into the first bin with room."""
+    # The kernel searches a complete binary tree, so the number of leaves is a power of two.
+    max_bins = _max_open_bins(lengths, capacity, max_items)
+    num_leaves = 1 << (max_bins - 1).bit_length()
 
     def workspace(array: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
-        tree, slots = np.full(2 * num_leaves, capacity), np.full(num_leaves, max_items)
-        return max_items, array(tree), num_leaves, array(slots)
+        tree = np.full(2 * num_leaves, capacity)
+        free_items = np.full(num_leaves, max_items)
+        return max_items, array(tree), num_leaves, array(free_items)
 
     num_bins, bin_of = _run(kernels.first_fit, lengths[order], workspace)
-    return _grouped(order, bin_of, num_bins)
+    return _sorted_by_bin(order, bin_of, num_bins)
 
 
 def _run(
@@ -264,46 +268,50 @@ def _run(
     lengths: np.ndarray,
     workspace: Callable[[Callable[[np.ndarray], Any]], tuple[Any, ...]],
 ) -> tuple[Any, np.ndarray]:
-    """Run a kernel compiled over arrays or interpreted over lists: (its result, the bin of each
-    position int64 [n]).
+    """Run a kernel, compiled over arrays or interpreted over lists.
+
+    `workspace` takes the function that converts arrays and returns the further arguments. Returns
+    (result of the kernel, bin of each position int64 [n]).
     """
     compiled = _compiled(kernel, len(lengths))
     if compiled is None:
-        bin_of: Any = [0] * len(lengths)
-        result = kernel(lengths.tolist(), *workspace(np.ndarray.tolist), bin_of)
-        return result, np.asarray(bin_of, dtype=np.int64)
+        bin_list: Any = [0] * len(lengths)
+        result = kernel(lengths.tolist(), *workspace(np.ndarray.tolist), bin_list)
+        return result, np.asarray(bin_list, dtype=np.int64)
     bin_of = np.zeros(len(lengths), dtype=np.int64)
     return compiled(lengths, *workspace(np.asarray), bin_of), bin_of
 
 
 def _compiled(kernel: Callable[..., Any], num_rows: int) -> Callable[..., Any] | None:
-    return kernels.compiled(kernel) if num_rows >= kernels.MIN_COMPILED else None
+    """Return the compiled kernel, or None to interpret it."""
+    if num_rows < kernels.MIN_COMPILED:
+        return None
+    return kernels.compiled(kernel)
 
 
-def _grouped(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
-    """Rows sorted by bin, within a bin in the order of placement; `bin_of` [n] is the bin of each
-    position of `order`.
+def _sorted_by_bin(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
+    """Sort rows by bin, within a bin in the order of packing.
+
+    `bin_of` int64 [n] is the bin of each position of `order` int64 [n].
     """
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
     np.cumsum(np.bincount(bin_of, minlength=num_bins), out=offsets[1:])
     return Packing(order[stable_argsort(bin_of, num_bins)], offsets)
 
 
-def _most_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
-    """No more bins than this are ever opened by first or best fit: of the bins with a free slot at
-    most one is half empty.
-    """
-    return max(
-        1,
-        min(
-            len(lengths), 2 * int(lengths.sum()) // capacity + 1 + len(lengths) // max(max_items, 1)
-        ),
-    )
+def _max_open_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
+    """Upper bound on the number of bins that first fit or best fit opens."""
+    # Of the bins below `max_items` rows at most one is less than half full; bins with `max_items`
+    # rows are bounded by the number of rows.
+    by_tokens = 2 * int(lengths.sum()) // capacity + 1
+    by_items = len(lengths) // max(max_items, 1)
+    return max(1, min(len(lengths), by_tokens + by_items))
 
 
-def _bitset_starts(num_bits: int) -> np.ndarray:
-    """Where each level of a bitset of 32-bit words begins, int64 [levels + 1]; the last level is
-    one word.
+def _bitset_level_starts(num_bits: int) -> np.ndarray:
+    """Offsets of the levels of a bitset of 32-bit words, int64 [levels + 1].
+
+    Each level has one bit per word of the level below; the last level is one word.
     """
     starts = [0]
     while True:

@@ -1,6 +1,6 @@
 """The work of a row, `a * L + b * L^2` with a and b from the model, and FLOPs for MFU.
 
-Ranks are balanced by work. Tokens, which determine memory, are compared with the token limit elsewhere.
+Ranks are balanced by work. Tokens determine memory; other modules compare them with the limit.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CostModel:
 def train_flops(spec: ModelSpec, lengths: Sequence[int] | np.ndarray) -> float:
     """Return the FLOPs of forward and backward over rows of these lengths.
 
-    `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal attention, where N is the number of
-    tokens and each row attends to itself only. The embedding lookup is not counted, the output
+    `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal attention, where N is the number
+    of tokens and each row attends to itself only. The embedding lookup is not counted, the output
     projection is, recomputation is not: divided by time, devices and peak this is MFU, not HFU.
     """
     return 3.0 * float(CostModel.from_spec(spec).of(lengths).sum())

@@ -1,5 +1,6 @@
-"""Rows made ready to be placed: checked, cut or set aside where they exceed the cap, rounded up,
-and tied into groups.
+"""Preparation of rows for planning: validation, the oversize policy, and rounding up.
+
+A row is oversize if its padded length exceeds the token limit of a microbatch.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ import numpy as np
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.spec import PlanSpec
 
+_MAX_ROWS_SHOWN = 3
+"""Maximum number of rows that a message about oversize rows lists."""
+
 
 class OversizeWarning(UserWarning):
-    """A row above the token cap was cut, left out, or runs alone."""
+    """A row above the token limit was truncated, dropped, or runs alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRows:
-    """What the cap leaves of a batch of B rows."""
+    """Rows of a batch after the oversize policy: B rows."""
 
     lengths: np.ndarray
-    """int64 [B]: real tokens kept."""
+    """int64 [B]: real tokens that remain."""
     padded_lengths: np.ndarray
     """int64 [B]: rounded up to the row multiple."""
     is_dropped: np.ndarray
     """bool [B]"""
     num_truncated: int
     num_oversize: int
-    """Rows that were above the cap, whatever was done with them."""
+    """Rows above the token limit, under any policy."""
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """`lengths` as int64 [B]; raises ValueError unless they are one list of integers >= 1."""
+    """Convert `lengths` to int64 [B]; raises ValueError unless all are integers >= 1."""
     values = np.asarray(lengths)
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
         raise ValueError(
@@ -50,8 +54,10 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def checked_groups(
     groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
 ) -> np.ndarray | None:
-    """Groups numbered 0, 1, ... by first row, int64 [B]; raises ValueError where one cannot stay in
-    one microbatch.
+    """Number groups 0, 1, ... by their first row, int64 [B].
+
+    Raises ValueError for a group that cannot be in one microbatch: its rows are in two optimizer
+    steps, or more than `spec.max_rows`.
     """
     if groups is None:
         return None
@@ -61,8 +67,8 @@ def checked_groups(
     _, first, inverse, counts = np.unique(
         ids, return_index=True, return_inverse=True, return_counts=True
     )
-    rank_of = np.empty(len(first), dtype=np.int64)
-    rank_of[np.argsort(first)] = np.arange(len(first))
+    number_of = np.empty(len(first), dtype=np.int64)
+    number_of[np.argsort(first)] = np.arange(len(first))
     if spec.global_batch_size is not None:
         last = np.zeros(len(first), dtype=np.int64)
         np.maximum.at(last, inverse, np.arange(num_rows))
@@ -82,44 +88,43 @@ def checked_groups(
             f" {spec.max_rows} of a "
             "microbatch; raise policy.train_micro_batch_size"
         )
-    return rank_of[inverse]
+    return number_of[inverse]
 
 
 def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> FittedRows:
-    """Apply `spec.oversize` to rows (and groups) above the cap. Raises ValueError by that policy,
-    else warns.
+    """Apply `spec.oversize` to rows and groups above the token limit.
+
+    `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`. Raises ValueError if the
+    policy is "error", otherwise warns.
     """
     padded = round_up_all(lengths, spec.row_multiple)
-    nothing = np.zeros(len(lengths), dtype=bool)
+    no_rows = np.zeros(len(lengths), dtype=bool)
     if spec.capacity is None or len(lengths) == 0:
-        return FittedRows(lengths, padded, nothing, 0, 0)
-    is_over = padded > spec.capacity
+        return FittedRows(lengths, padded, no_rows, 0, 0)
+    is_oversize = padded > spec.capacity
     if groups is not None:
-        is_over |= _group_tokens(padded, groups, spec)[groups] > spec.capacity
-    if not is_over.any():
-        return FittedRows(lengths, padded, nothing, 0, 0)
-    message = _oversize_message(lengths, padded, groups, is_over, spec)
+        is_oversize |= _group_tokens(padded, groups, spec)[groups] > spec.capacity
+    if not is_oversize.any():
+        return FittedRows(lengths, padded, no_rows, 0, 0)
+    message = _oversize_message(lengths, padded, groups, is_oversize, spec)
     if spec.oversize == "error":
         raise ValueError(message)
+    # Level 3 is the caller of `plan_batch`.
     warnings.warn(message, OversizeWarning, stacklevel=3)
-    num_oversize = int(is_over.sum())
+    num_oversize = int(is_oversize.sum())
     if spec.oversize == "truncate":
-        kept = _truncated(lengths, groups, is_over, spec)
-        return FittedRows(
-            kept,
-            round_up_all(kept, spec.row_multiple),
-            nothing,
-            int((kept < lengths).sum()),
-            num_oversize,
-        )
-    return FittedRows(
-        lengths, padded, is_over if spec.oversize == "drop" else nothing, 0, num_oversize
-    )
+        truncated = _truncated_lengths(lengths, groups, is_oversize, spec)
+        padded = round_up_all(truncated, spec.row_multiple)
+        num_truncated = int((truncated < lengths).sum())
+        return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize)
+    is_dropped = is_oversize if spec.oversize == "drop" else no_rows
+    return FittedRows(lengths, padded, is_dropped, 0, num_oversize)
 
 
 def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
-    """The groups among `rows` as bins of positions of `rows`, by first appearance; None without
-    groups.
+    """Return the groups among `rows` int64 [n] as bins of positions in `rows`, by first row.
+
+    `groups` int64 [B] are group ids of all rows of the batch; None without groups.
     """
     if groups is None:
         return None
@@ -130,12 +135,12 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
 
 
 def round_up_all(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Each of `lengths` rounded up to a multiple."""
+    """Round each of `lengths` up to a multiple of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
 def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.ndarray:
-    """Positions each group needs in a microbatch of its own, int64 [number of groups]."""
+    """Positions of each group in a microbatch of its own, int64 [number of groups]."""
     counts = np.bincount(groups)
     if spec.layout == "padded":
         longest = np.zeros(len(counts), dtype=np.int64)
@@ -146,62 +151,69 @@ def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.
     return tokens
 
 
-def _truncated(
-    lengths: np.ndarray, groups: np.ndarray | None, is_over: np.ndarray, spec: PlanSpec
+def _truncated_lengths(
+    lengths: np.ndarray, groups: np.ndarray | None, is_oversize: np.ndarray, spec: PlanSpec
 ) -> np.ndarray:
-    """Tokens kept of each row: the longest rows of a group are cut, to one length, so that the
-    group fits.
+    """Truncate oversize rows; returns the remaining tokens, int64 [B].
+
+    The longest rows of an oversize group are truncated to one common length, the largest multiple
+    of the row multiple under which the group fits.
     """
-    kept = np.where(is_over, np.minimum(lengths, spec.max_row_tokens), lengths)
+    truncated = np.where(is_oversize, np.minimum(lengths, spec.max_row_tokens), lengths)
     if groups is None:
-        return kept
-    for group in np.unique(groups[is_over]):
+        return truncated
+    for group in np.unique(groups[is_oversize]):
         rows = np.flatnonzero(groups == group)
-        low, high = 0, spec.max_row_tokens // spec.row_multiple
-        while low < high:  # the longest common cut, in row multiples, under which the group fits
+        # Bisection over the common length in units of the row multiple.
+        low = 0
+        high = spec.max_row_tokens // spec.row_multiple
+        while low < high:
             middle = (low + high + 1) // 2
-            padded = round_up_all(
-                np.minimum(kept[rows], middle * spec.row_multiple), spec.row_multiple
-            )
-            tokens = int(padded.sum()) if spec.layout == "packed" else len(rows) * int(padded.max())
-            low, high = (middle, high) if tokens <= (spec.capacity or 0) else (low, middle - 1)
+            limited = np.minimum(truncated[rows], middle * spec.row_multiple)
+            padded = round_up_all(limited, spec.row_multiple)
+            tokens = int(padded.sum())
+            if spec.layout == "padded":
+                tokens = len(rows) * int(padded.max())
+            if tokens <= (spec.capacity or 0):
+                low = middle
+            else:
+                high = middle - 1
         if low == 0:
             raise ValueError(
                 f"rows {', '.join(map(str, rows))} are one group and must share a microbatch, but"
-                f" even cut to "
+                f" even truncated to "
                 f"{spec.row_multiple} tokens they exceed {spec.budget_key} = {spec.max_tokens}"
             )
-        kept[rows] = np.minimum(kept[rows], low * spec.row_multiple)
-    return kept
+        truncated[rows] = np.minimum(truncated[rows], low * spec.row_multiple)
+    return truncated
 
 
 def _oversize_message(
     lengths: np.ndarray,
     padded: np.ndarray,
     groups: np.ndarray | None,
-    is_over: np.ndarray,
+    is_oversize: np.ndarray,
     spec: PlanSpec,
 ) -> str:
-    rows = np.flatnonzero(is_over)
+    """Describe the oversize rows, the limit, and what happens to them or how to change it."""
+    rows = np.flatnonzero(is_oversize)
     shown = []
-    for row in rows[:3]:
-        rounded = (
-            f" ({padded[row]} rounded up to a multiple of {spec.row_multiple})"
-            if padded[row] != lengths[row]
-            else ""
-        )
-        member = (
-            " in a group that must share a microbatch"
-            if groups is not None and padded[row] <= (spec.capacity or 0)
-            else ""
-        )
+    for row in rows[:_MAX_ROWS_SHOWN]:
+        rounded = ""
+        if padded[row] != lengths[row]:
+            rounded = f" ({padded[row]} rounded up to a multiple of {spec.row_multiple})"
+        member = ""
+        if groups is not None and padded[row] <= (spec.capacity or 0):
+            member = " in a group that must share a microbatch"
         shown.append(f"row {row} has {lengths[row]} tokens{rounded}{member}")
-    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    num_more = len(rows) - _MAX_ROWS_SHOWN
+    more = f" and {num_more} more" if num_more > 0 else ""
     usable = f" (usable: {spec.capacity})" if spec.capacity != spec.max_tokens else ""
-    done = {
+    limit = f"{spec.budget_key} = {spec.max_tokens}{usable}"
+    outcome = {
         "error": f"raise {spec.budget_key}, or set policy.oversize_rows to truncate or singleton",
-        "truncate": "their ends are cut off",
+        "truncate": "they are truncated at the end",
         "singleton": "they run alone, above the budget",
         "drop": "they are left out",
     }[spec.oversize]
-    return f"{'; '.join(shown)}{more}: above {spec.budget_key} = {spec.max_tokens}{usable}; {done}"
+    return f"{'; '.join(shown)}{more}: above {limit}; {outcome}"

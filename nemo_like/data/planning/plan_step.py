@@ -1,5 +1,6 @@
-"""One optimizer step: its rows to microbatches, and those to ranks. `plan` strings the steps
-together.
+"""Planning of one optimizer step: rows to microbatches, and microbatches to ranks.
+
+`plan` joins the steps.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from nemo_like.data.planning.spec import PlanSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
-    """One step placed: microbatch m of rank r is bin `r * num_microbatches + m`; an empty bin is a
-    dummy.
+class StepPlan:
+    """Plan of one step: microbatch m of rank r is bin `r * num_microbatches + m`.
+
+    An empty bin is a dummy microbatch.
     """
 
     bins: Packing
@@ -29,44 +31,51 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class _Items:
-    """What is placed as one, a row or a group of rows: I items."""
+    """Units that are planned together, each a row or a group of rows: I items."""
 
     rows: Packing | None
-    """The rows of each item; None where an item is a row."""
+    """Rows of each item; None if every item is a row."""
     num_rows: np.ndarray
     """int64 [I]"""
     lengths: np.ndarray
-    """int64 [I]: positions an item needs in a packed microbatch, the length of its longest row in a
-    padded one.
+    """int64 [I]: in the packed layout the total length of an item, in the padded layout the length
+    of its longest row.
     """
     work: np.ndarray | None
-    """float64 [I]: what ranks are balanced by, of the whole item when packed, of its longest row
-    when padded; None for `balance="none"`."""
+    """float64 [I]: work for balancing, in the packed layout of the item, in the padded layout of
+    its longest row; None for `balance="none"`.
+    """
 
 
-def place_step(
+def plan_step(
     rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
-) -> Placement:
-    """Place `rows` (ids of the batch, int64 [n]) on the ranks of `spec`; bins of row ids."""
+) -> StepPlan:
+    """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; the result has bins of row ids.
+
+    `groups` int64 [B] are group ids of all rows of the batch.
+    """
     items = _items(fitted.padded_lengths[rows], group_rows(rows, groups), spec)
     if len(items.lengths) == 0:
-        placement = Placement(_empty_bins(spec.bins_multiple), spec.microbatch_multiple)
+        step = StepPlan(_empty_bins(spec.bins_multiple), spec.microbatch_multiple)
     elif spec.max_tokens is None:
-        placement = _in_given_order(items, spec)
+        step = _plan_in_order(items, spec)
     elif spec.layout == "padded":
-        placement = _padded(items, spec)
+        step = _plan_padded(items, spec)
     else:
-        placement = _packed(items, spec)
-    bins = placement.bins.expand(items.rows)
+        step = _plan_packed(items, spec)
+    bins = step.bins.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
     if spec.microbatch_order == "largest_first":
-        bins = largest_first(bins, fitted.padded_lengths, spec.num_ranks, spec.layout == "padded")
-    return Placement(bins, placement.num_microbatches)
+        is_padded = spec.layout == "padded"
+        bins = largest_first(bins, fitted.padded_lengths, spec.num_ranks, is_padded)
+    return StepPlan(bins, step.num_microbatches)
 
 
-def place_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
-    """The fewest microbatches of one rank's rows, for `BatchPlan.with_budget`: bins of row ids,
-    largest first.
+def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
+    """Pack the rows of one rank into as few microbatches as possible, largest first.
+
+    Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids, `padded_lengths` int64 [B] those
+    of the batch; the result has bins of row ids.
     """
     lengths = padded_lengths[rows]
     if len(rows) == 0:
@@ -74,66 +83,87 @@ def place_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> 
     if spec.max_tokens is None:
         bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
-    if spec.layout == "padded":
+    is_padded = spec.layout == "padded"
+    if is_padded:
         bins = form_padded(
             lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
         )
     else:
-        bins = _packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
-    return largest_first(
-        Packing(rows[bins.perm], bins.offsets), padded_lengths, 1, spec.layout == "padded"
-    )
+        bins = _bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
+    bins = Packing(rows[bins.perm], bins.offsets)
+    return largest_first(bins, padded_lengths, 1, is_padded)
 
 
 def largest_first(
     bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool
 ) -> Packing:
-    """Each rank's bins by decreasing size, equal ones in their order."""
-    loads = bins.loads(padded_lengths)
+    """Sort the bins of each rank by decreasing number of positions, equal ones in their order.
+
+    `padded_lengths` int64 [B] is indexed by the row ids in `bins`.
+    """
+    positions = bins.loads(padded_lengths)
     if is_padded:
-        loads = longest_of(bins, padded_lengths) * np.diff(bins.offsets)
-    grid = loads.reshape(num_ranks, -1)
-    order = np.argsort(-grid, axis=1, kind="stable") + np.arange(num_ranks)[:, None] * grid.shape[1]
+        positions = longest_of(bins, padded_lengths) * np.diff(bins.offsets)
+    by_rank = positions.reshape(num_ranks, -1)
+    first_bin = np.arange(num_ranks)[:, None] * by_rank.shape[1]
+    order = np.argsort(-by_rank, axis=1, kind="stable") + first_bin
     return bins.take(order.ravel())
 
 
 def longest_of(bins: Packing, lengths: np.ndarray) -> np.ndarray:
-    """The longest row of each bin, int64 [K], 0 for an empty one."""
+    """Length of the longest row of each bin, int64 [K]; 0 for an empty bin."""
     longest = np.zeros(bins.num_bins, dtype=np.int64)
+    # `reduceat` would return the first element of the next bin for an empty one.
     filled = np.flatnonzero(np.diff(bins.offsets))
     if len(filled):
         longest[filled] = np.maximum.reduceat(lengths[bins.perm], bins.offsets[:-1][filled])
     return longest
 
 
+def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
+    """Join the bins of all ranks and add empty bins, so that all ranks have the same number."""
+    max_bins = max(bins.num_bins for bins in rank_bins)
+    num_microbatches = max(-(-max_bins // microbatch_multiple), 1) * microbatch_multiple
+    offsets = [np.zeros(1, dtype=np.int64)]
+    num_rows = 0
+    for bins in rank_bins:
+        ends = np.full(num_microbatches, len(bins.perm))
+        ends[: bins.num_bins] = bins.offsets[1:]
+        offsets.append(ends + num_rows)
+        num_rows += len(bins.perm)
+    perm = np.concatenate([bins.perm for bins in rank_bins])
+    return StepPlan(Packing(perm, np.concatenate(offsets)), num_microbatches)
+
+
 def _items(padded: np.ndarray, groups: Packing | None, spec: PlanSpec) -> _Items:
-    work = {
-        "flops": spec.cost.of,
-        "tokens": lambda lengths: lengths.astype(np.float64),
-        "none": lambda lengths: None,
-    }
-    row_work = work[spec.balance](padded)
+    """Build items from padded row lengths int64 [n] and the groups of these rows."""
+    row_work = _work(padded, spec)
     if groups is None:
         return _Items(None, np.ones_like(padded), padded, row_work)
     num_rows = np.diff(groups.offsets)
     if spec.layout == "packed":
-        return _Items(
-            groups,
-            num_rows,
-            groups.loads(padded),
-            None if row_work is None else groups.loads(row_work),
-        )
+        group_work = None if row_work is None else groups.loads(row_work)
+        return _Items(groups, num_rows, groups.loads(padded), group_work)
     longest = longest_of(groups, padded)
-    return _Items(groups, num_rows, longest, work[spec.balance](longest))
+    return _Items(groups, num_rows, longest, _work(longest, spec))
 
 
-def _packed(items: _Items, spec: PlanSpec) -> Placement:
+def _work(lengths: np.ndarray, spec: PlanSpec) -> np.ndarray | None:
+    """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`."""
+    if spec.balance == "flops":
+        return spec.cost.of(lengths)
+    if spec.balance == "tokens":
+        return lengths.astype(np.float64)
+    return None
+
+
+def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
+    """Pack items and assign the bins to ranks, jointly with the `balanced` algorithm."""
     capacity = spec.capacity or 0
-    lengths = np.minimum(
-        items.lengths, capacity
-    )  # an item above the cap fills a bin, so it stays alone
-    if items.work is not None and spec.algorithm == PackingAlgorithm.BEST_FIT_DECREASING:
-        planned = schedule(
+    # An item above the capacity counts as a full bin, so no other row shares its bin.
+    lengths = np.minimum(items.lengths, capacity)
+    if spec.algorithm == PackingAlgorithm.BALANCED:
+        scheduled = schedule(
             lengths,
             capacity,
             spec.num_ranks,
@@ -141,14 +171,17 @@ def _packed(items: _Items, spec: PlanSpec) -> Placement:
             sync=spec.sync,
             microbatch_multiple=spec.microbatch_multiple,
         )
-        return Placement(Packing(planned.perm, planned.offsets), planned.num_microbatches)
-    packer = _packer(spec)
-    fewest = packer.pack_csr(lengths)
-    num_bins = min(-(-fewest.num_bins // spec.bins_multiple) * spec.bins_multiple, len(lengths))
-    return _dealt(packer.spread(fewest, lengths, num_bins), items.work, spec)
+        return StepPlan(Packing(scheduled.perm, scheduled.offsets), scheduled.num_microbatches)
+    packer = _bin_packer(spec)
+    bins = packer.pack_csr(lengths)
+    num_bins = -(-bins.num_bins // spec.bins_multiple) * spec.bins_multiple
+    bins = packer.split_fullest(bins, lengths, min(num_bins, len(lengths)))
+    bin_work = None if items.work is None else bins.loads(items.work)
+    return _assign_to_ranks(bins, bin_work, spec)
 
 
-def _padded(items: _Items, spec: PlanSpec) -> Placement:
+def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
+    """Form padded microbatches under the token budget and assign them to ranks."""
     bins = form_padded(
         items.lengths,
         items.num_rows,
@@ -157,66 +190,49 @@ def _padded(items: _Items, spec: PlanSpec) -> Placement:
         max_rows=spec.max_rows,
         bins_multiple=spec.bins_multiple,
     )
-    work = None
-    if items.work is not None:  # of a microbatch: its longest row's for each of its rows
-        work = items.work[bins.perm[bins.offsets[:-1]]] * bins.loads(items.num_rows)
-    return _dealt(bins, work, spec, is_bin_work=True)
+    bin_work = None
+    if items.work is not None:
+        # Every row is padded to the longest one, which is the first of its bin.
+        longest_row_work = items.work[bins.perm[bins.offsets[:-1]]]
+        bin_work = longest_row_work * bins.loads(items.num_rows)
+    return _assign_to_ranks(bins, bin_work, spec)
 
 
-def _in_given_order(items: _Items, spec: PlanSpec) -> Placement:
-    """Consecutive shares of the rows to the ranks, each cut `max_rows` at a time."""
+def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
+    """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
     rows_before = np.concatenate([[0], np.cumsum(items.num_rows)])
-    shares = np.searchsorted(
-        rows_before, np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks
-    )
-    parts = []
-    for start, stop in pairwise(shares.tolist()):
-        part = concatenative(items.num_rows[start:stop], spec.max_rows or 1, max(stop - start, 1))
-        parts.append(Packing(part.perm + start, part.offsets))
-    return joined(parts, spec.microbatch_multiple)
+    share_ends = np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks
+    item_bounds = np.searchsorted(rows_before, share_ends)
+    rank_bins = []
+    for start, stop in pairwise(item_bounds.tolist()):
+        bins = concatenative(items.num_rows[start:stop], spec.max_rows or 1, max(stop - start, 1))
+        rank_bins.append(Packing(bins.perm + start, bins.offsets))
+    return join_ranks(rank_bins, spec.microbatch_multiple)
 
 
-def joined(parts: list[Packing], microbatch_multiple: int) -> Placement:
-    """One part per rank, filled up with empty bins to equal numbers."""
-    num_microbatches = (
-        max(-(-max(part.num_bins for part in parts) // microbatch_multiple), 1)
-        * microbatch_multiple
-    )
-    offsets, last = [np.zeros(1, dtype=np.int64)], 0
-    for part in parts:
-        ends = np.full(num_microbatches, len(part.perm))
-        ends[: part.num_bins] = part.offsets[1:]
-        offsets.append(ends + last)
-        last += len(part.perm)
-    return Placement(
-        Packing(np.concatenate([part.perm for part in parts]), np.concatenate(offsets)),
-        num_microbatches,
-    )
-
-
-def _dealt(
-    bins: Packing, work: np.ndarray | None, spec: PlanSpec, is_bin_work: bool = False
-) -> Placement:
-    """Bins kept as they are and given to ranks: in turn without `work`, else so that ranks are
-    even.
-    """
-    if work is None:
+def _assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) -> StepPlan:
+    """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
+    if bin_work is None:
         num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
-        grid = np.full(num_microbatches * spec.num_ranks, -1)
-        grid[: bins.num_bins] = np.arange(bins.num_bins)
-        grid = grid.reshape(num_microbatches, spec.num_ranks).T
+        bin_ids = np.full(num_microbatches * spec.num_ranks, -1)
+        bin_ids[: bins.num_bins] = np.arange(bins.num_bins)
+        rank_major = bin_ids.reshape(num_microbatches, spec.num_ranks).T
     else:
-        bin_work = work if is_bin_work else bins.loads(work)
-        grid = assign_bins(
+        rank_major = assign_bins(
             bin_work, spec.num_ranks, sync=spec.sync, microbatch_multiple=spec.microbatch_multiple
         )
-    return Placement(bins.take(np.ravel(grid)), grid.shape[1])
+    return StepPlan(bins.take(np.ravel(rank_major)), rank_major.shape[1])
 
 
-def _packer(spec: PlanSpec) -> SequencePacker:
-    return SequencePacker(
-        algorithm=PackingAlgorithm(spec.algorithm), bin_capacity=spec.capacity or 0, seed=spec.seed
-    )
+def _bin_packer(spec: PlanSpec) -> SequencePacker:
+    """Return the bin packer of `spec`, best fit decreasing for `balanced`.
+
+    The bins of a single rank need no balance, only to be few, for which best fit is the fastest.
+    """
+    algorithm = PackingAlgorithm(spec.algorithm)
+    if algorithm == PackingAlgorithm.BALANCED:
+        algorithm = PackingAlgorithm.BEST_FIT_DECREASING
+    return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity or 0, seed=spec.seed)
 
 
 def _empty_bins(num_bins: int) -> Packing:

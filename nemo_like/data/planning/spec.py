@@ -1,4 +1,4 @@
-"""The words of a plan: a microbatch, and everything the planner is told besides lengths."""
+"""Input and element of a plan: `PlanSpec`, which holds all settings, and `Microbatch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Oversize = Literal["error", "truncate", "singleton", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one forward sees on one data-parallel rank.
+    """Input of one forward pass on one data-parallel rank.
 
     Example: rows 4 and 7 of 5 and 3 tokens, rounded to 4 and packed with a total multiple of 8:
     `Microbatch(rows=(4, 7), lengths=(5, 3), padded_lengths=(8, 4), num_tokens=16)`; padded it would
@@ -26,74 +26,70 @@ class Microbatch:
     """
 
     rows: tuple[int, ...]
-    """Row indices: of the batch in a `BatchPlan`, of the rank's own shard in a `RankPlan`. Empty: a
-    dummy with zero loss.
+    """Row indices: of the batch in a `BatchPlan`, of the rank's own shard in a `RankPlan`. Empty
+    for a dummy with zero loss.
     """
     lengths: tuple[int, ...]
-    """Real tokens kept of each row; fewer than it has only where its end was cut off
-    (`oversize="truncate"`).
-    """
+    """Real tokens of each row, without those removed by `oversize="truncate"`."""
     padded_lengths: tuple[int, ...]
-    """Positions each row occupies: its length rounded up when packed, the longest of the microbatch
-    when padded.
+    """Positions of each row: its length rounded up in the packed layout, the longest row of the
+    microbatch in the padded layout.
     """
     num_tokens: int
-    """Positions of the microbatch: the sum of `padded_lengths`, when packed rounded up to
+    """Positions of the microbatch: the sum of `padded_lengths`, in the packed layout rounded up to
     `PlanSpec.total_multiple`.
     """
 
     @property
     def is_dummy(self) -> bool:
-        """No rows: it runs so that every rank runs the same number of microbatches."""
+        """True without rows: it exists so that every rank runs the same number of microbatches."""
         return not self.rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything the planner needs besides lengths. Raises ValueError with the way out where values
-    do not fit together.
-    """
+    """All inputs of the planner besides lengths. Raises ValueError for inconsistent values."""
 
     layout: Layout = "packed"
-    """Rows end to end, or rows padded to the longest of their microbatch."""
+    """Rows concatenated, or rows padded to the longest row of their microbatch."""
     max_tokens: int | None = None
-    """Cap on the positions of a microbatch; None only in the padded layout with `max_rows`."""
+    """Maximum positions of a microbatch; None only in the padded layout with `max_rows`."""
     max_rows: int | None = None
-    """Padded layout: most rows of a microbatch. Without `max_tokens` rows are taken in the given
-    order, so many at a time.
+    """Padded layout: maximum rows of a microbatch. Without `max_tokens` each microbatch takes this
+    many rows in the given order.
     """
     num_ranks: int = 1
-    """Data-parallel ranks."""
+    """Data-parallel size."""
     global_batch_size: int | None = None
-    """Rows per optimizer step; None: the whole batch is one step. Only the last step may have
-    fewer.
-    """
-    algorithm: PackingAlgorithm | str = PackingAlgorithm.BEST_FIT_DECREASING
-    """The packer. Best fit decreasing is formed and balanced in one; another's bins are kept and
-    dealt to ranks by work.
+    """Rows per optimizer step; None: the batch is one step. Only the last step may have fewer."""
+    algorithm: PackingAlgorithm | str = PackingAlgorithm.BALANCED
+    """Packed layout: `balanced` packs rows and assigns them to ranks jointly. The bins of any other
+    algorithm are unchanged and assigned to ranks by work.
     """
     balance: Balance = "flops"
-    """What ranks are balanced by. `none` deals the packer's bins in turn: bin b to rank b %
-    num_ranks.
+    """Measure of work by which ranks are balanced. `none` assigns bins round-robin: bin b to rank
+    b % num_ranks.
     """
     sync: Sync = "microbatch"
-    """Where ranks wait for each other: at every microbatch (sharded parameters, experts, pipelines)
-    or once a step.
+    """When ranks wait for each other: at every microbatch (sharded parameters, experts, pipelines)
+    or once per optimizer step.
     """
     microbatch_order: MicrobatchOrder = "packer"
     """`largest_first` runs the microbatches of a rank by decreasing size, so that memory peaks at
     the first.
     """
     sequence_length_round: int = 1
-    """Rows are padded to a multiple of this, together with what cp and tp need."""
+    """Rows are padded to a multiple of this, in addition to what cp and tp require."""
     cp_size: int = 1
     tp_size: int = 1
     sequence_parallel: bool = False
     microbatch_multiple: int = 1
-    """Microbatches of a step are a multiple of this, as a pipeline schedule may need."""
+    """The number of microbatches of a step is a multiple of this, as a pipeline schedule may
+    require.
+    """
     oversize: Oversize = "error"
-    """A row above the cap: stop, cut its end off, run it alone with a warning, or leave it out and
-    count it.
+    """Policy for a row above the token limit: raise, truncate, run it alone with a warning, or drop
+    it and count it.
     """
     cost: CostModel = field(default_factory=CostModel)
     """Work of a row, for `balance="flops"`."""
@@ -110,16 +106,21 @@ class PlanSpec:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is an integer >= 1; got {value}")
-        if self.max_tokens is None and (self.layout == "packed" or self.max_rows is None):
-            needed = (
-                "max_tokens"
-                if self.layout == "packed"
-                else "max_tokens (a token budget) or max_rows (rows at a time)"
+        self._check_limits()
+        if self.layout == "packed" and self.balance == "none":
+            self._check_round_robin()
+
+    def _check_limits(self) -> None:
+        """Raise ValueError unless the limits of a microbatch suit the layout and a row."""
+        if self.max_tokens is None and self.layout == "packed":
+            raise ValueError("the packed layout needs max_tokens")
+        if self.max_tokens is None and self.max_rows is None:
+            raise ValueError(
+                "the padded layout needs max_tokens (a token budget) or max_rows (rows at a time)"
             )
-            raise ValueError(f"the {self.layout} layout needs {needed}")
         if self.max_rows is not None and self.layout == "packed":
             raise ValueError(
-                "max_rows is of the padded layout; the packed layout is bounded by max_tokens"
+                "max_rows applies to the padded layout; the packed layout is limited by max_tokens"
             )
         if self.max_tokens is not None and self.max_row_tokens < self.row_multiple:
             raise ValueError(
@@ -132,21 +133,34 @@ class PlanSpec:
                 f" {self.dummy_tokens}"
             )
 
+    def _check_round_robin(self) -> None:
+        """Raise ValueError for `balanced`, which cannot work without a measure of work."""
+        if self.algorithm == PackingAlgorithm.BALANCED:
+            raise ValueError(
+                "algorithm balanced assigns rows to ranks by work and balance is none: set balance"
+                " to flops or tokens, or algorithm to a bin packer such as best_fit_decreasing"
+            )
+
     @property
     def row_multiple(self) -> int:
-        """What every padded length is a multiple of: the rounding asked and 2 * cp; when padded
-        also `total_multiple`.
+        """Number that divides every padded length: the lcm of `sequence_length_round` and 2 * cp,
+        in the padded layout also of `total_multiple`.
         """
-        multiple = lcm(self.sequence_length_round, 2 * self.cp_size if self.cp_size > 1 else 1)
+        multiple = lcm(self.sequence_length_round, self._num_cp_chunks)
         return multiple if self.layout == "packed" else lcm(multiple, self.total_multiple)
 
     @property
     def total_multiple(self) -> int:
-        """What the positions of a microbatch are a multiple of: 2 * cp, and cp * tp under sequence
-        parallelism.
+        """Number that divides the positions of a microbatch: the lcm of 2 * cp and, with sequence
+        parallelism, cp * tp.
         """
-        chunks = 2 * self.cp_size if self.cp_size > 1 else 1
-        return lcm(chunks, self.cp_size * self.tp_size if self.sequence_parallel else 1)
+        shards = self.cp_size * self.tp_size if self.sequence_parallel else 1
+        return lcm(self._num_cp_chunks, shards)
+
+    @property
+    def _num_cp_chunks(self) -> int:
+        """Number of chunks of a row: each context-parallel rank holds two of them."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
 
     @property
     def dummy_tokens(self) -> int:
@@ -155,53 +169,50 @@ class PlanSpec:
 
     @property
     def capacity(self) -> int | None:
-        """Most positions of a microbatch that are a legal total, at most `max_tokens`."""
-        return (
-            None
-            if self.max_tokens is None
-            else self.max_tokens // self.total_multiple * self.total_multiple
-        )
+        """`max_tokens` rounded down to a multiple of `total_multiple`."""
+        if self.max_tokens is None:
+            return None
+        return self.max_tokens // self.total_multiple * self.total_multiple
 
     @property
     def max_row_tokens(self) -> int:
-        """Longest row that fits the cap alone, a multiple of `row_multiple`; without a cap there is
-        none.
-        """
+        """Maximum padded length of a row within the capacity. Raises ValueError without a limit."""
         if self.capacity is None:
-            raise ValueError("rows taken max_rows at a time have no token cap")
+            raise ValueError("microbatches of max_rows rows have no token limit")
         return self.capacity // self.row_multiple * self.row_multiple
 
     @property
     def bins_multiple(self) -> int:
-        """What the number of microbatches of a step over all ranks is a multiple of."""
+        """Number that divides the number of microbatches of a step over all ranks."""
         return self.num_ranks * self.microbatch_multiple
 
     @property
     def budget_key(self) -> str:
-        """The configuration key behind `max_tokens`, for messages."""
-        return f"policy.{'sequence_packing' if self.layout == 'packed' else 'dynamic_batching'}.train_mb_tokens"
+        """Configuration key of `max_tokens`, for messages."""
+        section = "sequence_packing" if self.layout == "packed" else "dynamic_batching"
+        return f"policy.{section}.train_mb_tokens"
 
     @property
     def logprob_budget_key(self) -> str:
-        """The configuration key behind the token limit of the log-prob pass."""
+        """Configuration key of the token limit of the log-prob pass."""
         return self.budget_key.replace("train_mb_tokens", "logprob_mb_tokens")
 
     def with_budget(self, max_tokens: int | None, max_rows: int | None) -> PlanSpec:
-        """The same under other caps."""
+        """Return the same spec with other limits."""
         return replace(self, max_tokens=max_tokens, max_rows=max_rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {**asdict(self), "algorithm": str(self.algorithm)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PlanSpec:
-        """The inverse of `to_dict`."""
+        """Return the spec that `to_dict` converted."""
         return cls(**{**values, "cost": CostModel(**values["cost"])})
 
 
 def round_up(value: int, multiple: int) -> int:
-    """`value` rounded up to a multiple of `multiple`."""
+    """Round `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 

@@ -34,6 +34,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+BIN_PACKERS = [name for name in PackingAlgorithm if name != PackingAlgorithm.BALANCED]
+
+
 def random_cases(count: int) -> list[tuple[list[int], int, int | None]]:
     """(lengths, capacity, max_items), many of them with equal lengths, tight and loose."""
     rng = np.random.default_rng(7)
@@ -174,7 +177,7 @@ def test_modified_first_fit_decreasing_has_the_loads_of_the_five_phases(way: str
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
-@pytest.mark.parametrize("algorithm", PackingAlgorithm)
+@pytest.mark.parametrize("algorithm", BIN_PACKERS)
 def test_compiled_and_interpreted_give_the_same_bins(
     algorithm: PackingAlgorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +219,7 @@ def test_bins_partition_the_rows_within_every_bound(
         capacity,
         min_bin_count=min_bin_count,
         bin_count_multiple=bin_count_multiple,
-        max_items=max_items,
+        max_items=max_items if algorithm in BIN_PACKERS else None,
         pad_multiple=pad_multiple,
     )
     try:
@@ -227,7 +230,7 @@ def test_bins_partition_the_rows_within_every_bound(
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
     assert len(bins) >= min_bin_count and len(bins) % bin_count_multiple == 0
     for rows in bins:
-        assert 1 <= len(rows) <= (max_items or len(lengths))
+        assert 1 <= len(rows) <= (packer.max_items or len(lengths))
         assert sum(-(-lengths[row] // pad_multiple) * pad_multiple for row in rows) <= capacity
 
 
@@ -316,7 +319,7 @@ def test_messages_name_row_length_capacity_and_key(algorithm: PackingAlgorithm) 
         get_packer(algorithm, 10, pad_multiple=4).pack([9, 1])
     with pytest.raises(ValueError, match="row 2 has length 0"):
         get_packer(algorithm, 10).pack([3, 4, 0])
-    with pytest.raises(ValueError, match=r"4 bins were asked for .* only 3 rows"):
+    with pytest.raises(ValueError, match=r"4 bins were requested .* only 3 rows"):
         get_packer(algorithm, 10, min_bin_count=4).pack([3, 4, 5])
     assert get_packer(algorithm, 10).pack([]) == []
 
@@ -340,6 +343,21 @@ def test_lengths_must_be_one_list_of_integers() -> None:
     for lengths in ([[1, 2]], [1.5, 2.0]):
         with pytest.raises(ValueError, match="one list of integers"):
             get_packer("balanced", 10).pack(lengths)  # type: ignore[arg-type]
+
+
+def test_balanced_has_bins_of_nearly_equal_load() -> None:
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(np.log(300), 0.9, 512).astype(int), 16, 2048
+    )
+    packing = get_packer("balanced", 4096).pack_csr(lengths)
+    loads = packing.loads(lengths)
+    assert packing.num_bins == l2_bound(lengths, 4096)
+    assert loads.max() <= 1.01 * loads.mean()
+
+
+def test_balanced_has_no_limit_on_rows_per_bin() -> None:
+    with pytest.raises(ValueError, match="leave max_items at None"):
+        get_packer("balanced", 10, max_items=2)
 
 
 def test_only_its_own_seed_matters() -> None:
@@ -386,8 +404,7 @@ def test_without_a_place_for_machine_code_kernels_are_interpreted() -> None:
 def test_small_batches_import_no_heavy_library() -> None:
     code = (
         "import sys; from nemo_like.data.packing.algorithms import get_packer, PackingAlgorithm\n"
-        "for algorithm in PackingAlgorithm: get_packer(algorithm, 100).pack(list(range(1, 100)) *"
-        " 3)\n"
+        "for algorithm in PackingAlgorithm: get_packer(algorithm, 100).pack(list(range(1, 100)))\n"
         "print([name for name in ('numba', 'torch', 'ray', 'transformers') if name in sys.modules])"
     )
     assert (

@@ -33,14 +33,18 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     layout: Layout = draw(st.sampled_from(["packed", "padded"]))
     by_rows = layout == "padded" and draw(st.booleans())
     step = draw(st.none() | st.integers(1, 6).map(lambda count: 4 * count))
+    algorithm = draw(st.sampled_from(PackingAlgorithm))
+    # The balanced algorithm of the packed layout needs a measure of work.
+    needs_balance = layout == "packed" and algorithm == PackingAlgorithm.BALANCED
+    balances = ["flops", "tokens"] if needs_balance else ["flops", "tokens", "none"]
     spec = PlanSpec(
         layout=layout,
         max_tokens=None if by_rows and draw(st.booleans()) else draw(st.integers(48, 160)),
         max_rows=draw(st.integers(4, 8)) if by_rows else None,
         num_ranks=draw(st.integers(1, 5)),
         global_batch_size=step,
-        algorithm=draw(st.sampled_from(PackingAlgorithm)),
-        balance=draw(st.sampled_from(["flops", "tokens", "none"])),
+        algorithm=algorithm,
+        balance=draw(st.sampled_from(balances)),
         sync=draw(st.sampled_from(["microbatch", "step"])),
         microbatch_order=draw(st.sampled_from(["packer", "largest_first"])),
         sequence_length_round=draw(st.sampled_from([1, 3, 4])),
@@ -266,18 +270,19 @@ def test_worked_example_packed() -> None:
     } == {8}
 
 
-def test_no_balance_deals_the_packers_bins_in_turn() -> None:
-    for algorithm in PackingAlgorithm:
+BIN_PACKERS = [name for name in PackingAlgorithm if name != PackingAlgorithm.BALANCED]
+
+
+def test_no_balance_assigns_the_packers_bins_round_robin() -> None:
+    for algorithm in BIN_PACKERS:
         spec = PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance="none")
         bins = get_packer(algorithm, 2048, bin_count_multiple=4).pack(LENGTHS)
         plan = plan_batch(LENGTHS, spec)
         assert [list(plan.ranks[b % 4][b // 4].rows) for b in range(len(bins))] == bins
 
 
-@pytest.mark.parametrize(
-    "algorithm", [name for name in PackingAlgorithm if name != "best_fit_decreasing"]
-)
-def test_a_chosen_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingAlgorithm) -> None:
+@pytest.mark.parametrize("algorithm", BIN_PACKERS)
+def test_a_bin_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingAlgorithm) -> None:
     in_turn, by_work = (
         plan_batch(
             LENGTHS, PlanSpec(max_tokens=2048, num_ranks=4, algorithm=algorithm, balance=balance)
@@ -293,15 +298,33 @@ def test_a_chosen_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingA
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
-def test_balance_evens_what_it_is_told_to(layout: Layout, sync: Sync) -> None:
+def test_each_balance_evens_its_own_measure(layout: Layout, sync: Sync) -> None:
     spec = PlanSpec(layout=layout, max_tokens=2048, num_ranks=8, sync=sync)
     flops = plan_batch(LENGTHS, spec).metrics()
     tokens = plan_batch(LENGTHS, replace(spec, balance="tokens")).metrics()
-    none = plan_batch(LENGTHS, replace(spec, balance="none")).metrics()
+    none = plan_batch(
+        LENGTHS, replace(spec, algorithm="best_fit_decreasing", balance="none")
+    ).metrics()
     assert flops["packing/rank_imbalance_flops"] < min(1.02, none["packing/rank_imbalance_flops"])
     assert tokens["packing/rank_imbalance_tokens"] < min(
         1.02, none["packing/rank_imbalance_tokens"]
     )
+
+
+def test_balanced_is_the_default_and_balances_better_than_bins_assigned_by_work() -> None:
+    spec = PlanSpec(max_tokens=2048, num_ranks=8, sync="step")
+    assert spec.algorithm == PackingAlgorithm.BALANCED
+    balanced = plan_batch(LENGTHS, spec)
+    best_fit = plan_batch(LENGTHS, replace(spec, algorithm="best_fit_decreasing"))
+    assert balanced.num_microbatches <= best_fit.num_microbatches
+    imbalance = "packing/rank_imbalance_flops"
+    assert balanced.metrics()[imbalance] < best_fit.metrics()[imbalance]
+
+
+def test_balanced_without_a_balance_is_refused_in_the_packed_layout_only() -> None:
+    with pytest.raises(ValueError, match=r"algorithm balanced .* set balance to flops or tokens"):
+        PlanSpec(max_tokens=2048, algorithm="balanced", balance="none")
+    PlanSpec(layout="padded", max_tokens=2048, algorithm="balanced", balance="none")
 
 
 def test_largest_first_runs_the_microbatches_of_a_rank_by_size() -> None:
@@ -389,7 +412,7 @@ def test_imbalance_over_steps_is_weighted_by_work() -> None:
     ] == pytest.approx(1.4)
 
 
-def test_a_score_budget_below_a_row_is_an_error_or_runs_it_alone() -> None:
+def test_a_logprob_budget_below_a_row_is_an_error_or_runs_it_alone() -> None:
     plan = plan_batch([30, 5, 6], PlanSpec(max_tokens=32))
     with pytest.raises(
         ValueError, match=r"row 0 has 30 tokens .* policy.sequence_packing.logprob_mb_tokens = 16"
@@ -400,7 +423,7 @@ def test_a_score_budget_below_a_row_is_an_error_or_runs_it_alone() -> None:
     assert plan.with_budget(32) is plan
 
 
-def test_a_larger_score_budget_needs_fewer_microbatches() -> None:
+def test_a_larger_logprob_budget_needs_fewer_microbatches() -> None:
     for spec in (PlanSpec(max_tokens=2048), PlanSpec(layout="padded", max_tokens=2048)):
         plan = plan_batch(LENGTHS, replace(spec, num_ranks=4, global_batch_size=64))
         assert plan.with_budget(8192).num_microbatches < plan.num_microbatches / 2

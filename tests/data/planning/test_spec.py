@@ -25,12 +25,13 @@ def test_worked_example_with_context_and_sequence_parallelism() -> None:
         ({}, "the packed layout needs max_tokens"),
         ({"layout": "padded"}, r"max_tokens \(a token budget\) or max_rows"),
         ({"layout": "jagged", "max_tokens": 8}, "layout is one of packed, padded; got 'jagged'"),
-        ({"max_tokens": 8, "max_rows": 2}, "max_rows is of the padded layout"),
+        ({"max_tokens": 8, "max_rows": 2}, "max_rows applies to the padded layout"),
         ({"max_tokens": 8, "num_ranks": 0}, "num_ranks is an integer >= 1"),
         (
             {"max_tokens": 6, "cp_size": 2, "sequence_length_round": 3},
             "train_mb_tokens is 6, .* multiples of 12 .* at least 12",
         ),
+        ({"max_tokens": 8, "balance": "none"}, "algorithm balanced assigns rows to ranks by work"),
         ({"max_tokens": 8, "algorithm": "best"}, "is no packing algorithm"),
     ],
 )
