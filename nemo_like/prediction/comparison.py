@@ -197,9 +197,7 @@ def strategies(
     rows = "1 row" if at_once == 1 else f"{at_once} rows"
     yield Strategy("padded/batch", f"padded to the batch, {rows}", plain, is_padded_to_batch=True)
     yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
-    dynamic = replace(
-        spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops"
-    )
+    dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops")
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
     named = [("none", algorithm) for algorithm in COMPARED_PACKERS]
     named += [(balance, PackingAlgorithm.BALANCED) for balance in ("tokens", "flops")]

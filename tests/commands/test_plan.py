@@ -63,9 +63,7 @@ def test_the_json_holds_what_the_plans_say(lengths: Path, capsys):
     )
     values = np.loadtxt(lengths, dtype=np.int64)
     assert record["format"] == 1 and record["rows"]["num_tokens"] == values.sum()
-    assert (
-        len(record["strategies"]) == 10 and record["chosen"] == "packed/balanced/flops"
-    )
+    assert len(record["strategies"]) == 10 and record["chosen"] == "packed/balanced/flops"
     spec = PlanSpec(
         max_tokens=2048,
         num_ranks=4,

@@ -177,9 +177,7 @@ class SequencePacker:
             row = int(padded.argmax())
             rounded = ""
             if self.pad_multiple > 1:
-                rounded = (
-                    f" ({padded[row]} when rounded up to a multiple of {self.pad_multiple})"
-                )
+                rounded = f" ({padded[row]} when rounded up to a multiple of {self.pad_multiple})"
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens{rounded}, above the bin capacity"
                 f" {self.bin_capacity}; "

@@ -102,9 +102,7 @@ def best_fit_decreasing(
     if capacity <= kernels.MAX_TABLE:
         kernel = _compiled(kernels.best_fit, len(lengths))
     if kernel is None:
-        bins, counts, num_bins = kernels.best_fit_runs(
-            lengths[order].tolist(), capacity, max_items
-        )
+        bins, counts, num_bins = kernels.best_fit_runs(lengths[order].tolist(), capacity, max_items)
         bin_of = np.repeat(np.asarray(bins, dtype=np.int64), counts)
         return _sorted_by_bin(order, bin_of, num_bins)
     level_starts = _bitset_level_starts(capacity + 1)
@@ -151,9 +149,7 @@ def modified_first_fit_decreasing(
     kernel = _compiled(kernels.modified_first_fit, len(lengths))
     if kernel is None:
         interpreted: Callable[..., Any] = kernels.modified_first_fit
-        lists = [
-            value.tolist() if isinstance(value, np.ndarray) else value for value in arguments
-        ]
+        lists = [value.tolist() if isinstance(value, np.ndarray) else value for value in arguments]
         interpreted(*lists)
         bin_of = np.asarray(lists[-1], dtype=np.int64)
     else:

@@ -68,7 +68,9 @@ def test_a_pair_above_the_cap_together_is_treated_as_one() -> None:
         assert plan_batch(lengths, replace(spec, oversize="drop"), pairs).dropped == (0, 1)
     with (
         pytest.warns(OversizeWarning),
-        pytest.raises(ValueError, match=r"rows 0, 1, 2 are one group .* even truncated to 8 tokens"),
+        pytest.raises(
+            ValueError, match=r"rows 0, 1, 2 are one group .* even truncated to 8 tokens"
+        ),
     ):
         plan_batch(
             [9, 9, 9],
