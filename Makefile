@@ -8,22 +8,31 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
 
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
-.PHONY: setup demo test test-gpu lint docs smollm2 clean
+.PHONY: setup constraints demo test test-gpu lint docs smollm2 clean
 
 setup: $(STAMP)
 
 # Bytecode is compiled at install time because every worker process imports torch. Where Python may not write bytecode
 # (PYTHONDONTWRITEBYTECODE), each process would otherwise compile its imports again.
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
-	    -e '.[dev]' --group weights
+	    --constraint $(CONSTRAINTS) -e '.[dev]' --group weights
 	touch $@
+
+# Exact versions of what a new environment without constraints installs.
+constraints:
+	$(MAKE) setup VENV=$(VENV).new CONSTRAINTS=/dev/null
+	{ sed -n '/^#/p' constraints.txt; $(VENV).new/bin/uv pip freeze --exclude-editable --python $(VENV).new/bin/python \
+	    | sed 's/+[a-z0-9]*$$//' | grep -v '^uv=='; } > constraints.new
+	mv constraints.new constraints.txt
+	rm -rf $(VENV).new
 
 demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
@@ -38,6 +47,7 @@ test-gpu: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/pyright
 
 # The documentation as a site in site/; a dead link is an error.

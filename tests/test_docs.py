@@ -21,6 +21,7 @@ import yaml
 
 from nemo_like.cli import build_parser
 from nemo_like.config.keys import RUN_CONFIGS, field_types, is_section, type_at, without_none
+from tests.test_layers import LEVELS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nemo_like"
@@ -111,6 +112,11 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert missing == set()
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load(read("mkdocs.yml"))["nav"]
+    assert {path for entry in nav for path in entry.values()} == {p.name for p in DOCS.glob("*.md")}
+
+
 def test_the_site_loads_nothing_from_a_network() -> None:
     settings = yaml.safe_load(read("mkdocs.yml"))
     # The other themes and this switch would add a content delivery network or remote fonts.
@@ -174,6 +180,14 @@ def test_names_are_resolved_through_classes_and_imports() -> None:
 def test_dotted_names_are_in_the_source(page: str) -> None:
     names = set(re.findall(r"\bnemo_like(?:\.[A-Za-z_]\w*)+", read(page)))
     assert {name for name in names if not resolves(name)} == set()
+
+
+def test_the_levels_are_those_that_are_enforced() -> None:
+    rows = re.findall(r"^\| (\d+) \| (`[^|]+`) \|", read("docs/architecture.md"), re.MULTILINE)
+    documented = {name: int(level) for level, names in rows for name in _SPAN.findall(names)}
+    assert {name: LEVELS.get(name) for name in documented} == documented
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= documented.keys()
 
 
 # Metrics

@@ -66,6 +66,18 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert undeclared == set()
 
 
+def test_constraints_are_exact_versions_that_satisfy_the_project() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in pinned), "no paths and no URLs"
+    versions = {canonicalize_name(name): version for name, version in pinned.items()}
+    declared = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    for requirement in map(Requirement, declared):
+        name = canonicalize_name(requirement.name)
+        if name != "nemo-like":
+            assert requirement.specifier.contains(versions[name]), requirement
+
+
 def test_the_promised_extras_exist() -> None:
     promised = {
         "vllm",
@@ -129,7 +141,7 @@ def test_make_has_the_target_and_each_works_from_nothing(target: str, tmp_path: 
     """`make -n` prints what would be done in a fresh checkout; every target but clean installs
     first.
     """
-    for name in ("Makefile", "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     done = subprocess.run(["make", "-n", target], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

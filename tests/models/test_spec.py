@@ -1,0 +1,130 @@
+"""`ModelSpec` against the models that transformers builds, and its refusal of unusable configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.models.presets import PRESETS, load_spec
+from nemo_like.models.spec import ModelSpec
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 500,
+}
+MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": AutoConfig.for_model("llama", **SIZES),
+    "llama, tied, biases": AutoConfig.for_model(
+        "llama", **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "qwen2": AutoConfig.for_model("qwen2", **SIZES, use_sliding_window=True, sliding_window=8,
+                                  max_window_layers=1),
+    "qwen3, tied": AutoConfig.for_model("qwen3", **SIZES, head_dim=32, tie_word_embeddings=True),
+    "qwen3_moe": AutoConfig.for_model(
+        "qwen3_moe", **SIZES, **MOE, decoder_sparse_step=2, mlp_only_layers=[3]
+    ),
+    "qwen3_moe, window": AutoConfig.for_model(
+        "qwen3_moe", **SIZES, **MOE, use_sliding_window=True, sliding_window=8
+    ),
+    "mixtral": AutoConfig.for_model("mixtral", **SIZES, num_local_experts=8),
+}  # fmt: skip
+
+
+def model_of(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    config = CONFIGS[name]
+    model = model_of(config)
+    spec = ModelSpec.from_config(config)
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert spec.embedding_params == model.get_input_embeddings().weight.numel()
+    assert spec == ModelSpec.from_config(config.to_dict(), spec.name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_properties_are_those_of_the_layers(name: str) -> None:
+    spec = ModelSpec.from_config(CONFIGS[name])
+    layers = model_of(CONFIGS[name]).model.layers
+    assert spec.num_layers == len(layers)
+    for index, layer in enumerate(layers):
+        attention = layer.self_attn
+        assert spec.has_qkv_bias == (attention.q_proj.bias is not None)
+        assert spec.has_output_bias == (attention.o_proj.bias is not None)
+        assert spec.has_qk_norm == hasattr(attention, "q_norm")
+        assert spec.head_dim == attention.head_dim
+        assert spec.windows[index] == getattr(attention, "sliding_window", None)
+        is_sparse = hasattr(layer.mlp, "experts")
+        assert (spec.moe is not None and index in spec.moe.layers) == is_sparse
+
+
+def test_windows_of_configurations_without_layer_types() -> None:
+    base = {**SIZES, "model_type": "gemma3_text", "sliding_window": 8}
+    assert ModelSpec.from_config({**base, "sliding_window_pattern": 2}).windows == (
+        8,
+        None,
+        8,
+        None,
+    )
+    assert ModelSpec.from_config({**base, "use_sliding_window": False}).windows == (None,) * 4
+    mixed = {**base, "layer_types": ["linear_attention", "full_attention", "sliding_attention"]}
+    spec = ModelSpec.from_config(mixed)
+    assert (spec.windows, spec.linear_attention_layers) == ((None, None, 8), {0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": -1}, "gives num_hidden_layers -1 .* must be a positive integer"),
+        ({"vocab_size": "many"}, "gives vocab_size 'many'"),
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"num_key_value_heads": True}, "gives num_key_value_heads True"),
+        ({"head_dim": 0}, "gives head_dim 0"),
+        ({"num_experts": [1]}, r"gives num_local_experts \[1\]"),
+        ({"rope_parameters": 5}, "has a value of the wrong type"),
+        ({"layer_types": 7}, "has a value of the wrong type"),
+        ({"attention_dropout": {}}, "has a value of the wrong type"),
+    ],
+)
+def test_an_unusable_value_is_named(changes: dict[str, Any], message: str) -> None:
+    config = {**SIZES, "model_type": "llama", **changes}
+    with pytest.raises(ConfigError, match=f"the model some/model {message}"):
+        ModelSpec.from_config(config, "some/model")
+
+
+def test_a_name_instead_of_a_configuration_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mapping or an object"):
+        ModelSpec.from_config("meta-llama/Llama-3.2-1B")
+
+
+def test_presets_have_their_size(tmp_path: Any) -> None:
+    assert {size: round(load_spec(size).num_params / 1e9, 2) for size in PRESETS} == {
+        "135m": 0.13,
+        "0.5b": 0.49,
+        "1b": 1.24,
+        "1.5b": 1.54,
+        "3b": 3.21,
+        "7b": 7.62,
+        "8b": 8.03,
+        "14b": 14.77,
+        "32b": 32.76,
+        "70b": 70.55,
+        "72b": 72.71,
+    }
+    with pytest.raises(ConfigError, match=r"unknown model '9b'.*the presets are 135m"):
+        load_spec("9b")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="contains list, not a model configuration"):
+        load_spec(str(tmp_path))
