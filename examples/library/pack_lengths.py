@@ -3,7 +3,7 @@
     python examples/library/pack_lengths.py [--rows 512] [--capacity 8192] [--ranks 8] [--seed 0]
 
 It compares the packers by number of bins, and then two plans of one step: the bins of first fit
-decreasing dealt to the ranks in turn, and the schedule that packs and balances together. Needs
+decreasing assigned to ranks round-robin, and the schedule that packs and balances together. Needs
 NumPy only; nothing is trained.
 """
 
@@ -40,7 +40,7 @@ def compare_packers(lengths: np.ndarray, capacity: int) -> None:
 
 def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[BatchPlan]:
     """Plan one optimizer step in two ways; print what the slowest rank costs in each."""
-    in_turn = PlanSpec(
+    round_robin = PlanSpec(
         max_tokens=capacity,
         num_ranks=num_ranks,
         algorithm="first_fit_decreasing",
@@ -49,7 +49,10 @@ def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[Ba
     balanced = PlanSpec(max_tokens=capacity, num_ranks=num_ranks, balance="flops")
     plans = []
     print(f"one step on {num_ranks} data-parallel ranks:")
-    for name, spec in (("bins dealt in turn", in_turn), ("packed and balanced", balanced)):
+    for name, spec in (
+        ("bins assigned round-robin", round_robin),
+        ("packed and balanced", balanced),
+    ):
         plan = plan_batch(lengths, spec)
         metrics = plan.metrics()
         print(

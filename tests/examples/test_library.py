@@ -32,7 +32,7 @@ def test_pack_lengths_compares_packers_and_plans() -> None:
         (line,) = [line for line in text.splitlines() if line.strip().startswith(name)]
         return float(line.split("slowest rank")[1].split()[0])
 
-    assert 1.0 <= slowest("packed and balanced") <= slowest("bins dealt in turn")
+    assert 1.0 <= slowest("packed and balanced") <= slowest("bins assigned round-robin")
 
 
 def test_shard_batch_restores_the_order() -> None:
