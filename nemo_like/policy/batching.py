@@ -1,6 +1,4 @@
-"""What a policy's configuration asks of the planner. Nothing is planned here, and neither Ray nor a
-model is imported.
-"""
+"""Planner input from a policy's configuration. Imports neither Ray nor a model."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Purpose = Literal["train", "evaluate"]
 
 
 def policy_topology(config: RunConfig) -> Topology:
-    """How the policy's workers are laid out."""
+    """Return the parallel layout of the policy's workers."""
     parallel = config.parallel
     return Topology(
         pp=parallel.pipeline, dp=num_replicas(config), cp=parallel.context, tp=parallel.tensor
@@ -33,14 +31,15 @@ def plan_spec(
     sync: Sync = "step",
     seed: int = 0,
 ) -> PlanSpec:
-    """What the planner is asked for: packed rows, padded rows under a token budget, or so many rows
-    at a time.
+    """Build the planner's input.
 
-    How far rows and microbatches are padded follows from the topology. A pipeline (1F1B) takes any
-    number of microbatches.
+    The layout is packed rows, padded rows under a token budget, or padded rows with a fixed number
+    per microbatch. The multiples to which rows and microbatches are padded follow from the
+    topology.
     """
     max_tokens, max_rows = microbatch_budget(config, purpose)
-    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    packing = config.sequence_packing
+    dynamic = config.dynamic_batching
     common = {
         "max_tokens": max_tokens,
         "max_rows": max_rows,
@@ -50,8 +49,8 @@ def plan_spec(
         "sequence_parallel": sequence_parallel,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
         "sync": sync,
-        # Rows to be dropped never reach the planner: the loader leaves them out, so that no batch
-        # is short of them.
+        # The loader drops oversize rows before it forms batches, so that every batch is full. Such
+        # a row here is therefore an error.
         "oversize": "error" if config.oversize_rows == "drop" else config.oversize_rows,
         "cost": cost,
         "seed": seed,
@@ -73,9 +72,11 @@ def plan_spec(
 
 
 def microbatch_budget(config: PolicyConfig, purpose: Purpose) -> tuple[int | None, int | None]:
-    """(most tokens, most rows) of a microbatch."""
-    scoring = purpose == "evaluate"
+    """Return (max tokens, max rows) of a microbatch; one of them is None."""
+    is_forward_only = purpose == "evaluate"
     for mode in (config.sequence_packing, config.dynamic_batching):
         if mode.enabled:
-            return mode.logprob_mb_tokens if scoring else mode.train_mb_tokens, None
-    return None, config.logprob_batch_size if scoring else config.train_micro_batch_size
+            max_tokens = mode.logprob_mb_tokens if is_forward_only else mode.train_mb_tokens
+            return max_tokens, None
+    max_rows = config.logprob_batch_size if is_forward_only else config.train_micro_batch_size
+    return None, max_rows

@@ -1,13 +1,17 @@
-"""Collectives of the ranks of a group: with a gradient, for activations they share, and of Python
-objects.
+"""Collectives with gradients for activations, and reductions of numbers and Python objects.
 
-Each forward has the backward that belongs to it: a copy adds gradients up, a sum hands them on;
-gathering rows scatters the sum of gradients, and the reverse.
+Forward and backward are the pairs of Megatron-Core's `tensor_parallel/mappings.py`:
+
+    function       forward          backward
+    copy_to        identity         all-reduce
+    sum_over       all-reduce       identity
+    gather_rows    all-gather       reduce-scatter
+    scatter_sum    reduce-scatter   all-gather
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,36 +22,50 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-    """`hidden`, equal on all ranks, for a computation of which each rank does a part: gradients are
-    added up.
+    """Return `hidden`, equal on all ranks; the backward all-reduces its gradient.
+
+    Used before a computation of which each rank does a part.
     """
-    return _Paired.apply(hidden, group, _same, _sum)  # type: ignore[return-value]
+    return _PairedCollective.apply(hidden, group, _identity, _all_reduce)  # type: ignore[return-value]
 
 
-def sum_over(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
-    """The sum of the ranks' `parts`, on all of them."""
-    return _Paired.apply(parts, group, _sum, _same)  # type: ignore[return-value]
+def sum_over(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
+    """All-reduce the ranks' `partial_sums`; the backward is the identity."""
+    return _PairedCollective.apply(partial_sums, group, _all_reduce, _identity)  # type: ignore[return-value]
 
 
 def gather_rows(group: dist.ProcessGroup, rows: Tensor) -> Tensor:
-    """[n x T, ...] from each rank's [T, ...], for a computation of which each rank does a part."""
-    return _Paired.apply(rows, group, _gather, _scatter_sum)  # type: ignore[return-value]
+    """All-gather [n x T, ...] from each rank's [T, ...]; the backward reduce-scatters."""
+    return _PairedCollective.apply(rows, group, _all_gather, _reduce_scatter)  # type: ignore[return-value]
 
 
-def scatter_sum(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
-    """This rank's [T / n, ...] of the sum of the ranks' `parts` [T, ...]."""
-    return _Paired.apply(parts, group, _scatter_sum, _gather)  # type: ignore[return-value]
+def scatter_sum(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
+    """Reduce-scatter `partial_sums` [T, ...] to this rank's [T / n, ...]; the backward gathers."""
+    return _PairedCollective.apply(partial_sums, group, _reduce_scatter, _all_gather)  # type: ignore[return-value]
 
 
-def gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """The ranks' values, any small Python objects, in rank order."""
+def gather_objects(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """Return the ranks' values, small Python objects, in rank order; [value] without a group."""
+    if group is None:
+        return [value]
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
-class _Paired(torch.autograd.Function):
-    """One collective forward, another backward."""
+def sum_floats(
+    values: Sequence[float], group: dist.ProcessGroup | None, device: torch.device
+) -> list[float]:
+    """Sum each of `values` over the ranks of `group` in float64; the values without a group."""
+    if group is None:
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+class _PairedCollective(torch.autograd.Function):
+    """One collective in the forward, its counterpart in the backward."""
 
     @staticmethod
     def forward(
@@ -57,32 +75,34 @@ class _Paired(torch.autograd.Function):
         forward: Collective,
         backward: Collective,
     ) -> Tensor:
-        ctx.group, ctx.collective = group, backward
+        ctx.group = group
+        ctx.backward_collective = backward
         return forward(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.collective(gradients[0], ctx.group), None, None, None
+        return ctx.backward_collective(gradients[0], ctx.group), None, None, None
 
 
-def _same(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _identity(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A view, because autograd does not accept an input returned unchanged.
     return tensor.view_as(tensor)
 
 
-def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A copy: autograd may still need what it was given.
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy, because all_reduce works in place and autograd may still need the input.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     dist.all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
-def _scatter_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    part = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
-    dist.reduce_scatter_single(part, tensor.contiguous(), group=group)
-    return part
+def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    shard = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    dist.reduce_scatter_single(shard, tensor.contiguous(), group=group)
+    return shard

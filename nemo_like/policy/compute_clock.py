@@ -1,4 +1,4 @@
-"""How long a rank computes, without the time it waits for other ranks: what its imbalance is."""
+"""Clock of a rank's compute time, without the time in which it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ ResultT = TypeVar("ResultT")
 
 
 class ComputeClock:
-    """Seconds between `start` and `stop`, over any number of such intervals.
+    """Sum of the seconds between `start` and `stop` over any number of intervals.
 
-    On CPU they are CPU seconds of the process, which do not pass while it waits. On CUDA they are
-    the seconds between two events on the current stream, so that they cover the kernels and not
-    their launches; time in which the stream waits for a collective passes, so the engine stops
-    the clock there.
+    On the CPU these are CPU seconds of the process, which do not advance while it waits. On CUDA
+    they are the seconds between two events on the current stream, so they measure kernels and not
+    their launches. The stream's wait for a collective counts, so the engine stops the clock there.
 
-    Not counted: gathering and reducing FSDP's weights and gradients, Megatron-Core's pipeline
-    communication and gradient reduction, and the optimizer step. Counted on CUDA: the collectives
-    inside a layer. Those of tensor and context parallelism join ranks with equal work. Those of
-    expert parallelism join ranks of different rows, and their waiting time is included.
+    Not counted: all-gathers and reduce-scatters of FSDP, Megatron-Core's pipeline communication and
+    gradient reduction, and the optimizer step. Counted on CUDA: the collectives inside a layer.
+    Tensor- and context-parallel ranks have equal work. Expert-parallel ranks have different rows,
+    so their waiting time is included.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,19 +33,19 @@ class ComputeClock:
         self._intervals: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Begin an interval; does nothing inside one."""
+        """Begin an interval; does nothing if one has begun."""
         if self._started is None:
             self._started = self._now()
 
     def stop(self) -> None:
-        """End the interval; does nothing outside of one."""
+        """End the interval; does nothing if none has begun."""
         if self._started is not None:
             self._intervals.append((self._started, self._now()))
             self._started = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """An interval around a block."""
+        """Measure a block as one interval."""
         self.start()
         try:
             yield
@@ -54,7 +53,7 @@ class ComputeClock:
             self.stop()
 
     def excluded(self, function: Callable[ParamT, ResultT]) -> Callable[ParamT, ResultT]:
-        """`function` with the clock stopped during each call, if it runs then."""
+        """Wrap `function` so that a running clock is stopped during each call."""
 
         @functools.wraps(function)
         def call(*args: ParamT.args, **kwargs: ParamT.kwargs) -> ResultT:
@@ -69,11 +68,14 @@ class ComputeClock:
         return call
 
     def pop_seconds(self) -> float:
-        """The sum of the intervals since the last call; waits for the device."""
-        intervals, self._intervals = self._intervals, []
+        """Return the sum of the intervals since the last call; waits for the device."""
+        intervals = self._intervals
+        self._intervals = []
         if self._device.type != "cuda":
             return sum(stop - start for start, stop in intervals)
+        # The end event of the last interval may not have happened yet.
         torch.cuda.synchronize(self._device)
+        # Events measure milliseconds.
         return sum(start.elapsed_time(stop) for start, stop in intervals) / 1e3
 
     def _now(self) -> Any:

@@ -1,10 +1,9 @@
-"""Keys and values of all context-parallel ranks, and which of them each of this rank's query chunks
-attends to.
+"""Context parallelism by all-gathering keys and values.
 
-Every segment is cut in 2c chunks for c ranks, and rank r holds chunks r and 2c-1-r of each
-(`data/packing/layout.py`). So that causal attention needs no exchange of partial results, all
-ranks' keys and values are gathered once, and each of the two query chunks becomes a segment of its
-own whose keys are chunk 0 up to the chunk itself: their ends coincide.
+Every segment is split into 2c chunks for c ranks, and rank r has chunks r and 2c-1-r of each
+(zig-zag order, see `model_inputs`), which balances the causal work. All ranks' keys and values are
+gathered once, so attention needs no exchange of partial results. Each of a rank's two query chunks
+becomes a segment of its own; it attends to the prefix that ends at its own last position.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from nemo_like.policy.collectives import gather_rows
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where in the gathered keys each of a rank's query segments finds its own.
+    """Positions in the gathered keys that each of a rank's query segments attends to.
 
-    Example: one segment of 8 positions on 2 ranks is cut in chunks of 2. Rank 0 holds chunks 0 and
-    3, rank 1 chunks 1 and 2, so gathered keys lie in the order 0 3 1 2. For rank 0 `kv_index` takes
-    chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
+    Example: one segment of 8 positions on 2 ranks is split into chunks of 2. Rank 0 has chunks 0
+    and 3, rank 1 chunks 1 and 2, so gathered keys are in chunk order 0 3 1 2. For rank 0 `kv_index`
+    takes chunk 0 and then 0 1 2 3: [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]; `cu_seqlens_q` is [0, 2, 4] and
     `cu_seqlens_k` [0, 2, 10].
     """
 
@@ -43,9 +42,8 @@ class Exchange:
 def gather_keys_values(
     k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """`k` and `v` [T_k, H_kv, D] of `exchange`'s segments from this rank's [T/c, H_kv, D]. One
-    collective each way.
-    """
+    """Gather `k` and `v` [T_k, H_kv, D] of the exchange from this rank's [T/c, H_kv, D]."""
+    # Stacked, so that there is one collective in the forward and one in the backward.
     gathered = gather_rows(group, torch.stack((k, v), dim=1))
     k, v = gathered.index_select(0, exchange.kv_index).unbind(1)
     return k, v
@@ -54,11 +52,9 @@ def gather_keys_values(
 def plan_exchange(
     cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int
 ) -> Exchange:
-    """The exchange of this rank of `group`, which holds `num_positions`; made once per `cu_seqlens`
-    tensor.
+    """Return the exchange of this rank of `group`, which has `num_positions` positions.
 
-    All layers of a forward are given the same tensor. It is on the device, and nothing here waits
-    for the device.
+    It is computed once per `cu_seqlens` tensor, as all layers of a forward pass the same one.
     """
     key = (group.size(), group.rank(), num_positions, max_seqlen)
     plans = _plans.setdefault(cu_seqlens, {})
@@ -70,22 +66,26 @@ def plan_exchange(
 
 
 _plans: Any = WeakTensorKeyDictionary()
+"""Exchanges by `cu_seqlens` tensor; an entry lives as long as its tensor."""
 
 
 def _make_exchange(
     cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int
 ) -> Exchange:
+    """Build the exchange on the device of `cu_seqlens`, without waiting for the device."""
     if cu_seqlens.device.type == "cpu":
+        # On CUDA the check would wait for the device.
         _check(cu_seqlens.tolist(), size, num_positions)
     device = cu_seqlens.device
     starts = cu_seqlens.long()
     chunks = starts.diff() // (2 * size)
     lengths_q = chunks[:, None].expand(-1, 2).flatten()
-    lengths_k = (
-        chunks[:, None] * torch.tensor([rank + 1, 2 * size - rank], device=device)
-    ).flatten()
+    # Query chunk r sees r + 1 chunks, query chunk 2c-1-r sees 2c-r.
+    num_chunks_k = torch.tensor([rank + 1, 2 * size - rank], device=device)
+    lengths_k = (chunks[:, None] * num_chunks_k).flatten()
     bounds_k = _bounds(lengths_k)
-    # Known without asking the device: of its 2c chunks each segment gives r+1 and 2c-r.
+    # The sum of `lengths_k`, computed on the host so as not to wait for the device: each segment
+    # contributes 2c + 1 of its chunks.
     num_keys = (2 * size + 1) * (num_positions // 2)
     query = torch.repeat_interleave(
         torch.arange(len(lengths_k), device=device), lengths_k, output_size=num_keys
@@ -95,7 +95,9 @@ def _make_exchange(
     chunk = position // length
     is_first = chunk < size
     owner = torch.where(is_first, chunk, 2 * size - 1 - chunk)
-    within_share = starts[query // 2] // size + position % length + torch.where(is_first, 0, length)
+    # A rank's share of a segment is its first chunk, then its second.
+    offset_of_chunk = torch.where(is_first, 0, length)
+    within_share = starts[query // 2] // size + position % length + offset_of_chunk
     return Exchange(
         kv_index=owner * num_positions + within_share,
         cu_seqlens_q=_bounds(lengths_q).int(),
@@ -106,6 +108,7 @@ def _make_exchange(
 
 
 def _bounds(lengths: Tensor) -> Tensor:
+    """[n + 1] segment bounds from [n] lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 

@@ -1,6 +1,4 @@
-"""Peaks of one worker's device: its FLOP/s, which model FLOPs utilisation (MFU) is relative to, and
-its memory in use.
-"""
+"""Peak FLOP/s of a device, the denominator of model FLOPs utilisation (MFU), and peak memory."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import time
 
 import torch
 
-# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a word of the device name; longer
-# words first.
+# Dense bf16 tensor-core FLOP/s of the vendors' datasheets, by a part of the device name.
 _DATASHEET_BF16 = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -31,37 +28,42 @@ _DATASHEET_BF16 = {
 
 
 def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]:
-    """FLOP/s of `device` and where the number comes from.
+    """Return the peak FLOP/s of `device` and the source of the number.
 
-    On a known GPU the datasheet's dense bf16 rate; elsewhere the best float32 matrix product seen
-    within `seconds`, with the threads this process has, so that MFU on a CPU means something too.
+    On a known GPU it is the datasheet's dense bf16 rate. Elsewhere it is the fastest float32 matrix
+    product measured within `seconds`, with this process's threads, so that MFU is meaningful on a
+    CPU too.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for word in sorted(_DATASHEET_BF16, key=len, reverse=True):
-            if word in name:
-                return _DATASHEET_BF16[word], f"{word} datasheet, dense bf16"
+        # Longest first: "H100 PCIe" also contains "H100", and "GH200" contains "H200".
+        for model in sorted(_DATASHEET_BF16, key=len, reverse=True):
+            if model in name:
+                return _DATASHEET_BF16[model], f"{model} datasheet, dense bf16"
     size = 512 if device.type == "cpu" else 4096
-    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    left = torch.randn(size, size, device=device)
+    right = torch.randn(size, size, device=device)
     best = float("inf")
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or best == float("inf"):
         begin = time.perf_counter()
         torch.mm(left, right)
         if device.type == "cuda":
+            # Without this the time would be that of the launch.
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
+    # A product of two n x n matrices takes n^3 multiplications and as many additions.
     return 2 * size**3 / best, f"measured, float32 matrix product of {size}"
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new maximum for `peak_memory_bytes`, where the device counts memory."""
+    """Reset the maximum of `peak_memory_bytes`; does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most bytes of tensors on `device` at once since `reset_peak_memory`; None on CPU, which
-    does not count them.
-    """
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    """Return the peak bytes of tensors on `device` since `reset_peak_memory`; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device)

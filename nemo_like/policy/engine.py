@@ -1,16 +1,15 @@
-"""What a policy worker asks of a training engine. The worker knows losses and metrics, the engine
-knows parallelism.
-"""
+"""Interface of a training engine. The worker knows losses and metrics, the engine parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from nemo_like.data.planning.spec import Sync
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
 from nemo_like.policy.compute_clock import ComputeClock
@@ -18,39 +17,36 @@ from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
 
 ResultT = TypeVar("ResultT")
-Sync = Literal["microbatch", "step"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Of the T predicting positions of a microbatch; 0 where `inputs.label_mask` is False."""
+    """Outputs at the T predicting positions of a microbatch; 0 where `label_mask` is False."""
 
     logprobs: Tensor
-    """float32 [T]: log-prob of `inputs.labels`, of the filtered distribution where sampling is
+    """float32 [T]: log-prob of `inputs.labels`, under the filtered distribution where sampling is
     filtered.
     """
     entropy: Tensor | None
-    """float32 [T] with `with_entropy`: of the whole distribution, filtered or not."""
+    """float32 [T], with `with_entropy`: entropy of the unfiltered distribution."""
     unfiltered_logprobs: Tensor | None = None
-    """float32 [T] with a token filter: log-prob of `inputs.labels` in the whole distribution."""
+    """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
+    distribution.
+    """
 
 
 StepFunction = Callable[[ModelInputs, TokenLogprobs], tuple[Tensor | None, ResultT]]
-"""What is done with a microbatch's outputs: (loss to differentiate, None without backward; what
-`run` returns).
-"""
+"""Maps a microbatch's outputs to (loss or None without backward, one result of `run`)."""
 
 
 class Engine(Protocol):
-    """One model, sharded over the ranks of the process group. Every method is called by every
-    rank.
-    """
+    """One model, sharded over the ranks of the process group. All ranks call every method."""
 
     device: torch.device
     topology: Topology
     rank: int
-    """Global rank; its place on the axes is `topology.coordinates(rank)`."""
+    """Global rank; its coordinates along the axes are `topology.coordinates(rank)`."""
     num_optimizer_steps: int
-    """Optimizer steps applied so far, skipped ones not counted; part of the checkpoint."""
+    """Optimizer steps applied so far, without skipped ones; part of the checkpoint."""
     clock: ComputeClock
     """Runs while `run` computes on this rank, and not while it waits for other ranks."""
 
@@ -74,21 +70,21 @@ class Engine(Protocol):
         with_entropy: bool = False,
         token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
-        """Forward (and backward) of each microbatch, in an order the engine chooses; results in the
-        given order.
+        """Run forward (and backward) of each microbatch; results in the given order.
 
-        Every rank passes the same number of microbatches; the ranks of one dp rank pass the same
-        ones, each with its own context-parallel share. `step_fn` runs, and results come, only on
-        the last pipeline stage: elsewhere the list is empty. All tp ranks see the same outputs.
-        Gradients are *summed* over microbatches and over dp and cp ranks and kept until
-        `optimizer_step`; the loss carries its own division.
+        The engine chooses the order of execution. Every rank passes the same number of
+        microbatches; the ranks of one dp rank pass the same ones, each with its own
+        context-parallel share. `step_fn` runs only on the last pipeline stage: elsewhere the result
+        is an empty list. All tp ranks see the same outputs. Gradients are *summed* over
+        microbatches and over dp and cp ranks and kept until `optimizer_step`; the loss is already
+        divided.
         """
         ...
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         """Clip, update, clear gradients; returns the gradients' global norm before clipping.
 
-        The step is skipped where `clip_factor` gives None, and when any rank passes
+        The step is skipped where `clip_factor` returns None, and when any rank passes
         `is_loss_finite=False` (the norm is then NaN). A skipped step clears the gradients and
         changes neither weights nor moments nor `num_optimizer_steps`, so the learning rate does not
         advance either. All ranks decide the same.
@@ -96,60 +92,65 @@ class Engine(Protocol):
         ...
 
     def is_finite(self, *, with_moments: bool = False) -> bool:
-        """Whether no weight of any rank is larger than `optim.LARGEST`, and with `with_moments` all
-        moments of the optimizer are finite. The same result on every rank.
+        """Return True if no weight of any rank is larger than `optim.LARGEST`.
+
+        With `with_moments` all moments of the optimizer must be finite as well. The result is the
+        same on every rank.
         """
         ...
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
-        """Each value added up over the dp ranks, in float64."""
+        """Sum each value over the dp ranks, in float64."""
         ...
 
     def gather_over_dp_cp(self, value: Any) -> list[Any]:
-        """The values (any small Python object) of the ranks that hold different tokens: those that
-        differ from this one along dp and cp only, in rank order."""
-        ...
+        """Gather small Python objects of the ranks that differ along dp and cp, in rank order.
 
-    def gather_over_world(self, value: Any) -> list[Any]:
-        """The values (any small Python object) of all ranks, in rank order."""
-        ...
-
-    def gather_over_cp(self, values: Tensor) -> Tensor:
-        """[cp x T] from this rank's `values` [T]: the shares of cp rank 0, 1, ... end to end. No
-        gradient.
+        These ranks have different tokens.
         """
         ...
 
+    def gather_over_world(self, value: Any) -> list[Any]:
+        """Gather small Python objects of all ranks, in rank order."""
+        ...
+
+    def gather_over_cp(self, values: Tensor) -> Tensor:
+        """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
+        ...
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> full shape of each distinct weight (a tied one appears once), in a
-        fixed order.
+        """Return Hugging Face name -> full shape of each distinct weight, in a fixed order.
+
+        A tied weight appears once.
         """
         ...
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named weights in compute precision, one at a time: whole on rank 0, elsewhere perhaps
-        an empty tensor.
+        """Yield the named weights in compute precision, one at a time.
+
+        They are full on rank 0; elsewhere a tensor may be smaller or empty.
         """
         ...
 
     def save(self, directory: Path) -> dict[str, FileRecord]:
-        """Write this rank's part of weights and optimizer state; returns size and checksum of each
-        file, by name.
+        """Write this rank's shard of weights and optimizer state.
+
+        Returns size and checksum of each file, by name.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote, in whatever layout and by whichever engine."""
+        """Read what `save` wrote, in any layout and by either engine."""
         ...
 
     def export_hf(self, directory: Path) -> None:
-        """Rank 0 writes a model that transformers loads."""
+        """Write a transformers model directory on rank 0."""
         ...
 
     def offload(self) -> None:
-        """Leave the accelerator's memory to somebody else."""
+        """Move weights and optimizer state to host memory."""
         ...
 
     def onload(self) -> None:
-        """Undo `offload`."""
+        """Move weights and optimizer state back to the device."""
         ...

@@ -1,9 +1,8 @@
-"""The start-up check that rows of one microbatch do not see each other, on the very model that is
-to be trained.
+"""Start-up check that rows of one microbatch do not see each other, on the model to be trained.
 
-Leakage between packed rows is silent: the loss still falls. So before the first step the model
-computes the log-probs of a few rows together, again with one token of one row changed, and once more each row by
-itself.
+Leakage between packed rows is silent: the loss still falls. Before the first step the model
+therefore computes the log-probs of a few rows together, again with one token of one row changed,
+and once more of each row alone.
 """
 
 from __future__ import annotations
@@ -24,39 +23,38 @@ from nemo_like.policy.row_logprobs import compute_row_logprobs
 
 _LENGTHS = (11, 24, 3, 17)
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Between a row in a microbatch and alone: other shapes add up in another order, and bfloat16 has 8
-bits.
+"""Limit between a row in a microbatch and the row alone. The reduction order depends on the shapes,
+and bfloat16 has a precision of 8 bits.
 """
 
 
 class IsolationError(ValueError):
-    """The model mixes rows; training on such microbatches would corrupt it."""
+    """Rows of one microbatch influence each other, so training would be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsolationReport:
-    """What a passed probe measured."""
+    """Measurements of a probe that passed."""
 
     layout: Literal["packed", "padded"]
     num_rows: int
     mean_difference: float
-    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on
-    pipeline stages but the last, which compute none."""
+    """Mean |log-prob in the microbatch - log-prob of the row alone| over all tokens; NaN on all
+    pipeline stages but the last, which compute no log-probs.
+    """
 
 
 def probe_isolation(
     engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
 ) -> IsolationReport:
-    """Check three sentences; raises IsolationError for the first that does not hold. Every rank
-    calls.
+    """Check three properties; raises IsolationError for the first that fails. Every rank calls.
 
-    1. Changing a token of one row leaves the log-probs of all other rows equal to the bit.
-    2. Changing the padding leaves all log-probs equal to the bit.
-    3. A row has the same log-probs, but for rounding, in the microbatch and alone.
+    1. Changing a token of one row leaves the log-probs of all other rows bit-equal.
+    2. Changing the token id of the padding leaves all log-probs bit-equal.
+    3. A row has the same log-probs, up to rounding, in the microbatch and alone.
 
-    Of a mixture of experts all three hold but for rounding: a token that goes to another expert
-    changes how many rows the matrix products of two experts have, and kernels for other sizes add
-    up in another order.
+    For MoE models properties 1 and 2 also hold up to rounding only: changing a token can change the
+    batch size of two experts' GEMMs and thus the reduction order.
     """
     is_moe = ModelSpec.from_config(engine.model_config).moe is not None
     limit = _MAX_MEAN_DIFFERENCE[precision] if is_moe else 0.0
@@ -65,30 +63,31 @@ def probe_isolation(
     together = _compute_logprobs(engine, rows, layout)
     changed = [_compute_logprobs(engine, other, layout) for other in changes]
     repadded = _compute_logprobs(engine, rows, layout, pad_token_id=1)
-    alone = [outputs for row in rows for outputs in _compute_logprobs(engine, [row], "padded")]
+    alone = []
+    for row in rows:
+        alone += _compute_logprobs(engine, [row], "padded")
     if not together:
         return IsolationReport(layout, len(rows), math.nan)
+    # Comparisons are written as `not a <= b`, so that NaN fails them.
     for row, outputs in enumerate(changed):
         for other in range(len(rows)):
-            if (
-                other != row and not _mean_difference([outputs[other]], [together[other]]) <= limit
-            ):  # NaN must not pass
-                raise IsolationError(
-                    _leak(layout, f"a token of row {row} changed the log-probs of row {other}")
-                )
+            difference = _mean_difference([outputs[other]], [together[other]])
+            if other != row and not difference <= limit:
+                raise _leak(layout, f"a token of row {row} changed the log-probs of row {other}")
     if not _mean_difference(repadded, together) <= limit:
-        raise IsolationError(
-            _leak(layout, "the token id of the padding changed log-probs of real tokens")
-        )
+        raise _leak(layout, "the token id of the padding changed log-probs of real tokens")
     difference = _mean_difference(alone, together)
     if not difference <= _MAX_MEAN_DIFFERENCE[precision]:
-        what = f"log-probs in a microbatch differ from those of each row alone by {difference:.2g} on average"
-        raise IsolationError(_leak(layout, what))
+        raise _leak(
+            layout,
+            "log-probs in a microbatch differ from those of each row alone by"
+            f" {difference:.2g} on average",
+        )
     return IsolationReport(layout, len(rows), difference)
 
 
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Over all tokens of some rows; 0 only where they are equal to the bit."""
+    """Return the mean |difference| over all tokens of some rows; 0 only for bit-equal rows."""
     return float(np.abs(np.concatenate(found) - np.concatenate(expected)).mean())
 
 
@@ -109,18 +108,22 @@ def _compute_logprobs(
     layout: Literal["packed", "padded"],
     pad_token_id: int = 0,
 ) -> list[np.ndarray]:
-    """Log-probs of each row, all scored as one microbatch; empty on pipeline stages but the
-    last.
+    """Compute the log-probs of `rows` as one microbatch, float32 [length] for each row.
+
+    The list is empty on all pipeline stages but the last.
     """
     topology = engine.topology
-    # Larger than any length is a multiple of, so that padding inside a pack is looked at as well.
+    # Rows are padded to this multiple, so that the padding inside a pack is checked as well.
     alignment = 4 * topology.cp * topology.tp
     lengths = tuple(len(row) for row in rows)
     aligned = tuple(-(-length // alignment) * alignment for length in lengths)
-    padded = aligned if layout == "packed" else (max(aligned),) * len(rows)
-    num_tokens = sum(padded) + (
-        alignment if layout == "packed" else 0
-    )  # with a segment of trailing padding
+    if layout == "packed":
+        padded = aligned
+        # One alignment more, for a segment of trailing padding.
+        num_tokens = sum(padded) + alignment
+    else:
+        padded = (max(aligned),) * len(rows)
+        num_tokens = sum(padded)
     microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
     spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=topology.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
@@ -128,16 +131,22 @@ def _compute_logprobs(
     inputs = build_inputs(
         shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
     )
-    return [outputs for part in compute_row_logprobs(engine, [inputs]) for outputs in part]
+    logprobs = []
+    for microbatch_rows in compute_row_logprobs(engine, [inputs]):
+        logprobs += list(microbatch_rows)
+    return logprobs
 
 
-def _leak(layout: str, what: str) -> str:
-    way_out = {
-        "packed": "switch to policy.dynamic_batching (and policy.sequence_packing.enabled=false), or use another model",
-        "padded": "train with policy.train_micro_batch_size=1, or use another model",
-    }[layout]
-    return (
-        f"the isolation check failed on policy.model_name in the {layout} layout: {what}. Rows of"
-        f" one microbatch see each "
-        f"other, and training would silently go wrong; {way_out}"
+def _leak(layout: str, finding: str) -> IsolationError:
+    if layout == "packed":
+        remedy = (
+            "switch to policy.dynamic_batching (and policy.sequence_packing.enabled=false), or use"
+            " another model"
+        )
+    else:
+        remedy = "train with policy.train_micro_batch_size=1, or use another model"
+    return IsolationError(
+        f"the isolation check failed on policy.model_name in the {layout} layout: {finding}. Rows"
+        " of one microbatch see each other, and training would silently go wrong;"
+        f" {remedy}"
     )

@@ -1,13 +1,13 @@
-"""Log-probs and entropy of tokens, straight from hidden states, a chunk of tokens at a time.
+"""Log-probs and entropy of tokens from hidden states, one chunk of tokens at a time.
 
-The logits of all T tokens never exist together: forward and backward each hold those of
-`chunk_size` tokens, and the backward computes them again. Softmax and log are float32 whatever the
-hidden states are.
+The logits of all T tokens never exist together: forward and backward each materialise those of
+`chunk_size` tokens, and the backward recomputes them. Softmax and log are float32 whatever the
+dtype of the hidden states is.
 
-Where the vocabulary is sharded over ranks, each keeps the logits of its own rows of the output
-embedding and reduces them to four numbers per token (five with a sampling filter). Those are
-gathered once, after the last chunk; the backward sums the hidden states' gradient once. No tensor
-of vocabulary size is communicated.
+Where the vocabulary is sharded over ranks, each rank computes the logits of its own rows of the
+output embedding and reduces them to four numbers per token (five with a sampling filter). Those are
+all-gathered once, after the last chunk; the backward all-reduces the hidden states' gradient once.
+No tensor of vocabulary size is communicated.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.sampling_filter import SamplingFilter
 
 _LOWEST = torch.finfo(torch.float32).min / 4
-"""Stands for -inf where a difference is taken: its exp is 0 all the same, and no NaN comes of
-it.
-"""
+"""Replaces -inf where a difference is taken: its exp is 0 too, and -inf - -inf would be NaN."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank holds the output embedding's rows from `start` on; the ranks of `group` together
-    hold each row once.
+    """Rows of the output embedding on this rank; each row is on one rank of `group`.
 
-    Shards may differ in size and be empty. With `partial_hidden_grad` the gradient of the hidden
-    states stays this rank's part of it, for a caller that sums the parts itself (the backward of
-    sequence parallelism does).
+    Shards may differ in size and may be empty.
     """
 
     group: dist.ProcessGroup
     start: int
+    """First vocabulary row of this rank."""
     partial_hidden_grad: bool = False
+    """Do not all-reduce the gradient of the hidden states, because the caller does: the backward of
+    sequence parallelism reduce-scatters it.
+    """
 
 
 def token_logprobs(
@@ -57,20 +56,21 @@ def token_logprobs(
     vocab: VocabShard | None = None,
     token_filter: SamplingFilter | None = None,
 ) -> TokenLogprobs:
-    """Log-prob of `labels` [T] and, with `with_entropy`, the entropy of each distribution; float32
-    [T], with gradient.
+    """Return the log-prob of `labels` and, with `with_entropy`, the entropy; float32 [T] each.
 
-    `hidden` [T, D] are the last hidden states, `weight` [V, D] and `bias` [V] the output embedding;
-    the distribution is softmax((hidden @ weight.T + bias) / temperature). Memory is of the order of
-    chunk_size x V.
+    `hidden` [T, D] are the last hidden states, `labels` int64 [T], `weight` [V, D] and `bias` [V]
+    the output embedding. The distribution is softmax((hidden @ weight.T + bias) / temperature).
+    Both results have a gradient. Memory is of the order of chunk_size x V.
 
     With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the
-    same on all its ranks, and so are the results, to the bit.
+    same on all its ranks, and the results are bit-equal on them.
 
     With `token_filter`, `logprobs` are those of the filtered, renormalized distribution. The label
-    is always kept, so its log-prob is finite. Which tokens are kept is a constant for the gradient.
-    `unfiltered_logprobs` and `entropy` are those of the whole distribution. This needs two to three
-    more float32 [chunk_size, V].
+    is always kept, so its log-prob is finite. The set of kept tokens is a constant for the
+    gradient. `unfiltered_logprobs` and `entropy` are those of the unfiltered distribution. This
+    needs two to three more float32 [chunk_size, V].
+
+    Raises ValueError for a temperature that is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
@@ -86,18 +86,24 @@ def token_logprobs(
 
 
 def scatter_logprobs(outputs: TokenLogprobs, positions: Tensor, size: int) -> TokenLogprobs:
-    """`outputs` of T positions as [size], each at its index in `positions` [T] and 0 elsewhere."""
+    """Scatter `outputs` [T] to [size], to the indices `positions` int64 [T]; 0 elsewhere."""
 
-    def spread(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.new_zeros(size).index_copy(0, positions, values)
+    def scatter(values: Tensor) -> Tensor:
+        return values.new_zeros(size).index_copy(0, positions, values)
 
-    logprobs = spread(outputs.logprobs)
-    assert logprobs is not None
-    return TokenLogprobs(logprobs, spread(outputs.entropy), spread(outputs.unfiltered_logprobs))
+    entropy = outputs.entropy
+    unfiltered = outputs.unfiltered_logprobs
+    return TokenLogprobs(
+        scatter(outputs.logprobs),
+        None if entropy is None else scatter(entropy),
+        None if unfiltered is None else scatter(unfiltered),
+    )
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With z = logits / temperature: l = z[label] - lse(z), H = lse(z) - sum p z;
+    """Log-prob l, entropy H and filtered log-prob l_f, with recomputation in the backward.
+
+    With z = logits / temperature: l = z[label] - lse(z), H = lse(z) - sum p z;
     dl/dz = onehot(label) - p and dH/dz = -p (log p + H).
 
     Filtered: l_f = z[label] - lse(z of the kept tokens) and dl_f/dz = onehot(label) - p_f, where
@@ -118,21 +124,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         token_filter: SamplingFilter | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
-        labels = labels if vocab is None else labels - vocab.start
+        if vocab is not None:
+            labels = labels - vocab.start
         num_sums = 4 if token_filter is None else 5
         sums = torch.empty((num_sums, num_tokens), dtype=torch.float32, device=hidden.device)
         thresholds = None if token_filter is None else torch.empty_like(sums[0])
         for start in range(0, num_tokens, chunk_size):
-            part = slice(start, start + chunk_size)
-            logits = _scaled_logits(hidden[part], weight, bias, temperature)
-            owned = _Owned.of(labels[part], vocab, weight)
-            is_cut = None
+            chunk = slice(start, start + chunk_size)
+            logits = _scaled_logits(hidden[chunk], weight, bias, temperature)
+            local_labels = _LocalLabels.of(labels[chunk], vocab, weight)
+            is_removed = None
             if token_filter is not None and thresholds is not None:
-                thresholds[part] = token_filter.thresholds(
-                    logits, None if vocab is None else vocab.group
-                )
-                is_cut = owned.cut(logits, thresholds[part])
-            _reduce(logits, owned, sums[:, part], with_entropy, is_cut)
+                group = None if vocab is None else vocab.group
+                thresholds[chunk] = token_filter.thresholds(logits, group)
+                is_removed = local_labels.removed(logits, thresholds[chunk])
+            _reduce(logits, local_labels, sums[:, chunk], with_entropy, is_removed)
         gathered = _gather(sums, vocab)
         logprobs, logsumexp, entropy = _combine(gathered, with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
@@ -141,12 +147,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass
         )
-        ctx.temperature, ctx.chunk_size, ctx.with_entropy, ctx.vocab = (
-            temperature,
-            chunk_size,
-            with_entropy,
-            vocab,
-        )
+        ctx.temperature = temperature
+        ctx.chunk_size = chunk_size
+        ctx.with_entropy = with_entropy
+        ctx.vocab = vocab
+        # Outputs without gradient then give None in the backward, and their terms are skipped.
         ctx.set_materialize_grads(False)
         return logprobs, entropy, kept_logprobs
 
@@ -164,29 +169,32 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if not ctx.with_entropy:
             grad_entropy = None
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        num_tokens, chunk_size = hidden.shape[0], ctx.chunk_size
+        num_tokens = hidden.shape[0]
+        chunk_size = ctx.chunk_size
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Chunks add up in float32; a single chunk needs no second buffer.
+        # Several chunks are summed in float32; a single chunk needs no such buffer.
         sum_dtype = weight.dtype if num_tokens <= chunk_size else torch.float32
-        grad_weight = (
-            torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device)
-            if needs_weight
-            else None
-        )
-        grad_bias = (
-            torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
-        )
+        grad_weight = None
+        if needs_weight:
+            grad_weight = torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device)
+        grad_bias = None
+        if needs_bias:
+            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start in range(0, num_tokens, chunk_size):
             part = slice(start, start + chunk_size)
+            entropy_part = None
+            if grad_entropy is not None:
+                entropy_part = (grad_entropy[part], entropy[part])
+            kept_part = None
+            if grad_kept is not None and thresholds is not None:
+                kept_part = _KeptGradient(thresholds[part], grad_kept[part], log_inverse_mass[part])
             gradient = _logits_gradient(
                 _scaled_logits(hidden[part], weight, bias, ctx.temperature),
-                _Owned.of(labels[part], ctx.vocab, weight),
+                _LocalLabels.of(labels[part], ctx.vocab, weight),
                 logsumexp[part],
                 None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else (grad_entropy[part], entropy[part]),
-                None
-                if grad_kept is None or thresholds is None
-                else _KeptGradient(thresholds[part], grad_kept[part], log_inverse_mass[part]),
+                entropy_part,
+                kept_part,
             ).div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
@@ -204,16 +212,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
-class _Owned(NamedTuple):
-    """Which labels of a chunk are among this rank's rows of the vocabulary."""
+class _LocalLabels(NamedTuple):
+    """Labels of a chunk as rows of this rank's vocabulary shard."""
 
     index: Tensor
-    """int64 [chunk, 1]: the label's row here, some row where it has none."""
+    """int64 [chunk, 1]: the label's local row; 0 where the label is on another rank."""
     mask: Tensor | None
-    """bool [chunk, 1]; None if all are."""
+    """bool [chunk, 1]: True where the label is on this rank; None if all are."""
 
     @classmethod
-    def of(cls, labels: Tensor, vocab: VocabShard | None, weight: Tensor) -> _Owned:
+    def of(cls, labels: Tensor, vocab: VocabShard | None, weight: Tensor) -> _LocalLabels:
+        """Build from `labels` [chunk], which are relative to this rank's first row."""
         labels = labels[:, None]
         if vocab is None:
             return cls(labels, None)
@@ -221,51 +230,57 @@ class _Owned(NamedTuple):
         return cls(labels.where(mask, 0), mask)
 
     def pick(self, logits: Tensor) -> Tensor:
-        """[chunk]: the label's logit, -inf where another rank has it."""
+        """Return the label's logit [chunk], -inf where another rank has it."""
         if logits.shape[1] == 0:
             return logits.new_full((len(logits),), float("-inf"))
         picked = logits.gather(1, self.index)
-        return (picked if self.mask is None else picked.where(self.mask, float("-inf"))).squeeze(1)
+        if self.mask is not None:
+            picked = picked.where(self.mask, float("-inf"))
+        return picked.squeeze(1)
 
-    def cut(self, logits: Tensor, thresholds: Tensor) -> Tensor:
-        """bool [chunk, V]: tokens below their position's threshold, except the label."""
-        is_cut = logits < thresholds[:, None]
+    def removed(self, logits: Tensor, thresholds: Tensor) -> Tensor:
+        """Return bool [chunk, V]: True for tokens below the threshold [chunk], except the label."""
+        is_removed = logits < thresholds[:, None]
         if logits.shape[1] == 0:
-            return is_cut
-        label_is_cut = torch.zeros_like(self.index, dtype=torch.bool)
-        if self.mask is not None:  # the index of a label of another rank is that of some token here
-            label_is_cut = is_cut.gather(1, self.index) & ~self.mask
-        return is_cut.scatter_(1, self.index, label_is_cut)
+            return is_removed
+        label_is_removed = torch.zeros_like(self.index, dtype=torch.bool)
+        if self.mask is not None:
+            # Index 0 stands for a label of another rank; local token 0 keeps its own value there.
+            label_is_removed = is_removed.gather(1, self.index) & ~self.mask
+        return is_removed.scatter_(1, self.index, label_is_removed)
 
     def add_to(self, gradient: Tensor, values: Tensor) -> Tensor:
-        """Add `values` [chunk] in place where the labels' logits are."""
+        """Add `values` [chunk] in place to the labels' entries of `gradient` [chunk, V]."""
         if gradient.shape[1] == 0:
             return gradient
         values = values[:, None]
-        return gradient.scatter_add_(
-            1, self.index, values if self.mask is None else values.where(self.mask, 0.0)
-        )
+        if self.mask is not None:
+            values = values.where(self.mask, 0.0)
+        return gradient.scatter_add_(1, self.index, values)
 
 
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
-    """float32 [chunk, V], a fresh tensor that the caller may overwrite."""
+    """Return float32 logits [chunk, V], a new tensor that the caller may overwrite."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _reduce(
-    logits: Tensor, owned: _Owned, sums: Tensor, with_entropy: bool, is_cut: Tensor | None
+    logits: Tensor,
+    labels: _LocalLabels,
+    sums: Tensor,
+    with_entropy: bool,
+    is_removed: Tensor | None,
 ) -> None:
-    """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V]; the logits are
-    overwritten.
+    """Write to `sums` [4 or 5, chunk] the sums over `logits` [chunk, V], which are overwritten.
 
-    With s = z - max z over the rows here: max z, z[label], sum exp(s), with entropy sum exp(s) s,
-    and with `is_cut` sum exp(s) of the tokens that are not cut.
+    With s = z - max z over this rank's rows: max z, z[label], sum exp(s), with entropy
+    sum exp(s) s, and with `is_removed` sum exp(s) of the tokens that are kept.
     """
     highest, picked, total, product = sums[:4]
-    picked.copy_(owned.pick(logits))
+    picked.copy_(labels.pick(logits))
     if logits.shape[1] == 0:
         highest.fill_(_LOWEST)
     else:
@@ -274,28 +289,28 @@ def _reduce(
     shifted = logits.sub_(highest[:, None])
     exponentials = shifted.exp() if with_entropy else shifted.exp_()
     torch.sum(exponentials, dim=1, out=total)
-    if is_cut is not None:
-        torch.sum(exponentials.masked_fill(is_cut, 0.0), dim=1, out=sums[4])
+    if is_removed is not None:
+        torch.sum(exponentials.masked_fill(is_removed, 0.0), dim=1, out=sums[4])
     if with_entropy:
-        # exp(-inf) * -inf is 0 here.
+        # The limit of exp(s) s for s -> -inf is 0, but 0 * -inf is NaN.
         torch.sum(exponentials.mul_(shifted).nan_to_num_(nan=0.0), dim=1, out=product)
 
 
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
-    """[ranks, 4 or 5, T] from each rank's [4 or 5, T]."""
-    return (
-        sums[None]
-        if vocab is None
-        else gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
-    )
+    """All-gather [ranks, 4 or 5, T] from each rank's [4 or 5, T]."""
+    if vocab is None:
+        return sums[None]
+    return gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log-sum-exp and entropy [T] (or []) of the whole vocabulary from what `_reduce`
-    wrote on each rank.
+    """Combine the ranks' sums of `_reduce` to log-prob, log-sum-exp and entropy, float32 [T] each.
+
+    Without `with_entropy` the entropy is empty.
     """
     highests, picked, totals, products = gathered[:, :4].unbind(1)
     highest = highests.amax(dim=0)
+    # Rescale each rank's sums from its own maximum to the global one.
     lag = highests - highest
     scale = lag.exp()
     total = (scale * totals).sum(dim=0)
@@ -311,12 +326,14 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
 def _combine_kept(
     gathered: Tensor, logprobs: Tensor, logsumexp: Tensor, *, is_filtered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob under the filtered distribution, and lse(z) - lse(z of the kept tokens); both [T],
-    or [] unfiltered.
+    """Return the filtered log-prob and lse(z) - lse(z of the kept tokens), float32 [T] each.
+
+    Both are empty without a filter.
     """
     if not is_filtered:
         return logprobs.new_empty(0), logprobs.new_empty(0)
-    highests, kept_totals = gathered[:, 0], gathered[:, 4]
+    highests = gathered[:, 0]
+    kept_totals = gathered[:, 4]
     highest = highests.amax(dim=0)
     kept = ((highests - highest).exp() * kept_totals).sum(dim=0).log()
     log_inverse_mass = logsumexp - (highest + kept)
@@ -324,7 +341,7 @@ def _combine_kept(
 
 
 class _KeptGradient(NamedTuple):
-    """What the gradient of filtered log-probs needs, each float32 [chunk]."""
+    """Inputs of the gradient of filtered log-probs, float32 [chunk] each."""
 
     thresholds: Tensor
     grad: Tensor
@@ -333,21 +350,22 @@ class _KeptGradient(NamedTuple):
 
 def _logits_gradient(
     logits: Tensor,
-    owned: _Owned,
+    labels: _LocalLabels,
     logsumexp: Tensor,
     grad_logprobs: Tensor | None,
     entropy: tuple[Tensor, Tensor] | None,
     kept: _KeptGradient | None,
 ) -> Tensor:
-    """[chunk, V] gradient of the scaled logits, written over `logits` where nothing else needs
-    them.
+    """Return the gradient of the scaled logits, float32 [chunk, V]; `logits` are overwritten.
+
+    `entropy` is (gradient, value) of the entropy. See `_ChunkedLogprobs` for the formulas.
     """
-    is_cut = None if kept is None else owned.cut(logits, kept.thresholds)
+    is_removed = None if kept is None else labels.removed(logits, kept.thresholds)
     log_probs = logits.sub_(logsumexp[:, None])
     scale = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs
     if entropy is None and kept is None:
         gradient = log_probs.exp_().mul_(-scale[:, None])
-        return owned.add_to(gradient, scale)
+        return labels.add_to(gradient, scale)
     probs = log_probs.exp()
     if entropy is None:
         inner = log_probs.copy_(scale[:, None].expand_as(log_probs))
@@ -357,11 +375,11 @@ def _logits_gradient(
         # nothing.
         inner = log_probs.clamp_(min=_LOWEST).add_(value[:, None])
         inner.mul_(grad_entropy[:, None]).add_(scale[:, None])
-    if kept is not None and is_cut is not None:
+    if kept is not None and is_removed is not None:
         scaled = (kept.grad * kept.log_inverse_mass.exp())[:, None].expand_as(inner)
-        inner.add_(scaled.masked_fill(is_cut, 0.0))
+        inner.add_(scaled.masked_fill(is_removed, 0.0))
         scale = scale + kept.grad
-    return owned.add_to(inner.mul_(probs).neg_(), scale)
+    return labels.add_to(inner.mul_(probs).neg_(), scale)
 
 
 def _accumulate(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

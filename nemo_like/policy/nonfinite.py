@@ -1,4 +1,4 @@
-"""Which rows of a skipped optimizer step had a loss that is not finite."""
+"""Loss of each row of a skipped optimizer step, to find those that are not finite."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nemo_like.losses import Loss, LossInputs
 
@@ -24,15 +25,15 @@ class SkippedStep:
 
 @torch.no_grad()
 def row_loss_sums(loss: Loss, inputs: LossInputs) -> list[float]:
-    """Summed loss of each of the R rows of a microbatch: the loss evaluated on the positions of
-    that row alone.
+    """Return the summed loss of each of the R rows of a microbatch.
 
-    Together the rows have the loss of the microbatch, as a loss is a sum over positions; a value
-    that is not finite shows which row caused it. Positions that are not trained are included: a
-    weight of 0 does not hide an infinity in them.
+    The loss is evaluated on the positions of one row at a time. It is a sum over positions, so the
+    rows add up to the loss of the microbatch, and a value that is not finite shows the row that
+    caused it.
     """
     sums = []
     for row in range(len(inputs.row_num_tokens)):
+        # Positions that are not trained are included: a weight of 0 times an infinity is NaN.
         positions = (inputs.row_ids == row).nonzero().squeeze(1)
         if len(positions) == 0:
             sums.append(0.0)
@@ -40,13 +41,15 @@ def row_loss_sums(loss: Loss, inputs: LossInputs) -> list[float]:
         part = dataclasses.replace(
             inputs,
             policy_logprobs=inputs.policy_logprobs[positions],
-            unfiltered_logprobs=None
-            if inputs.unfiltered_logprobs is None
-            else inputs.unfiltered_logprobs[positions],
+            unfiltered_logprobs=_select(inputs.unfiltered_logprobs, positions),
             token_mask=inputs.token_mask[positions],
             row_ids=inputs.row_ids[positions],
             columns={name: column[positions] for name, column in inputs.columns.items()},
-            entropy=None if inputs.entropy is None else inputs.entropy[positions],
+            entropy=_select(inputs.entropy, positions),
         )
         sums.append(float(loss(part).loss_sum))
     return sums
+
+
+def _select(values: Tensor | None, positions: Tensor) -> Tensor | None:
+    return None if values is None else values[positions]

@@ -1,6 +1,4 @@
-"""AdamW over whatever parameters an engine has, and the learning rate as a pure function of the
-optimizer step.
-"""
+"""AdamW, the learning-rate schedule, and the checks that gradients and weights are finite."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from torch import Tensor, nn
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 
 LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
-"""Numbers up to this, about 1.8e19, have squares that are finite in float32."""
+"""About 1.8e19: the square of any number up to this is finite in float32."""
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
-    """The rate of optimizer step `step` (0 is the first).
+    """Return the learning rate of optimizer step `step` (0 is the first).
 
-    Warm-up rises in equal parts so that step `warmup_steps` is the first at full rate; then
+    Warm-up rises linearly so that step `warmup_steps` is the first at full rate; then
     `cosine` and `linear` fall to `min_ratio`, reached at step `decay_steps` and kept.
 
     Example: lr 1, 3 steps of warm-up, linear, decay_steps 7, min_ratio 0: 0.25, 0.5, 0.75, 1, 0.75,
@@ -37,14 +35,15 @@ def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerCon
         )
     span = max(scheduler.decay_steps - scheduler.warmup_steps, 1)
     progress = min((step - scheduler.warmup_steps) / span, 1.0)
-    remaining = (
-        1.0 - progress if scheduler.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if scheduler.kind == "linear":
+        remaining = 1.0 - progress
+    else:
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
     return optimizer.lr * (scheduler.min_ratio + (1.0 - scheduler.min_ratio) * remaining)
 
 
 def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> PolicyConfig:
-    """`config` with a null `scheduler.decay_steps` replaced by the length of the whole run."""
+    """Replace a null `scheduler.decay_steps` of `config` by the number of steps of the run."""
     if config.scheduler.decay_steps is not None:
         return config
     scheduler = dataclasses.replace(config.scheduler, decay_steps=num_optimizer_steps)
@@ -54,55 +53,55 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> Polic
 def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: norms and biases, which have one dim, are not
-    decayed.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    """Build AdamW with weight decay on matrices only; norms and biases are not decayed."""
+    matrices = []
+    vectors = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
     groups = [
-        {
-            "params": [parameter for parameter in trained if parameter.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,  # one pass over memory; on CPU ten times faster than the loops
+        fused=True,  # one pass over memory; ten times faster on the CPU than the unfused loops
     )
 
 
 class NonFiniteError(RuntimeError):
-    """Weights or optimizer state are not finite or about to overflow; nothing may be saved or
-    exported from them.
+    """Weights or optimizer state are not finite or about to overflow.
+
+    Such a model is neither saved nor exported.
     """
 
 
 def clip_factor(norm: float, max_norm: float) -> float | None:
-    """Factor, at most 1, that scales gradients of global norm `norm` down to `max_norm`; a
-    `max_norm` of 0 never clips.
+    """Return the factor, at most 1, that scales gradients of norm `norm` down to `max_norm`.
 
-    None when the gradients must not be applied: `norm` is not finite, or above LARGEST, where the
-    squares that Adam's second moment sums overflow in float32.
+    A `max_norm` of 0 never clips. None means that the gradients must not be applied: `norm` is not
+    finite, or above LARGEST, where Adam's second moment would overflow in float32.
     """
     if not norm <= LARGEST:  # NaN compares false
         return None
-    return max_norm / (norm + 1e-6) if 0 < max_norm < norm else 1.0
+    if 0 < max_norm < norm:
+        # As torch.nn.utils.clip_grad_norm_ does.
+        return max_norm / (norm + 1e-6)
+    return 1.0
 
 
 def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.float32).max) -> bool:
-    """Whether each element of each tensor is finite and its magnitude at most `largest`.
-
-    Reads each tensor once and fetches one number from the device.
-    """
-    extremes = [
-        extreme.float()
-        for tensor in tensors
-        if tensor.numel() > 0
-        for extreme in tensor.detach().aminmax()
-    ]
-    return not extremes or bool(
-        (torch.stack(extremes).abs() <= largest).all()
-    )  # a comparison with NaN is False
+    """Return True if every element is finite and its magnitude at most `largest`."""
+    extremes: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            # One pass over the tensor; NaN propagates to both.
+            lowest, highest = tensor.detach().aminmax()
+            extremes += [lowest.float(), highest.float()]
+    if not extremes:
+        return True
+    # One transfer from the device for all tensors. A comparison with NaN is False.
+    return bool((torch.stack(extremes).abs() <= largest).all())

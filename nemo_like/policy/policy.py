@@ -1,5 +1,4 @@
-"""The driver's side of the policy: it plans batches, sends each dp rank its rows once, and asks the
-workers.
+"""Driver side of the policy: plans batches, sends each dp rank its rows once, calls the workers.
 
 Everything here is small and on the CPU; nothing imports a model.
 """
@@ -20,6 +19,7 @@ from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, unshard
+from nemo_like.distributed.worker_calls import call_all, call_sharded
 from nemo_like.distributed.worker_group import Handle, WorkerGroup, onloaded
 from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
@@ -27,23 +27,23 @@ from nemo_like.metrics import Metrics
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.policy.worker import PolicyInfo
+from nemo_like.policy.worker_protocol import PolicyInfo, PolicyWorkerProtocol
 from nemo_like.shared_directory import check_shared
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """Rows that already are where they will be used."""
+    """A batch whose rows are stored once per dp rank, for any number of calls."""
 
     plan: BatchPlan
     shards: tuple[Handle, ...]
     """One per dp rank."""
     names: frozenset[str]
-    """Columns the shards hold."""
+    """Columns of the shards."""
 
 
 class Policy:
-    """The model that learns, spread over the workers of `group`."""
+    """The model that is trained, on the workers of `group`."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Policy:
     @cached_property
     def info(self) -> PolicyInfo:
         """Size and cost of the model, and the workers' speed."""
-        return self.group.run_all_workers("info")[0]
+        return call_all(self.group, PolicyWorkerProtocol.info)[0]
 
     def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
-        """Which rows of a batch form which microbatch on which rank, from their lengths alone.
+        """Assign rows to microbatches and microbatches to dp ranks, from row lengths alone.
 
-        To `evaluate`, the whole batch is one step under the log-prob budget. Raises ValueError for a
-        row above the cap where `policy.oversize_rows` is `error`.
+        With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
+        for a row above the token limit where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
             self.config,
@@ -81,21 +81,20 @@ class Policy:
         return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
 
     def shard(self, batch: BatchedDataDict, plan: BatchPlan) -> ShardedBatch:
-        """Give each dp rank its rows of `batch`, unpadded, for any number of calls of score, train
-        and evaluate.
+        """Store each dp rank's rows of `batch`, unpadded.
+
+        The result serves any number of calls of compute_logprobs, train and evaluate.
         """
-        shards = batch.shard(plan, self._score_plan(plan))
-        return ShardedBatch(
-            plan, tuple(self.group.put(shard) for shard in shards), frozenset(batch)
-        )
+        shards = batch.shard(plan, self._logprob_plan(plan))
+        handles = tuple(self.group.put(shard) for shard in shards)
+        return ShardedBatch(plan, handles, frozenset(batch))
 
     def compute_logprobs(self, sharded: ShardedBatch) -> dict[str, Jagged]:
-        """`prev_logprobs` (and `reference_logprobs` where there is a reference), rows in the
-        batch's order.
+        """Return `prev_logprobs`, and `reference_logprobs` with a reference, in batch order.
 
         Float32 per token, at the sampling temperature; 0 for tokens that are not trained.
         """
-        parts = self.group.run_all_workers_sharded_data("compute_logprobs", sharded.shards)
+        parts = call_sharded(self.group, PolicyWorkerProtocol.compute_logprobs, sharded.shards)
         outputs = {}
         for name in parts[0]:
             column = unshard([part[name] for part in parts], sharded.plan)
@@ -106,85 +105,84 @@ class Policy:
     def train(
         self, sharded: ShardedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
     ) -> list[Metrics]:
-        """One optimizer step per global batch of the plan, and the metrics of each.
+        """Take one optimizer step per global batch of the plan; returns the metrics of each.
 
-        Of `columns` (rows in the batch's order) only those travel that the sharded batch does not
-        have.
+        `columns` are in batch order; those that the sharded batch already has are not sent again.
         """
-        new = {
+        new_columns = {
             name: column for name, column in (columns or {}).items() if name not in sharded.names
         }
-        rows = [sharded.plan.rows_of_rank(dp_rank) for dp_rank in range(self.group.topology.dp)]
-        parts = [{name: take_rows(column, mine) for name, column in new.items()} for mine in rows]
-        return self.group.run_all_workers_sharded_data("train", sharded.shards, parts, loss=loss)[0]
+        parts = []
+        for dp_rank in range(self.group.topology.dp):
+            rows = sharded.plan.rows_of_rank(dp_rank)
+            parts.append({name: take_rows(column, rows) for name, column in new_columns.items()})
+        # The metrics are equal on all dp ranks.
+        return call_sharded(
+            self.group, PolicyWorkerProtocol.train, sharded.shards, parts, loss=loss
+        )[0]
 
     def skipped_steps(self, sharded: ShardedBatch) -> list[SkippedStep]:
-        """The optimizer steps of the last `train` that were skipped, with the loss of each row of
-        the batch in them.
-        """
-        parts = self.group.run_all_workers_sharded_data("skipped_steps")
-        rows = [
-            sharded.plan.rows_of_rank(dp_rank).tolist() for dp_rank in range(self.group.topology.dp)
-        ]
-        return [
-            dataclasses.replace(
-                of_ranks[0],
-                row_losses={
-                    mine[row]: loss
-                    for mine, step in zip(rows, of_ranks, strict=True)
-                    for row, loss in step.row_losses.items()
-                },
-            )
-            for of_ranks in zip(*parts, strict=True)
-        ]
+        """Return the skipped steps of the last `train`, with losses by row of the batch."""
+        steps_of_ranks = call_sharded(self.group, PolicyWorkerProtocol.skipped_steps)
+        skipped = []
+        for ranks in zip(*steps_of_ranks, strict=True):
+            row_losses: dict[int, float] = {}
+            for dp_rank, step in enumerate(ranks):
+                # A worker knows its rows by their index in the shard.
+                batch_rows = sharded.plan.rows_of_rank(dp_rank).tolist()
+                for row, loss in step.row_losses.items():
+                    row_losses[batch_rows[row]] = loss
+            skipped.append(dataclasses.replace(ranks[0], row_losses=row_losses))
+        return skipped
 
     def evaluate(self, sharded: ShardedBatch, loss: Loss) -> Metrics:
-        """The loss's metrics over the sharded rows, without training on them."""
-        return self.group.run_all_workers_sharded_data("evaluate", sharded.shards, loss=loss)[0]
+        """Return the loss's metrics over the sharded rows, without training on them."""
+        metrics = call_sharded(self.group, PolicyWorkerProtocol.evaluate, sharded.shards, loss=loss)
+        return metrics[0]
 
     def onloaded(self) -> AbstractContextManager[None]:
-        """The model is on its device inside, and in host memory outside."""
+        """Keep the model on its device inside the block, and in host memory after it."""
         return onloaded(self.group)
 
     def probe_isolation(self) -> IsolationReport:
-        """Raises WorkerError, its cause an IsolationError, if rows of one microbatch of this model
-        see each other.
+        """Check that rows of one microbatch of this model do not see each other.
+
+        Raises WorkerError with an IsolationError as cause if they do.
         """
-        return self.group.run_all_workers("probe_isolation")[self.group.topology.output_rank(0)]
+        reports = call_all(self.group, PolicyWorkerProtocol.probe_isolation)
+        # Only the last pipeline stage has log-probs to compare.
+        return reports[self.group.topology.output_rank(0)]
 
     def check_shared_directory(self, directory: Path) -> None:
-        """Raise ConfigError unless the driver and every worker read and write the same
-        `directory`.
-        """
-        locations = getattr(self.group, "locations", ())  # workers in this process have none
-        check_shared(
-            directory,
-            lambda folder, token: self.group.run_all_workers(
-                "answer_directory_probe", folder, token
-            ),
-            [location.ip for location in locations],
-        )
+        """Raise ConfigError unless the driver and every worker see the same `directory`."""
+
+        def probe_workers(folder: str, token: str) -> list[str]:
+            return call_all(self.group, PolicyWorkerProtocol.answer_directory_probe, folder, token)
+
+        # Workers in this process have no locations.
+        locations = getattr(self.group, "locations", ())
+        check_shared(directory, probe_workers, [location.ip for location in locations])
 
     def save(self, directory: Path) -> list[dict[str, FileRecord]]:
-        """Weights, optimizer and schedule into `directory`, every rank its part; returns the files
-        of each rank.
-        """
-        return self.group.run_all_workers("save", str(directory.resolve()))
+        """Save weights and optimizer state, each rank its shard; returns the files of each rank."""
+        return call_all(self.group, PolicyWorkerProtocol.save, str(directory.resolve()))
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, with this or another number of ranks."""
-        self.group.run_all_workers("load", str(directory.resolve()))
+        """Load what `save` wrote with any number of ranks."""
+        call_all(self.group, PolicyWorkerProtocol.load, str(directory.resolve()))
 
     def export_hf(self, directory: Path) -> None:
-        """A model directory that transformers loads."""
-        self.group.run_all_workers("export_hf", str(directory.resolve()))
+        """Write a model directory that transformers loads."""
+        call_all(self.group, PolicyWorkerProtocol.export_hf, str(directory.resolve()))
 
     def shutdown(self) -> None:
+        """Stop the workers."""
         self.group.shutdown()
 
-    def _score_plan(self, plan: BatchPlan) -> BatchPlan | None:
-        """The same rows on the same ranks under the log-prob budget; None where one plan serves
-        both.
+    def _logprob_plan(self, plan: BatchPlan) -> BatchPlan | None:
+        """Plan the same rows on the same ranks under the log-prob budget.
+
+        None where the budgets are equal, so that one plan serves both passes.
         """
         max_tokens, max_rows = microbatch_budget(self.config, "evaluate")
         if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):

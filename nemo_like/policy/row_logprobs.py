@@ -1,6 +1,4 @@
-"""Log-probs of rows out of any engine: each rank's share of every microbatch, brought together and
-cut into rows.
-"""
+"""Log-probs per row from any engine, gathered over the context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -28,22 +26,22 @@ def compute_row_logprobs(
     temperature: float = 1.0,
     token_filter: SamplingFilter | None = None,
 ) -> list[Jagged]:
-    """One Jagged of float32 log-probs per microbatch, its rows in their order; 0 where `label_mask`
-    is False.
+    """Return one Jagged of float32 log-probs per microbatch; 0 where `label_mask` is False.
 
-    Every rank calls; on pipeline stages but the last the list is empty.
+    Every rank calls. The list is empty on all pipeline stages but the last.
     """
 
-    def in_rows(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[Tensor | None, Jagged]:
-        return None, unpack_tokens(_in_order(engine, inputs, outputs.logprobs), inputs)
+    def to_rows(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[Tensor | None, Jagged]:
+        in_order = _gather_in_order(engine, inputs, outputs.logprobs)
+        return None, unpack_tokens(in_order, inputs)
 
     return engine.run(
-        microbatches, in_rows, backward=False, temperature=temperature, token_filter=token_filter
+        microbatches, to_rows, backward=False, temperature=temperature, token_filter=token_filter
     )
 
 
-def _in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:
-    """[num_tokens] from this rank's share [T] of them."""
+def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:
+    """Gather [num_tokens], in the order of the pack, from this rank's share [T]."""
     if inputs.cp_size == 1:
         return values
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)

@@ -19,13 +19,14 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
-from nemo_like.policy.attention import _flash_varlen, _segmented, _Spans, varlen_attention
+from nemo_like.policy.attention import _flash_varlen, varlen_attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.context_parallel import _make_exchange
 from nemo_like.policy.device_flops import peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
+from nemo_like.policy.segment_attention import Spans, segment_attention
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.conftest import model_dir  # noqa: F401  (a fixture)
 from tests.policy.test_attention import boundaries, random_qkv
@@ -82,8 +83,8 @@ def test_query_chunks_of_a_shared_row_see_what_is_before_them(cp_rank: int, wind
 
     def run(device: str, dtype: torch.dtype) -> list[Tensor]:
         parts = [tensor.to(device, dtype).requires_grad_() for tensor in (q, k, v)]
-        attend = _flash_varlen if device == "cuda" else _segmented
-        sharded = _Spans(spans[0].to(device), spans[1].to(device), *spans[2:])
+        attend = _flash_varlen if device == "cuda" else segment_attention
+        sharded = Spans(spans[0].to(device), spans[1].to(device), *spans[2:])
         out = attend(parts[0], parts[1], parts[2], sharded, 0.125, window, True)
         return [
             tensor.float().cpu()

@@ -12,8 +12,8 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
+from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.dtensor import engine as dtensor_engine
 from nemo_like.policy.dtensor import model as dtensor_model
 from tests.policy.dtensor.test_layouts import Rank
 from tests.policy.tiny import random_batch, run_ranks
@@ -56,15 +56,17 @@ def train_beside_a_slow_rank(
     waits for it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtensor_engine, "ComputeClock", WallClock)
-        patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)  # collectives in every microbatch
+        patch.setattr(engine_base, "ComputeClock", WallClock)
+        patch.setattr(
+            dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0
+        )  # collectives in every microbatch
         process_groups.init_process_group(worker_context)
         try:
             rank = Rank(worker_context, ParallelConfig())
             worker = rank.worker(config)
             engine: Any = worker._policy
             if worker_context.rank == 0:
-                engine._scorer.causal_lm.base_model.register_forward_hook(
+                engine._model.causal_lm.base_model.register_forward_hook(
                     lambda *_: time.sleep(delay_s)
                 )
             (metrics,) = worker.train(rank.shard(config, random_batch(LENGTHS)), None, NllLoss())

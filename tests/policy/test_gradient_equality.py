@@ -182,7 +182,7 @@ def train_once_in_shards(
     each microbatch.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtensor_model, "WHOLE_BYTES_ON_CPU", 0)
+        patch.setattr(dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0)
         return train_once(worker_context, config, batch, loss, out)
 
 

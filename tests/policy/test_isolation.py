@@ -86,7 +86,7 @@ def test_a_model_that_mixes_rows_is_stopped(broken, layout, message, model_dir):
 
 def test_positions_that_do_not_restart_are_noticed(model_dir):
     shifted = engine(model_dir("llama"))
-    rotary: Any = shifted._scorer.causal_lm.base_model.rotary_emb
+    rotary: Any = shifted._model.causal_lm.base_model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(
         x, torch.arange(x.shape[1])[None].expand(x.shape[:2]) ** 2

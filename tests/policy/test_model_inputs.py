@@ -15,7 +15,6 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.policy.model_inputs import (
     ModelInputs,
     build_inputs,
-    cp_chunk_positions,
     cp_gather_positions,
     cp_shard_positions,
     num_predicted_tokens,
@@ -174,8 +173,8 @@ def test_a_short_token_column_is_named() -> None:
 
 def test_cp_worked_example_of_six_tokens() -> None:
     """Length 6 on 2 ranks: padded to 8, chunks 01|23|45|pp go to ranks 0, 1, 1, 0."""
-    assert cp_chunk_positions(8, cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7]
-    assert cp_chunk_positions(8, cp_size=2, cp_rank=1).tolist() == [2, 3, 4, 5]
+    assert cp_shard_positions([8], cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7]
+    assert cp_shard_positions([8], cp_size=2, cp_rank=1).tolist() == [2, 3, 4, 5]
 
 
 def test_cp_worked_example_of_four_rows() -> None:

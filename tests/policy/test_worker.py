@@ -290,4 +290,4 @@ def test_a_model_whose_files_lack_a_weight_is_one_sentence(model_dir, tmp_path: 
     with pytest.raises(
         ConfigError, match=rf"policy\.model_name=.*model lacks 1 weights, among them {name}$"
     ):
-        dtensor_model._read(str(path))
+        dtensor_model._load(str(path))

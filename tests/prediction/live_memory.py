@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.model import TokenScorer, decoder_layers
+from nemo_like.policy.dtensor.model import LogprobModel, decoder_layers
 from nemo_like.policy.model_inputs import ModelInputs
 
 
@@ -40,16 +40,16 @@ def peak_bytes(
     model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, checkpointing: bool
 ) -> int:
     """Peak of what a step needs besides weights and gradients."""
-    scorer = TokenScorer(model, chunk_size, Groups())
+    logprob_model = LogprobModel(model, chunk_size, Groups())
     layers = decoder_layers(model)
     if checkpointing:
         for layer in layers:
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-    for parameter in scorer.parameters():
+    for parameter in logprob_model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveStorage() as live:
-        logprobs = scorer(inputs, 1.0, False, None).logprobs
+        logprobs = logprob_model(inputs, 1.0, False, None).logprobs
         logprobs.sum().backward()
     return live.peak

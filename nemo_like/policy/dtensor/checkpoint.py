@@ -1,6 +1,4 @@
-"""The DTensor engine's side of the sharded checkpoint: which blocks a rank writes, and reading its
-own back in place.
-"""
+"""Checkpoints of the DTensor engine: the blocks that a rank writes, and reading in place."""
 
 from __future__ import annotations
 
@@ -13,71 +11,84 @@ from torch import Tensor
 from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT, Block, CheckpointReader
-from nemo_like.policy.dtensor.parameters import Weight, local
+from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 
 
 def save(
     directory: Path,
-    weights: Sequence[Weight],
+    parameters: Sequence[ShardedParameter],
     optimizer: torch.optim.Optimizer,
     *,
     rank: int,
     num_optimizer_steps: int,
     barrier: Callable[[], None],
 ) -> dict[str, FileRecord]:
-    """Write the blocks that this rank owns. Called by every rank; returns this rank's files."""
+    """Write the blocks that this rank owns; every rank calls. Returns this rank's files."""
     return sharded_checkpoint.save(
         directory,
-        _blocks(weights, optimizer),
+        _blocks(parameters, optimizer),
         rank=rank,
         num_optimizer_steps=num_optimizer_steps,
         barrier=barrier,
         has_moments=len(optimizer.state) > 0,
-        shapes=_shapes(weights),
+        shapes=_shapes(parameters),
     )
 
 
-def load(directory: Path, weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> int:
-    """Restore in place what any engine saved in any layout; returns the optimizer steps taken.
+def load(
+    directory: Path, parameters: Sequence[ShardedParameter], optimizer: torch.optim.Optimizer
+) -> int:
+    """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
 
-    Raises ValueError for a folder that is no such checkpoint or one of another model.
+    Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
+    another model.
     """
     optimizer.state.clear()
     with sharded_checkpoint.open_checkpoint(directory) as reader:
-        reader.check_model(_shapes(weights))
-        for weight in weights:
-            _restore(reader, WEIGHT, weight, weight.parameter)
+        reader.check_model(_shapes(parameters))
+        for sharded in parameters:
+            _read_into(sharded.parameter, reader, WEIGHT, sharded)
             if reader.has_moments:
-                # A step counter of its own for each parameter: a shared tensor would be advanced
-                # once per parameter.
-                state = {
-                    "step": torch.tensor(
-                        float(reader.num_optimizer_steps), device=weight.parameter.device
-                    )
-                }
-                for moment in MOMENTS:
-                    state[moment] = torch.zeros_like(weight.parameter, requires_grad=False)
-                    _restore(reader, moment, weight, state[moment])
-                optimizer.state[weight.parameter] = state
+                optimizer.state[sharded.parameter] = _read_state(reader, sharded)
         return reader.num_optimizer_steps
 
 
-def _blocks(weights: Sequence[Weight], optimizer: torch.optim.Optimizer) -> Iterator[Block]:
-    for weight in weights:
-        if weight.is_counted_here:
-            offset, _ = weight.block()
-            state = optimizer.state.get(weight.parameter, {})
-            for kind, tensor in (
-                (WEIGHT, weight.parameter),
-                *((moment, state[moment]) for moment in MOMENTS if state),
-            ):
-                yield Block(f"{kind}/{weight.name}", weight.cut.full_shape, offset, local(tensor))
+def _read_state(reader: CheckpointReader, sharded: ShardedParameter) -> dict[str, Tensor]:
+    parameter = sharded.parameter
+    # One step counter per parameter: a shared tensor would be advanced once per parameter.
+    step = torch.tensor(float(reader.num_optimizer_steps), device=parameter.device)
+    state = {"step": step}
+    for moment in MOMENTS:
+        state[moment] = torch.zeros_like(parameter, requires_grad=False)
+        _read_into(state[moment], reader, moment, sharded)
+    return state
 
 
-def _restore(reader: CheckpointReader, kind: str, weight: Weight, target: Tensor) -> None:
-    offset, shape = weight.block()
-    local(target).copy_(reader.read(f"{kind}/{weight.name}", offset, shape))
+def _read_into(
+    target: Tensor, reader: CheckpointReader, kind: str, sharded: ShardedParameter
+) -> None:
+    """Copy this rank's shard of `kind` (weight or moment) into `target`."""
+    offset, shape = sharded.block()
+    local_shard(target).copy_(reader.read(f"{kind}/{sharded.name}", offset, shape))
 
 
-def _shapes(weights: Sequence[Weight]) -> dict[str, tuple[int, ...]]:
-    return {weight.name: weight.cut.full_shape for weight in weights}
+def _blocks(
+    parameters: Sequence[ShardedParameter], optimizer: torch.optim.Optimizer
+) -> Iterator[Block]:
+    """Yield this rank's blocks of weights and, after the first step, of both moments."""
+    for sharded in parameters:
+        if not sharded.is_owner:
+            continue
+        offset, _ = sharded.block()
+        tensors: dict[str, Tensor] = {WEIGHT: sharded.parameter}
+        state = optimizer.state.get(sharded.parameter)
+        if state:
+            for moment in MOMENTS:
+                tensors[moment] = state[moment]
+        for kind, tensor in tensors.items():
+            name = f"{kind}/{sharded.name}"
+            yield Block(name, sharded.spec.full_shape, offset, local_shard(tensor))
+
+
+def _shapes(parameters: Sequence[ShardedParameter]) -> dict[str, tuple[int, ...]]:
+    return {sharded.name: sharded.spec.full_shape for sharded in parameters}

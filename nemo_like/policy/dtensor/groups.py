@@ -1,4 +1,4 @@
-"""The process groups of one rank of the DTensor engine: whom it shares what with."""
+"""Process groups of one rank of the DTensor engine (world, dp, cp, dp x cp, tp)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nemo_like.policy.dtensor.parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Groups:
-    """A group is None where it would be this rank alone."""
+    """Process groups of this rank; None where this rank would be the only member."""
 
     world: dist.ProcessGroup | None = None
     dp: dist.ProcessGroup | None = None
     cp: dist.ProcessGroup | None = None
-    """The ranks that hold the other chunks of the same rows."""
+    """Ranks with the other chunks of the same rows."""
     dp_cp: dist.ProcessGroup | None = None
     tensor: TensorParallel | None = None
     fsdp_mesh: DeviceMesh | None = None
@@ -39,16 +39,14 @@ class Groups:
         sequence_parallel: bool,
         mixed_precision: bool,
     ) -> Groups:
-        """The groups of `rank`, in the process group that exists; every rank calls.
+        """Create the groups of `rank` in the default process group; every rank calls.
 
-        One process in float32 needs no process group. Mixed precision is FSDP's, so it takes a mesh
-        of one rank too.
+        Raises ConfigError for a pipeline.
         """
         if topology.pp > 1:
             raise ConfigError(
                 f"parallel.pipeline is {topology.pp}, but policy.engine dtensor has no pipeline:"
-                f" set it to 1, or policy.engine "
-                "to megatron"
+                " set it to 1, or policy.engine to megatron"
             )
         if topology.world_size == 1 and not mixed_precision:
             return cls()
@@ -58,16 +56,17 @@ class Groups:
         else:
             dp_cp = mesh["cp" if topology.cp > 1 else "dp"]
         has_replicas = topology.dp * topology.cp > 1
+        # FSDP implements mixed precision, so one process in mixed precision has a mesh of one rank.
+        needs_fsdp = has_replicas or mixed_precision
         tensor = None
         if topology.tp > 1:
-            tensor = TensorParallel(
-                mesh.get_group("tp"), topology.coordinates(rank).tp, topology.tp, sequence_parallel
-            )
+            tp_rank = topology.coordinates(rank).tp
+            tensor = TensorParallel(mesh.get_group("tp"), tp_rank, topology.tp, sequence_parallel)
         return cls(
             world=dist.group.WORLD if topology.world_size > 1 else None,
             dp=mesh.get_group("dp") if topology.dp > 1 else None,
             cp=mesh.get_group("cp") if topology.cp > 1 else None,
             dp_cp=dp_cp.get_group() if has_replicas else None,
             tensor=tensor,
-            fsdp_mesh=dp_cp if has_replicas or mixed_precision else None,
+            fsdp_mesh=dp_cp if needs_fsdp else None,
         )

@@ -1,6 +1,4 @@
-"""A Hugging Face causal LM as the module that is sharded: microbatch in, log-prob and entropy of
-each token out.
-"""
+"""A Hugging Face causal LM, sharded by tensor parallelism and FSDP2, that returns log-probs."""
 
 from __future__ import annotations
 
@@ -21,29 +19,32 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.policy import attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.parallel import Cut
+from nemo_like.policy.dtensor.parallel import ShardSpec
+from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
 from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.logprobs import VocabShard, scatter_logprobs, token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
 
-WHOLE_BYTES_ON_CPU = 4 << 30
-WHOLE_SHARE_OF_GPU = 1 / 8
-"""A model whose float32 weights are at most this stays whole on every rank within a step: one
-all-gather and one reduce-scatter per optimizer step instead of one per microbatch, for the memory
-of its weights and gradients."""
+MAX_UNSHARDED_BYTES_ON_CPU = 4 << 30
+MAX_UNSHARDED_SHARE_OF_GPU = 1 / 8
+"""Limit of a model's float32 weights, as bytes or as a share of GPU memory, up to which the model
+stays unsharded within a step. That takes one all-gather and one reduce-scatter per optimizer step
+instead of one per microbatch, at the cost of memory for unsharded weights and gradients.
+"""
 
 
-class TokenScorer(nn.Module):
-    """Backbone and output embedding under one root, so that FSDP has both at hand where log-probs
-    are computed.
+class LogprobModel(nn.Module):
+    """Backbone and output embedding under one FSDP root.
+
+    The log-probs are computed inside the root's forward, because only there the output embedding is
+    unsharded.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, groups: Groups) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk_size = chunk_size
         self.groups = groups
+        self._head = VocabularyHead(causal_lm, groups, chunk_size)
 
     def forward(
         self,
@@ -55,133 +56,99 @@ class TokenScorer(nn.Module):
         """See `TokenLogprobs`; logits are computed only where `inputs.label_mask` is True."""
         tensor = self.groups.tensor
         if tensor is not None and tensor.sequence:
-            inputs = inputs.flattened()  # tokens are shared out along one dim
-        segments: dict[str, Any] = {}
+            # Sequence parallelism shards the tokens along one dim.
+            inputs = inputs.flattened()
+        options: dict[str, Any] = {}
         if inputs.cu_seqlens is not None:
-            segments = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": inputs.max_seqlen}
+            options["cu_seqlens"] = inputs.cu_seqlens
+            options["max_seqlen"] = inputs.max_seqlen
         if self.groups.cp is not None:
-            segments["cp_group"] = self.groups.cp
+            options["cp_group"] = self.groups.cp
         output = backbone(self.causal_lm)(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
-            **segments,
+            **options,
         )
-        hidden = output.last_hidden_state
-        if tensor is not None and tensor.sequence:
-            hidden = tensor.enter(hidden)
-        hidden = hidden.flatten(0, 1)
-        positions = inputs.label_mask.nonzero().squeeze(1)
-        head = output_head(self.causal_lm)
-        outputs = token_logprobs(
-            hidden.index_select(0, positions),
-            head.weight,
-            inputs.labels.index_select(0, positions),
-            temperature=temperature,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-            bias=head.bias,
-            vocab=self._vocabulary(),
-            token_filter=token_filter,
-        )
-        return scatter_logprobs(outputs, positions, len(hidden))
-
-    def _vocabulary(self) -> VocabShard | None:
-        tensor = self.groups.tensor
-        if tensor is None:
-            return None
-        start, _ = tensor.span(output_head(self.causal_lm).out_features)
-        # The gather of hidden states adds their gradients up where it scatters them; otherwise the
-        # log-probs do it.
-        return VocabShard(tensor.group, start, partial_hidden_grad=tensor.sequence)
+        return self._head(output.last_hidden_state, inputs, temperature, with_entropy, token_filter)
 
 
 def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
-    """The model without its output embedding."""
+    """Return the model without its output embedding."""
     return causal_lm.base_model
 
 
-def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
-    """The output embedding, tied or not; raises ConfigError if it is anything but a linear
-    layer.
-    """
-    head = causal_lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"{type(causal_lm).__name__} has no linear output embedding but {type(head).__name__}"
-        )
-    return head
-
-
 def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, in order: what is sharded and checkpointed one by one."""
+    """Return the repeated blocks in order; each is an FSDP unit and a unit of recomputation."""
     names = causal_lm._no_split_modules or []
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"{type(causal_lm).__name__} does not say what its layers are; use a Llama- or"
-            f" Qwen-like model"
+            f"{type(causal_lm).__name__} does not declare its layers (_no_split_modules); use a"
+            " Llama- or Qwen-like model"
         )
     return layers
 
 
-def build_scorer(
+def build_model(
     config: PolicyConfig, groups: Groups, rank: int, device: torch.device, *, trainable: bool
-) -> tuple[TokenScorer, dict[str, Cut]]:
-    """The model of `policy.model_name` with float32 weights on `device`, as the groups share it,
-    and how each is cut.
+) -> tuple[LogprobModel, dict[str, ShardSpec]]:
+    """Load `policy.model_name` with float32 weights on `device`, sharded over `groups`.
 
-    Only rank 0 reads the weights; the others build the model without memory and receive it weight
-    by weight, layer by layer. Dropout is off and stays off: log-probs of one policy must agree
-    between two forwards. Raises ConfigError for a model whose log-probs are not the softmax of its
-    output embedding.
+    Returns the model and the tensor-parallel spec of each parameter by Hugging Face name. Only
+    rank 0 reads the files; the other ranks build the model on the meta device and receive it weight
+    by weight, layer by layer. Raises ConfigError for a model whose log-probs are not the softmax of
+    its output embedding.
     """
     attention.register()
-    source = None
+    loaded = None
     if rank == 0:
-        source = _read(config.model_name)
-        _check_head(source, config.model_name)
-    is_shared = groups.world is not None or groups.fsdp_mesh is not None
-    causal_lm = _empty(config.model_name) if is_shared else source
-    assert causal_lm is not None, "a process that shares nothing is rank 0"
+        loaded = _load(config.model_name)
+        _check_head(loaded, config.model_name)
+    is_sharded = groups.world is not None or groups.fsdp_mesh is not None
+    causal_lm = _meta_model(config.model_name) if is_sharded else loaded
+    assert causal_lm is not None, "a process without groups is rank 0"
     if groups.tensor is not None:
-        cuts = groups.tensor.apply(causal_lm, config.model_name)
+        specs = groups.tensor.parallelize(causal_lm, config.model_name)
     else:
-        cuts = {
-            name: Cut(tuple(weight.shape))
+        specs = {
+            name: ShardSpec(tuple(weight.shape))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
-    scorer = TokenScorer(causal_lm, config.logprob_chunk_size, groups)
-    if not is_shared:
-        scorer.to(device)
-    scorer.requires_grad_(trainable).eval()
+    model = LogprobModel(causal_lm, config.logprob_chunk_size, groups)
+    if not is_sharded:
+        model.to(device)
+    # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
+    # agree between two forwards.
+    model.requires_grad_(trainable).eval()
     if config.activation_checkpointing and trainable:
-        for layer in decoder_layers(scorer.causal_lm):
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
-    if is_shared:
-        _fill_and_shard(scorer, _Source(source, cuts, groups, device), device, config.precision)
-    return scorer, cuts
+        _checkpoint_activations(model.causal_lm)
+    if is_sharded:
+        loader = _RankZeroLoader(loaded, specs, groups, device)
+        _load_and_shard(model, loader, device, config.precision)
+    return model, specs
 
 
-def keeps_whole(scorer: nn.Module, device: torch.device) -> bool:
-    """Whether the model is small enough to stay unsharded between the microbatches of a step."""
-    limit = WHOLE_BYTES_ON_CPU
+def keep_unsharded(model: nn.Module, device: torch.device) -> bool:
+    """True if the model is small enough to stay unsharded between the microbatches of a step."""
+    limit = MAX_UNSHARDED_BYTES_ON_CPU
     if device.type == "cuda":
-        limit = WHOLE_SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory
-    return 4 * sum(parameter.numel() for parameter in scorer.parameters()) <= limit
+        total_memory = torch.cuda.get_device_properties(device).total_memory
+        limit = MAX_UNSHARDED_SHARE_OF_GPU * total_memory
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    return 4 * num_params <= limit
 
 
-def fsdp_modules(scorer: nn.Module) -> list[FSDPModule]:
-    """Every module FSDP shards as a unit; none without FSDP."""
-    return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return every FSDP unit; none without FSDP."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeClock) -> None:
-    """Stop `clock` wherever FSDP's collectives are waited for: all-gathers of weights (on CPU their
-    start waits, on CUDA their end), reduce-scatters of gradients of a module, and the end of all of
-    them after the backward.
+    """Stop `clock` while a rank waits for a collective of FSDP.
+
+    These are all-gathers of weights (on CPU their start waits, on CUDA their end), reduce-scatters
+    of a unit's gradients, and the wait for all of them after the backward.
     """
     for module in modules:
         state: Any = module._get_fsdp_state()
@@ -195,8 +162,17 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
             group.post_backward = clock.excluded(group.post_backward)
 
 
-def _read(model_name: str) -> PreTrainedModel:
-    """The weights in float32, on the CPU; raises ConfigError if the files lack some of them."""
+def _checkpoint_activations(causal_lm: PreTrainedModel) -> None:
+    """Recompute each layer in the backward instead of keeping its activations."""
+    for layer in decoder_layers(causal_lm):
+        # Nothing draws random numbers, so the generator states need not be saved.
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def _load(model_name: str) -> PreTrainedModel:
+    """Load the weights in float32 on the CPU; raises ConfigError if the files lack some of them."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_name,
         dtype=torch.float32,
@@ -207,6 +183,7 @@ def _read(model_name: str) -> PreTrainedModel:
         output_loading_info=True,
     )
     model, info = loaded
+    # transformers would initialise missing weights at random and only warn.
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -215,8 +192,8 @@ def _read(model_name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def _empty(model_name: str) -> PreTrainedModel:
-    """The architecture on the meta device, tied where the model ties."""
+def _meta_model(model_name: str) -> PreTrainedModel:
+    """Build the architecture on the meta device, with tied weights where the model ties them."""
     model_config = AutoConfig.from_pretrained(
         model_name, trust_remote_code=False, local_files_only=is_local(model_name)
     )
@@ -230,97 +207,96 @@ def _empty(model_name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raises ConfigError if the logits are more than hidden states times output embedding (soft
-    caps, scales).
+    """Raise ConfigError unless the logits are hidden states times output embedding.
+
+    Some models scale their logits or apply a soft cap, which the chunked log-probs leave out.
     """
     head = output_head(causal_lm)
     input_ids = torch.arange(8)[None] % head.weight.shape[0]
     logits = causal_lm(input_ids=input_ids, use_cache=False).logits
-    expected = head(backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(logits, expected, rtol=1e-4, atol=1e-4):
+    hidden = backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state
+    if not torch.allclose(logits, head(hidden), rtol=1e-4, atol=1e-4):
         raise ConfigError(
             f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
-            f" hidden states times output"
-            " embedding (a soft cap or a scale), so its log-probs would be wrong; use a model"
-            " without one"
+            " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
+            " be wrong; use a model without one"
         )
 
 
-def _fill_and_shard(
-    scorer: TokenScorer, source: _Source, device: torch.device, precision: str
+def _load_and_shard(
+    model: LogprobModel, loader: _RankZeroLoader, device: torch.device, precision: str
 ) -> None:
-    """FSDP2: one unit per layer, one for an untied input embedding, the root for the rest. Without
-    a mesh, only fill.
+    """Fill the model and apply FSDP2: a unit per layer and untied embedding, the root for the rest.
+
+    Without a mesh the model is only filled.
     """
-    mesh = scorer.groups.fsdp_mesh
+    mesh = model.groups.fsdp_mesh
     if mesh is None:
-        source.fill(scorer, scorer)
+        loader.fill(model, model)
         return
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    reshard = not keeps_whole(scorer, device)
-    units = decoder_layers(scorer.causal_lm)
-    embedding, head = scorer.causal_lm.get_input_embeddings(), output_head(scorer.causal_lm)
-    if embedding.weight is not head.weight:
+    mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    reshard = not keep_unsharded(model, device)
+    units = decoder_layers(model.causal_lm)
+    embedding = model.causal_lm.get_input_embeddings()
+    if embedding.weight is not output_head(model.causal_lm).weight:
         units.append(embedding)
     for unit in units:
-        source.fill(scorer, unit)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    source.fill(scorer, scorer)
-    # The root holds the output embedding, which the backward needs first: freeing it after the
+        # Filled and sharded one by one, so that at most one unit is unsharded in memory.
+        loader.fill(model, unit)
+        fully_shard(unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+    loader.fill(model, model)
+    # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.
-    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in fsdp_modules(scorer):
-        # A sum: the loss is already divided by what the whole global batch holds.
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        # A sum and not a mean: the loss is already divided by the count of the global batch.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-class _Source:
-    """Rank 0's weights and buffers, broadcast one at a time into a model on the meta device; each
-    rank keeps its part.
-    """
+class _RankZeroLoader:
+    """Broadcasts rank 0's weights and buffers, one at a time, into a model on the meta device."""
 
     def __init__(
         self,
-        source: PreTrainedModel | None,
-        cuts: dict[str, Cut],
+        loaded: PreTrainedModel | None,
+        specs: dict[str, ShardSpec],
         groups: Groups,
         device: torch.device,
     ) -> None:
-        self._cuts = cuts
+        """`loaded` is rank 0's model, None on the other ranks."""
+        self._specs = specs
         self._group = groups.world
         self._device = device
         self._tensors: dict[str, Tensor] = {}
-        if source is not None:
-            self._tensors = dict(source.named_parameters(remove_duplicate=False))
-            self._tensors |= dict(source.named_buffers(remove_duplicate=False))
+        if loaded is not None:
+            self._tensors = dict(loaded.named_parameters(remove_duplicate=False))
+            self._tensors |= dict(loaded.named_buffers(remove_duplicate=False))
 
-    def fill(self, scorer: TokenScorer, unit: nn.Module) -> None:
-        """Give `unit` (a module inside `scorer`) real tensors wherever it is still on the meta
-        device.
-        """
-        names = {module: name for name, module in scorer.causal_lm.named_modules()}
+    def fill(self, model: LogprobModel, unit: nn.Module) -> None:
+        """Replace every meta tensor of `unit`, a module inside `model`, by this rank's shard."""
+        names = {module: name for name, module in model.causal_lm.named_modules()}
         filled: dict[int, Tensor] = {}
         for module in unit.modules():
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None or not tensor.is_meta:
                     continue
-                if id(tensor) not in filled:  # a tied weight is one tensor in two places
+                # A tied weight is one tensor in two modules and must stay one.
+                if id(tensor) not in filled:
                     name = f"{names[module]}.{key}" if names[module] else key
-                    filled[id(tensor)] = self._receive(name, tensor)
+                    filled[id(tensor)] = self._broadcast(name, tensor)
                 setattr(module, key, filled[id(tensor)])
 
-    def _receive(self, name: str, like: Tensor) -> Tensor:
-        cut = self._cuts.get(name, Cut(tuple(like.shape)))
-        value = torch.empty(cut.full_shape, dtype=like.dtype, device=self._device)
+    def _broadcast(self, name: str, like: Tensor) -> Tensor:
+        """Broadcast a full tensor from rank 0 and return this rank's shard of it."""
+        spec = self._specs.get(name, ShardSpec(tuple(like.shape)))
+        full = torch.empty(spec.full_shape, dtype=like.dtype, device=self._device)
         if self._tensors:
-            value.copy_(self._tensors[name].detach())
+            full.copy_(self._tensors[name].detach())
         if self._group is not None:
-            dist.broadcast(value, group=self._group, group_src=0)
-        value = cut.of(value)
-        return (
-            nn.Parameter(value, requires_grad=like.requires_grad)
-            if isinstance(like, nn.Parameter)
-            else value
-        )
+            dist.broadcast(full, group=self._group, group_src=0)
+        shard = spec.shard(full)
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(shard, requires_grad=like.requires_grad)
+        return shard

@@ -1,17 +1,17 @@
-"""Tensor and sequence parallelism for a Hugging Face model, by the plan the model itself carries.
+"""Tensor and sequence parallelism for a Hugging Face model, by the plan in the model's config.
 
-Each rank holds slices as plain local weights, so FSDP2, the optimizer and every forward see
-ordinary tensors: a block of a row-major matrix is still a block when FSDP cuts dim 0 of it again,
-and no operation goes through DTensor's dispatch.
+Each rank has its shards as plain local weights, so FSDP2, the optimizer and every forward see
+ordinary tensors, and no operation goes through DTensor's dispatch. FSDP may shard dim 0 of such a
+shard again: the result is still a rectangle of the full weight.
 
-    embedding          rows of the vocabulary            lookups are summed
-    q, k, v, gate, up  rows of the weight (columns of    what enters the block is shared, its gradients are summed
-                       the product): heads, channels
-    o, down            columns of the weight             products are summed, then the bias is added once
-    output embedding   rows of the vocabulary            `token_logprobs` compares across the ranks
+    weight             shard                    collectives
+    q, k, v, gate, up  rows (output features)   input: identity / backward all-reduce
+    o, down            columns (input features) output: all-reduce, then the bias is added once
+    embedding          rows (vocabulary)        output: all-reduce
+    output embedding   rows (vocabulary)        in `token_logprobs`
 
-With sequence parallelism a sum leaves each rank its share of the tokens and what enters a block is
-gathered from the shares, so that norms and residuals are not computed n times.
+With sequence parallelism the output is reduce-scattered over the tokens and the input is
+all-gathered, so that norms and residuals are computed once and not on every tp rank.
 """
 
 from __future__ import annotations
@@ -31,232 +31,249 @@ from transformers import PreTrainedModel
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 
-_COLUMN, _ROW, _PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# Styles of transformers' `base_model_tp_plan` that this module supports.
+_COLUMN = "colwise"
+_ROW = "rowwise"
+_PARTIAL_GRAD = "replicated_with_grad_allreduce"
 
 
-class Cut(NamedTuple):
-    """Which part of a weight a tensor-parallel rank holds.
+class ShardSpec(NamedTuple):
+    """Part of a weight that a tensor-parallel rank has: [start, stop) of one dim, or all of it.
 
-    Example: rows 33 to 67 of an embedding, `Cut((67, 32), dim=0, start=33, stop=67,
-    has_partial_grad=False)`.
+    Example: rows 33 to 67 of an embedding are
+    `ShardSpec((67, 32), dim=0, start=33, stop=67, has_partial_grad=False)`.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None = None
-    """The dim that is cut; None where every rank holds the whole weight."""
+    """The sharded dim; None for a weight that every rank replicates."""
     start: int = 0
     stop: int = 0
     has_partial_grad: bool = False
-    """Held whole, but the gradient is of this rank's heads or tokens only: to be summed over the tp
-    ranks.
+    """True for a replicated weight whose gradient covers this rank's heads or tokens only; it is
+    all-reduced over the tp ranks.
     """
 
-    def of(self, full: Tensor) -> Tensor:
-        """This rank's part of the `full` tensor, as memory of its own where it is cut."""
-        return (
-            full
-            if self.dim is None
-            else full.narrow(self.dim, self.start, self.stop - self.start).clone()
-        )
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's part of `full`: a copy where it is sharded, else `full` itself."""
+        if self.dim is None:
+            return full
+        # A copy, so that the memory of the full tensor can be freed.
+        return full.narrow(self.dim, self.start, self.stop - self.start).clone()
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank's place among the ranks that share every matrix product."""
+    """The tensor-parallel group of one rank."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     sequence: bool
-    """Whether norms and residuals are shared as well, by tokens."""
+    """Sequence parallelism: norms and residuals are sharded too, by tokens."""
 
-    def apply(self, causal_lm: PreTrainedModel, model_name: str) -> dict[str, Cut]:
-        """Cut the weights of a model on the meta device and give it the collectives; returns the
-        cut of each parameter.
+    def parallelize(self, causal_lm: PreTrainedModel, model_name: str) -> dict[str, ShardSpec]:
+        """Shard the weights of a model on the meta device and add the collectives.
 
-        Raises ConfigError, the same on every rank, for a model that cannot be cut this way.
+        Returns the spec of each parameter by name, tied names included. Raises ConfigError, the
+        same on every rank, for a model that cannot be sharded this way.
         """
         self._check_heads(causal_lm.config, model_name)
-        cuts: dict[nn.Parameter, Cut] = {}
-        blocks: dict[nn.Module, set[str]] = {}
-        for parent, module, style in _planned(causal_lm, model_name):
-            if style == _PARTIAL:
-                cuts |= {
-                    weight: Cut(tuple(weight.shape), has_partial_grad=True)
-                    for weight in module.parameters()
-                }
+        specs: dict[nn.Parameter, ShardSpec] = {}
+        block_styles: dict[nn.Module, set[str]] = {}
+        for parent, module, style in _planned_modules(causal_lm, model_name):
+            if style == _PARTIAL_GRAD:
+                for weight in module.parameters():
+                    specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=True)
                 continue
-            blocks.setdefault(parent, set()).add(style)
-            cuts |= self._cut(module, "weight", 0 if style == _COLUMN else 1)
+            block_styles.setdefault(parent, set()).add(style)
             if style == _COLUMN:
-                cuts |= self._cut(module, "bias", 0)
+                specs |= self._shard(module, "weight", 0)
+                specs |= self._shard(module, "bias", 0)
             else:
-                module.forward = partial(_row_product, self.leave, module)
-        for block, styles in blocks.items():
-            _check_block(block, styles, cuts, model_name)
-            block.register_forward_pre_hook(partial(_enter, self.enter), with_kwargs=True)
-        cuts |= self._cut_vocabulary(causal_lm, model_name)
-        whole = {
-            weight: Cut(tuple(weight.shape), has_partial_grad=self.sequence)
-            for weight in causal_lm.parameters()
-        }
-        cuts = whole | cuts
+                specs |= self._shard(module, "weight", 1)
+                module.forward = partial(_row_parallel_linear, self.reduce_output, module)
+        for block, styles in block_styles.items():
+            _check_block(block, styles, specs, model_name)
+            # The hook of the block, so that its column-parallel layers share one collective.
+            hook = partial(_gather_block_input, self.gather_input)
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+        specs |= self._shard_vocabulary(causal_lm, model_name)
+        for weight in causal_lm.parameters():
+            if weight not in specs:
+                # With sequence parallelism a norm sees this rank's tokens only.
+                specs[weight] = ShardSpec(tuple(weight.shape), has_partial_grad=self.sequence)
         return {
-            name: cuts[weight]
+            name: specs[weight]
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """The input [1, T, D] of a computation that the ranks divide among them."""
-        return (
-            gather_rows(self.group, hidden[0])[None]
-            if self.sequence
-            else copy_to(self.group, hidden)
-        )
+    def gather_input(self, hidden: Tensor) -> Tensor:
+        """Return the input [1, T, D] of a sharded computation.
 
-    def leave(self, parts: Tensor) -> Tensor:
-        """What such a computation amounts to, from each rank's part of the sum."""
-        return (
-            scatter_sum(self.group, parts[0])[None]
-            if self.sequence
-            else sum_over(self.group, parts)
-        )
-
-    def span(self, size: int, rank: int | None = None) -> tuple[int, int]:
-        """[start, stop) of `size` rows that this tp rank, or another, holds. Example: 67 over 2 are
-        (0, 33), (33, 67).
+        With sequence parallelism `hidden` is this rank's [1, T / tp, D] and is all-gathered.
         """
-        rank = self.rank if rank is None else rank
+        if self.sequence:
+            return gather_rows(self.group, hidden[0])[None]
+        return copy_to(self.group, hidden)
+
+    def reduce_output(self, partial_sums: Tensor) -> Tensor:
+        """Sum the ranks' outputs [1, T, D] of a sharded computation.
+
+        With sequence parallelism the result is this rank's tokens [1, T / tp, D].
+        """
+        if self.sequence:
+            return scatter_sum(self.group, partial_sums[0])[None]
+        return sum_over(self.group, partial_sums)
+
+    def shard_range(self, size: int, rank: int | None = None) -> tuple[int, int]:
+        """[start, stop) of a dim of `size` on this tp rank, or on tp rank `rank`.
+
+        Example: a dim of 67 over 2 ranks gives (0, 33) and (33, 67).
+        """
+        if rank is None:
+            rank = self.rank
         return rank * size // self.size, (rank + 1) * size // self.size
 
-    def _cut(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, Cut]:
-        """Put this rank's part, still without memory, in the place of the weight; nothing where
-        there is no such one.
-        """
+    def _shard(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, ShardSpec]:
+        """Replace a meta parameter by its shard; does nothing if the module has no such one."""
         weight = module._parameters.get(key)
         if weight is None:
             return {}
-        start, stop = self.span(weight.shape[dim])
+        start, stop = self.shard_range(weight.shape[dim])
         shape = (*weight.shape[:dim], stop - start, *weight.shape[dim + 1 :])
-        part = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
-        module._parameters[key] = part
-        return {part: Cut(tuple(weight.shape), dim, start, stop)}
+        shard = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
+        module._parameters[key] = shard
+        return {shard: ShardSpec(tuple(weight.shape), dim, start, stop)}
 
-    def _cut_vocabulary(
+    def _shard_vocabulary(
         self, causal_lm: PreTrainedModel, model_name: str
-    ) -> dict[nn.Parameter, Cut]:
-        embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    ) -> dict[nn.Parameter, ShardSpec]:
+        embedding = causal_lm.get_input_embeddings()
+        head = causal_lm.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         if type(embedding) is not nn.Embedding:
-            raise _refused(
+            # A subclass may do more than look up rows, for example scale them.
+            raise _unsupported(
                 model_name,
                 f"its input embedding is a {type(embedding).__name__}, not a plain table",
             )
         if embedding.num_embeddings < self.size:
-            raise _refused(
+            raise _unsupported(
                 model_name,
                 f"its vocabulary of {embedding.num_embeddings} is smaller than {self.size} ranks",
             )
         is_tied = head.weight is embedding.weight
-        start, stop = self.span(embedding.num_embeddings)
-        embedding.forward = partial(_look_up, self.leave, embedding, range(start, stop))
-        cuts = self._cut(embedding, "weight", 0)
+        start, stop = self.shard_range(embedding.num_embeddings)
+        embedding.forward = partial(
+            _vocab_parallel_embedding, self.reduce_output, embedding, range(start, stop)
+        )
+        specs = self._shard(embedding, "weight", 0)
         if is_tied:
             head.weight = embedding.weight
         else:
-            cuts |= self._cut(head, "weight", 0)
-        return cuts | self._cut(head, "bias", 0)
+            specs |= self._shard(head, "weight", 0)
+        return specs | self._shard(head, "bias", 0)
 
     def _check_heads(self, model_config: Any, model_name: str) -> None:
-        heads = model_config.num_attention_heads
-        kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-        for what, count in (("attention heads", heads), ("key-value heads", kv_heads)):
+        num_heads = model_config.num_attention_heads
+        num_kv_heads = getattr(model_config, "num_key_value_heads", None) or num_heads
+        for kind, count in (("attention heads", num_heads), ("key-value heads", num_kv_heads)):
             if count % self.size:
                 raise ConfigError(
-                    f"policy.model_name={model_name} has {count} {what}, which {self.size}"
-                    f" tensor-parallel ranks cannot share "
-                    f"evenly; set parallel.tensor to a divisor of {count}"
+                    f"policy.model_name={model_name} has {count} {kind}, which {self.size}"
+                    " tensor-parallel ranks cannot share evenly; set parallel.tensor to a divisor"
+                    f" of {count}"
                 )
 
 
-def _planned(causal_lm: PreTrainedModel, model_name: str) -> Iterator[tuple[nn.Module, Any, str]]:
-    """(module around it, module, style) for each module that the model's plan names; a linear layer
-    unless `_PARTIAL`.
+def _planned_modules(
+    causal_lm: PreTrainedModel, model_name: str
+) -> Iterator[tuple[nn.Module, Any, str]]:
+    """Yield (parent module, module, style) for each module in the model's plan.
+
+    The module is a linear layer unless the style is `_PARTIAL_GRAD`.
     """
     backbone = causal_lm.base_model
     plan = getattr(backbone.config, "base_model_tp_plan", None)
     if not plan:
-        raise _refused(model_name, "transformers has no tensor-parallel plan for it")
+        raise _unsupported(model_name, "transformers has no tensor-parallel plan for it")
     modules = dict(backbone.named_modules())
     for name, module in modules.items():
+        # The plan names layers with a wildcard: layers.*.self_attn.q_proj.
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None:
             continue
-        if style not in (_COLUMN, _ROW, _PARTIAL) or (
-            style != _PARTIAL and not isinstance(module, nn.Linear)
-        ):
-            raise _refused(
+        is_known = style in (_COLUMN, _ROW, _PARTIAL_GRAD)
+        needs_linear = style != _PARTIAL_GRAD
+        if not is_known or (needs_linear and not isinstance(module, nn.Linear)):
+            raise _unsupported(
                 model_name, f"its plan wants {name}, a {type(module).__name__}, to be {style}"
             )
         yield modules[name.rpartition(".")[0]], module, style
 
 
 def _check_block(
-    block: nn.Module, styles: set[str], cuts: dict[nn.Parameter, Cut], model_name: str
+    block: nn.Module, styles: set[str], specs: dict[nn.Parameter, ShardSpec], model_name: str
 ) -> None:
-    """Inside a block every rank has its own heads or channels, so the plan must say how each weight
-    is held.
+    """Raise ConfigError unless the plan covers all parameters of a tensor-parallel block.
+
+    Inside the block each rank has its own heads or channels, so the gradient of an unlisted
+    parameter would be silently wrong.
     """
     if styles != {_COLUMN, _ROW}:
-        raise _refused(
-            model_name, f"its plan cuts {type(block).__name__} only {' and '.join(sorted(styles))}"
+        raise _unsupported(
+            model_name,
+            f"its plan shards {type(block).__name__} only {' and '.join(sorted(styles))}",
         )
-    rows = {module.bias for module in block.modules() if isinstance(module, nn.Linear)}
-    unnamed = [
-        name
-        for name, weight in block.named_parameters()
-        if weight not in cuts and weight not in rows
-    ]
-    if unnamed:
-        raise _refused(
-            model_name, f"its plan does not say how {type(block).__name__} holds {unnamed[0]}"
-        )
+    # A row-parallel bias is added after the reduction, so it is replicated.
+    biases = {module.bias for module in block.modules() if isinstance(module, nn.Linear)}
+    for name, weight in block.named_parameters():
+        if weight not in specs and weight not in biases:
+            raise _unsupported(
+                model_name,
+                f"its plan does not list the parameter {name} of {type(block).__name__}",
+            )
 
 
-def _refused(model_name: str, why: str) -> ConfigError:
+def _unsupported(model_name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"policy.model_name={model_name} cannot be split by tensor parallelism: {why}; set"
-        f" parallel.tensor to 1, or use a "
-        "dense Llama-, Qwen2- or Qwen3-like model"
+        f"policy.model_name={model_name} cannot be sharded by tensor parallelism: {reason}; set"
+        " parallel.tensor to 1, or use a dense Llama-, Qwen2- or Qwen3-like model"
     )
 
 
-def _enter(
-    enter: Callable[[Tensor], Tensor],
+def _gather_block_input(
+    gather_input: Callable[[Tensor], Tensor],
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: replace the hidden states, positional (MLP) or by keyword (attention)."""
     if args:
-        return (enter(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
+        return (gather_input(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": gather_input(kwargs["hidden_states"])}
 
 
-def _row_product(leave: Callable[[Tensor], Tensor], module: nn.Linear, hidden: Tensor) -> Tensor:
-    out = leave(F.linear(hidden, module.weight))
+def _row_parallel_linear(
+    reduce_output: Callable[[Tensor], Tensor], module: nn.Linear, hidden: Tensor
+) -> Tensor:
+    """Forward of a row-parallel layer; the bias is added once, after the reduction."""
+    out = reduce_output(F.linear(hidden, module.weight))
     return out if module.bias is None else out + module.bias
 
 
-def _look_up(
-    leave: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
+def _vocab_parallel_embedding(
+    reduce_output: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
 ) -> Tensor:
-    # The padding token's row gets no gradient from look-ups, as in the whole table.
-    padding = (
-        module.padding_idx - rows.start
-        if module.padding_idx is not None and module.padding_idx in rows
-        else None
-    )
-    local = input - rows.start
-    is_here = (local >= 0) & (local < len(rows))
-    found = F.embedding(torch.where(is_here, local, 0), module.weight, padding_idx=padding)
-    return leave(found * is_here.unsqueeze(-1))
+    """Look up `input` where this rank has the row and sum over the ranks."""
+    padding_idx = None
+    if module.padding_idx is not None and module.padding_idx in rows:
+        # As in the full table, the row of the padding token gets no gradient from look-ups.
+        padding_idx = module.padding_idx - rows.start
+    local_ids = input - rows.start
+    is_local = (local_ids >= 0) & (local_ids < len(rows))
+    # Row 0 stands in for tokens of other ranks; its result is multiplied by 0.
+    local_ids = torch.where(is_local, local_ids, 0)
+    embedded = F.embedding(local_ids, module.weight, padding_idx=padding_idx)
+    return reduce_output(embedded * is_local.unsqueeze(-1))

@@ -1,6 +1,4 @@
-"""One weight of a sharded model: where this rank's part lies in the whole, and how the whole comes
-together again.
-"""
+"""One sharded parameter: the position of this rank's shard, and gathering the full tensor."""
 
 from __future__ import annotations
 
@@ -13,89 +11,97 @@ from torch.distributed.tensor import DTensor
 
 from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.parallel import Cut
+from nemo_like.policy.dtensor.parallel import ShardSpec
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A distinct parameter: cut by tensor parallelism first, and along dim 0 of what is left by
-    FSDP.
+class ShardedParameter:
+    """A distinct parameter, sharded by tensor parallelism first and then by FSDP along dim 0.
 
-    Example: of a (8, 6) matrix whose columns two tp ranks share and whose rows two FSDP ranks
-    share, tp rank 1 and FSDP rank 0 have the block at offset (0, 3) of shape (4, 3).
+    Example: an (8, 6) matrix has its columns sharded over two tp ranks and its rows over two FSDP
+    ranks. Tp rank 1 and FSDP rank 0 have the block at offset (0, 3) of shape (4, 3).
     """
 
     name: str
-    """Hugging Face's."""
+    """Hugging Face name."""
     parameter: nn.Parameter
-    cut: Cut
+    spec: ShardSpec
     groups: Groups
 
     @property
-    def is_counted_here(self) -> bool:
-        """Whether this rank speaks for its part: of what all tp ranks hold, the first does."""
-        return (
-            self.cut.dim is not None or self.groups.tensor is None or self.groups.tensor.rank == 0
-        )
+    def is_owner(self) -> bool:
+        """True on the one tp rank that reports a parameter: rank 0 for a replicated one."""
+        is_replicated = self.spec.dim is None
+        return not is_replicated or self.groups.tensor is None or self.groups.tensor.rank == 0
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) of this rank's part in the whole weight."""
+        """(offset, shape) of this rank's shard in the full tensor."""
         mesh = self.groups.fsdp_mesh
-        start, stop = 0, self.parameter.shape[0]
+        start = 0
+        stop = self.parameter.shape[0]
         if mesh is not None:
             start, stop = row_range(stop, mesh.size(), mesh.get_local_rank())
-        shape = tuple(local(self.parameter).shape)
+        shape = tuple(local_shard(self.parameter).shape)
         assert shape[0] == stop - start, (
-            f"{self.name}: FSDP holds {shape[0]} rows where {start}..{stop} was expected"
+            f"{self.name}: FSDP has {shape[0]} rows where {start}..{stop} was expected"
         )
         offset = [0] * len(shape)
         offset[0] = start
-        if self.cut.dim is not None:
-            offset[self.cut.dim] += self.cut.start
+        if self.spec.dim is not None:
+            # Added, because tensor parallelism and FSDP may shard the same dim.
+            offset[self.spec.dim] += self.spec.start
         return tuple(offset), shape
 
-    def whole(self, part: Tensor) -> Tensor:
-        """The full tensor of which the plain tensor `part` (of weight, gradient or moment) is this
-        rank's: on rank 0; elsewhere it may be empty or less. Every rank calls.
+    def gather_full(self, shard: Tensor) -> Tensor:
+        """Gather the full tensor from the ranks' plain tensors `shard`; every rank calls.
+
+        `shard` is of the parameter, its gradient or a moment. The result is full on rank 0;
+        elsewhere it may be smaller or empty.
         """
-        rows = self._all_rows(part)
+        rows = self._gather_fsdp(shard)
         tensor_parallel = self.groups.tensor
-        if tensor_parallel is None or self.cut.dim is None:
+        if tensor_parallel is None or self.spec.dim is None:
             return rows
         if tensor_parallel.rank > 0:
             dist.send(rows.contiguous(), group=tensor_parallel.group, group_dst=0)
             return rows.new_empty(0)
+        # Point to point and not an all-gather: only tp rank 0 needs memory for the full tensor.
         parts = [rows]
         for rank in range(1, tensor_parallel.size):
-            start, stop = tensor_parallel.span(self.cut.full_shape[self.cut.dim], rank)
+            start, stop = tensor_parallel.shard_range(self.spec.full_shape[self.spec.dim], rank)
             shape = list(rows.shape)
-            shape[self.cut.dim] = stop - start
-            parts.append(rows.new_empty(shape))
-            dist.recv(parts[-1], group=tensor_parallel.group, group_src=rank)
-        return torch.cat(parts, dim=self.cut.dim)
+            shape[self.spec.dim] = stop - start
+            received = rows.new_empty(shape)
+            dist.recv(received, group=tensor_parallel.group, group_src=rank)
+            parts.append(received)
+        return torch.cat(parts, dim=self.spec.dim)
 
-    def _all_rows(self, part: Tensor) -> Tensor:
-        """What the ranks of FSDP hold, end to end. Not by `DTensor.full_tensor`, whose meshes
-        outlive a process group.
-        """
-        group, num_rows = self.groups.dp_cp, self.parameter.shape[0]
+    def _gather_fsdp(self, shard: Tensor) -> Tensor:
+        """All-gather the rows of the FSDP ranks."""
+        # Not `DTensor.full_tensor`: it caches meshes that outlive their process group.
+        group = self.groups.dp_cp
         if group is None:
-            return part
-        block = -(-num_rows // group.size())
-        padded = part.new_empty(block, *part.shape[1:])
-        padded[: len(part)] = part
+            return shard
+        num_rows = self.parameter.shape[0]
+        # Shards differ in size if the rows do not divide evenly; the collective needs equal ones.
+        rows_per_rank = -(-num_rows // group.size())
+        padded = shard.new_empty(rows_per_rank, *shard.shape[1:])
+        padded[: len(shard)] = shard
         return gather_rows(group, padded)[:num_rows]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part: the shard of a DTensor, a plain tensor itself; without gradient."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor itself; without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def row_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Rows [start, stop) of dim 0 that FSDP2 gives `rank`. Example: 5 rows on 3 ranks are (0, 2),
-    (2, 4), (4, 5).
+    """Rows [start, stop) of dim 0 that FSDP2 gives `rank`.
+
+    Example: 5 rows on 3 ranks are (0, 2), (2, 4), (4, 5).
     """
-    block = -(-num_rows // num_ranks)
-    return min(rank * block, num_rows), min((rank + 1) * block, num_rows)
+    rows_per_rank = -(-num_rows // num_ranks)
+    start = min(rank * rows_per_rank, num_rows)
+    stop = min((rank + 1) * rows_per_rank, num_rows)
+    return start, stop

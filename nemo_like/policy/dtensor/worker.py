@@ -1,4 +1,4 @@
-"""The policy worker over FSDP2: what a worker group starts."""
+"""Policy worker on FSDP2; the class that a worker group starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """Any dense Hugging Face causal LM of the Llama family's shape, spread over the workers as
-    `parallel` says.
-    """
+    """Any dense Hugging Face causal LM of the Llama family's shape."""
 
     def __init__(
         self,
@@ -28,33 +27,36 @@ class DTensorPolicyWorker(PolicyWorker):
         seed: int = 0,
         needs_reference: bool = False,
     ) -> None:
-        """Join the process group and load the model, and a frozen copy as it is on disk if
-        `needs_reference`.
-        """
+        """Join the process group and load the model, and its frozen copy if `needs_reference`."""
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         topology = Topology.from_world_size(
             context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
         )
-        device = _join(context, config)
+        device = _init_device(context, config)
 
-        layout = {
-            "topology": topology,
-            "rank": context.rank,
-            "sequence_parallel": parallel.sequence,
-        }
-        policy = DTensorEngine(config, device, **layout, trainable=True)
-        reference = (
-            DTensorEngine(config, device, **layout, trainable=False, groups=policy.groups)
-            if needs_reference
-            else None
-        )
+        def build_engine(*, trainable: bool, groups: Groups | None) -> DTensorEngine:
+            return DTensorEngine(
+                config,
+                device,
+                topology,
+                context.rank,
+                sequence_parallel=parallel.sequence,
+                trainable=trainable,
+                groups=groups,
+            )
+
+        policy = build_engine(trainable=True, groups=None)
+        reference = None
+        if needs_reference:
+            reference = build_engine(trainable=False, groups=policy.groups)
         super().__init__(config, policy, reference)
 
 
-def _join(context: WorkerContext, config: PolicyConfig) -> torch.device:
-    """This worker's device, in a process group unless one process in float32 needs none."""
+def _init_device(context: WorkerContext, config: PolicyConfig) -> torch.device:
+    """Return this worker's device, after joining the process group if one is needed."""
+    # FSDP implements mixed precision, and FSDP needs a process group even for one rank.
     if context.world_size > 1 or config.precision != "float32":
         return init_process_group(context)
     torch.set_num_threads(context.num_threads)

@@ -1,8 +1,7 @@
-"""Megatron-Core on a machine without CUDA: its real code over gloo. Nothing here is called where
-the device is CUDA.
+"""Megatron-Core on a machine without CUDA: its real code over gloo. Not used on CUDA devices.
 
-Megatron-Core asks `torch.cuda` for the current device and allocates with `device="cuda"` in a few
-modules. Those see a stand-in for `torch` that answers with the CPU; torch itself and every other
+A few modules of Megatron-Core call `torch.cuda.current_device()` and allocate with `device="cuda"`.
+Their global name `torch` is replaced by a proxy that returns the CPU. torch itself and every other
 library of the process stay as they are.
 """
 
@@ -12,7 +11,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import megatron.core
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from nemo_like.config.errors import ConfigError
 
 VERSION = "0.16.1"
-"""The release whose modules are listed below; another one asks for CUDA in other places."""
+"""The release to which MODULES applies; other releases use CUDA in other modules."""
 
 MODULES = (
     "megatron.core.utils",
@@ -34,14 +32,15 @@ MODULES = (
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.transformer.moe.token_dispatcher",
 )
-"""Where a step asks for CUDA."""
+"""Modules of Megatron-Core that use CUDA during a training step."""
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like")
 
 
 def install() -> None:
-    """Let Megatron-Core run on the CPU, in this process and for good. Raises ConfigError for
-    another release of it.
+    """Let Megatron-Core run on the CPU for the rest of this process.
+
+    Raises ConfigError for a release other than VERSION.
     """
     if megatron.core.__version__ != VERSION:
         raise ConfigError(
@@ -51,33 +50,41 @@ def install() -> None:
         )
     for name in MODULES:
         vars(importlib.import_module(name))["torch"] = _Torch()
-    # Activation recompute keeps the states of the CUDA generators, of which there are none.
+    # Activation recompute saves and restores the states of CUDA generators, which do not exist.
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
-    random["_get_cuda_rng_state"] = random["_set_cuda_rng_state"] = lambda *args, **kwargs: None
-    # Where tokens go is counted on the accelerator and then brought to the host; here it is on the
-    # host already.
-    vars(importlib.import_module("megatron.core.transformer.moe.token_dispatcher"))[
-        "maybe_move_tensor_to_cpu"
-    ] = _on_host
+    random["_get_cuda_rng_state"] = lambda *args, **kwargs: None
+    random["_set_cuda_rng_state"] = lambda *args, **kwargs: None
+    # The dispatcher counts tokens per expert on the device and copies the counts to the host. Here
+    # they are on the host already.
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    vars(dispatcher)["maybe_move_tensor_to_cpu"] = _on_host
 
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Inside, `Tensor.type()` names CPU tensors as CUDA ones: the distributed optimizer is built
-    for no others.
+    """Let `Tensor.type()` report CPU tensors as CUDA tensors inside the block.
+
+    The constructor of the distributed optimizer accepts no other types.
     """
-    own_type = Tensor.type
+    original_type = Tensor.type
 
     def cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = own_type(tensor, *args, **kwargs)
-        return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
+        result = original_type(tensor, *args, **kwargs)
+        if isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        # With a dtype argument the method converts and returns a tensor.
+        return result
 
-    with mock.patch.object(Tensor, "type", cuda_type):
+    Tensor.type = cuda_type  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        # Tensor inherits the method, so deleting the override restores it.
+        del Tensor.type
 
 
 class _Cuda:
-    """`torch.cuda` as the listed modules see it."""
+    """Proxy of `torch.cuda` for the listed modules."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -99,7 +106,7 @@ class _Cuda:
 
 
 class _Stream:
-    """What is asked of it has happened by then."""
+    """No-op CUDA stream: on the CPU every operation is synchronous."""
 
     def wait_stream(self, stream: _Stream) -> None:
         pass
@@ -112,20 +119,24 @@ class _Stream:
 
 
 class _Torch:
-    """`torch` as the listed modules see it."""
+    """Proxy of `torch` for the listed modules."""
 
     cuda = _Cuda()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
-        return _on_cpu(found) if name in _FACTORIES else found
+        value = getattr(torch, name)
+        return _on_cpu(value) if name in _FACTORIES else value
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+    if as_numpy and isinstance(tensor, Tensor):
+        return tensor.numpy()
+    return tensor
 
 
 def _on_cpu(factory: Any) -> Any:
+    """Wrap a tensor factory so that it allocates on the CPU instead of CUDA."""
+
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"

@@ -1,13 +1,13 @@
-"""Megatron-Core's process groups. They are global to a process, so its policy and its reference
-share them.
-"""
+"""Megatron-Core's process groups. They are global to a process: all its engines share them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
@@ -16,56 +16,65 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.policy.megatron import cpu as megatron_cpu
 
 
-class Groups(NamedTuple):
-    """The groups this rank is in, by the axes along which their ranks differ."""
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank, named by the axes along which their ranks differ."""
 
+    world: ProcessGroup | None
     tp: ProcessGroup
     cp: ProcessGroup
     dp: ProcessGroup
     dp_cp: ProcessGroup
     ep: ProcessGroup
-    """Those of a pipeline stage that share its experts, neighbours whatever tokens they have."""
+    """Expert-parallel group: consecutive ranks of one pipeline stage."""
     expert_dp: ProcessGroup
-    """Those of a pipeline stage that hold the same experts."""
+    """Ranks of one pipeline stage that have the same experts."""
 
+    @classmethod
+    def join(
+        cls,
+        topology: Topology,
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
+        expert: int = 1,
+    ) -> Groups:
+        """Create the groups of `topology` in the default process group; every rank calls.
 
-def joined() -> Groups:
-    """What `join` made."""
-    state: Any = parallel_state
-    return Groups(
-        tp=state.get_tensor_model_parallel_group(),
-        cp=state.get_context_parallel_group(),
-        dp=state.get_data_parallel_group(),
-        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
-        ep=state.get_expert_model_parallel_group(),
-        expert_dp=state.get_expert_data_parallel_group(),
-    )
+        `expert` is the expert-parallel size. Each pipeline stage shards its experts over that many
+        consecutive ranks, across tp, cp and dp. Expert tensor parallelism is 1: few experts are
+        wide enough to be sharded, and their tokens are dispatched anyway.
+        """
+        if device.type == "cpu":
+            megatron_cpu.install()
+        if parallel_state.model_parallel_is_initialized():
+            # Groups of an earlier topology. Their process group is destroyed already.
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=topology.tp,
+            pipeline_model_parallel_size=topology.pp,
+            context_parallel_size=topology.cp,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,
+            order="tp-cp-ep-dp-pp",  # tp varies fastest, as in Topology
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            create_gloo_process_groups=False,
+        )
+        # Nothing draws random numbers: weights are read from files and dropout is off. The
+        # inference tracker keeps no CUDA generator states, which do not exist on the CPU.
+        model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
+        return cls._from_parallel_state()
 
-
-def join(
-    topology: Topology, device: torch.device, *, seed: int, timeout_s: float, expert: int = 1
-) -> None:
-    """Make the groups of `topology` out of the process group this process is in; every rank calls.
-
-    Each pipeline stage shares its experts among `expert` ranks, whatever its other axes: an expert
-    is whole on its rank, as few are wide enough to be worth cutting and tokens come to it anyway.
-
-    Groups of an earlier topology are forgotten: they went with their process group.
-    """
-    if device.type == "cpu":
-        megatron_cpu.install()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        context_parallel_size=topology.cp,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-        order="tp-cp-ep-dp-pp",  # tp varies fastest, as in Topology
-        distributed_timeout_minutes=math.ceil(timeout_s / 60),
-        create_gloo_process_groups=False,
-    )
-    # Nothing draws random numbers (weights are read, dropout is off), so a tracker that tracks
-    # nothing serves.
-    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
+    @classmethod
+    def _from_parallel_state(cls) -> Groups:
+        state: Any = parallel_state
+        return cls(
+            world=dist.group.WORLD,
+            tp=state.get_tensor_model_parallel_group(),
+            cp=state.get_context_parallel_group(),
+            dp=state.get_data_parallel_group(),
+            dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+            ep=state.get_expert_model_parallel_group(),
+            expert_dp=state.get_expert_data_parallel_group(),
+        )

@@ -1,10 +1,9 @@
-"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it, each
-matrix a tensor-parallel part.
+"""A Llama, Qwen2, Qwen3 or Qwen3-MoE as a Megatron-Core model: one pipeline stage of it.
 
-It takes packed rows and gives hidden states; the output embedding is a weight that log-probs are
-computed with, and the logits of a microbatch never exist. Norms, attention and rotary embedding are
-the project's or transformers' own, so nothing needs Transformer Engine, and rows, windows and
-context parallelism mean what they mean everywhere else.
+The model maps packed rows to hidden states. The output embedding is applied elsewhere, in chunks of
+tokens, so the logits of a microbatch never exist. Norms, attention and rotary embedding are the
+project's or transformers' own. Transformer Engine is therefore not needed, and rows, windows and
+context parallelism behave as in the other engine.
 """
 
 from __future__ import annotations
@@ -39,13 +38,14 @@ from torch import Tensor, nn
 
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.attention import varlen_attention
-from nemo_like.policy.megatron.param_map import Geometry
+from nemo_like.policy.megatron.param_map import ModelDims
+from nemo_like.policy.megatron.support import layer_windows
 from nemo_like.policy.model_inputs import ModelInputs
 
 
 def build_model(
-    spec: ModelSpec,
-    geometry: Geometry,
+    model_config: Any,
+    dims: ModelDims,
     rotary: nn.Module,
     *,
     padding_id: int | None,
@@ -54,13 +54,13 @@ def build_model(
     sequence_parallel: bool,
     recompute: bool,
 ) -> PackedModel:
-    """This rank's stage of the model with weights that are still to be filled.
+    """Build this rank's pipeline stage; its weights are not yet filled.
 
     `padding_id` is the token whose input embedding transformers does not train.
     """
     config = _transformer_config(
-        spec,
-        geometry,
+        model_config,
+        dims,
         dtype=dtype,
         device=device,
         sequence_parallel=sequence_parallel,
@@ -68,8 +68,8 @@ def build_model(
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = [
-        _layer_spec(spec.windows[layer], geometry.has_qk_norm, layer in geometry.sparse_layers)
-        for layer in geometry.layers(stage)
+        _layer_spec(windows[layer], dims.has_qk_norm, layer in dims.sparse_layers)
+        for layer in dims.layers(stage)
     ]
     model = PackedModel(
         rotary,
@@ -79,19 +79,20 @@ def build_model(
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=layers, layer_norm=_untyped(RMSNorm)
         ),
-        vocab_size=geometry.vocabulary_rows * geometry.tp,
-        max_sequence_length=spec.max_positions or 0,
+        vocab_size=dims.vocabulary_rows * dims.tp,
+        max_sequence_length=model_config.max_position_embeddings,
         position_embedding_type="none",
-        share_embeddings_and_output_weights=geometry.is_tied,
+        share_embeddings_and_output_weights=dims.is_tied,
         pre_process=stage == 0,
-        post_process=stage == geometry.pp - 1,
+        post_process=stage == dims.pp - 1,
     )
     return model.to(device)
 
 
 class PackedModel(GPTModel):
-    """ModelInputs in the packed layout in, hidden states out: [T / cp, 1, D], under sequence
-    parallelism [T / cp / tp, 1, D].
+    """Maps packed ModelInputs to hidden states [T / cp, 1, D].
+
+    With sequence parallelism the hidden states are [T / cp / tp, 1, D].
     """
 
     def __init__(
@@ -104,10 +105,9 @@ class PackedModel(GPTModel):
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
         assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
-        cos, sin = self.rotary(
-            torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device),
-            inputs.position_ids,
-        )
+        # The rotary module reads only dtype and device of its first argument.
+        like = torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device)
+        cos, sin = self.rotary(like, inputs.position_ids)
         segments = Segments(
             qkv_format="thd",
             bounds=inputs.cu_seqlens,
@@ -120,51 +120,59 @@ class PackedModel(GPTModel):
         )
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the two copies of a tied embedding. Each is filled from the files, so nothing is
-        sent between stages.
+        """Mark the two replicas of a tied embedding on the first and the last stage.
+
+        Megatron-Core's own method also broadcasts the weight between the stages. Here each stage
+        fills its replica from the files.
         """
-        if (
-            self.config.pipeline_model_parallel_size > 1
-            and self.share_embeddings_and_output_weights
-        ):
-            weight: Any = self.shared_embedding_or_output_weight()
-            if weight is not None:
-                # A bucket of its own, so that both stages cut it into the same data-parallel
-                # shards.
-                weight.shared_embedding = True
+        is_tied = self.share_embeddings_and_output_weights
+        if not is_tied or self.config.pipeline_model_parallel_size == 1:
+            return
+        weight: Any = self.shared_embedding_or_output_weight()
+        if weight is not None:
+            # The mark gives it a bucket of its own, so that both stages shard it the same way over
+            # the data-parallel ranks.
+            weight.shared_embedding = True
 
     def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
-            # Under sequence parallelism this rank has a part of the tokens, otherwise all of them.
-            start = (
-                self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
-            )
+            start = 0
+            if self.config.sequence_parallel:
+                # This rank has only its share of the tokens.
+                start = self.pg_collection.tp.rank() * len(hidden)
             is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
+            # transformers' `padding_idx` does the same: the padding token's row has no gradient.
             hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
         return hidden, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Megatron-Core would compute the logits of all tokens here.
         return hidden_states
 
 
 @dataclass
 class Segments(PackedSeqParams):
-    """What a layer is told of the rows. It travels with the call, so a recomputed layer sees its
-    own microbatch's.
+    """Row bounds and rotary embedding of a microbatch, an argument of every layer.
+
+    As an argument, and not as state of the model, it is right also for a recomputed layer, which
+    may run after the forward of a later microbatch.
     """
 
     bounds: Any = None
-    """int32: segment bounds over all context-parallel ranks."""
+    """int32 [segments + 1]: segment bounds over all context-parallel ranks."""
     max_length: int = 0
     cos: Any = None
-    """[T / cp, 1, head_dim], of the position of each token in its row; so is `sin`."""
+    """[T / cp, 1, head_dim], for the position of each token in its row."""
     sin: Any = None
+    """[T / cp, 1, head_dim]"""
 
 
 class RMSNorm(nn.RMSNorm):
-    """The norm of every place, also under sequence parallelism, where Megatron-Core sums its
-    gradient over tp.
+    """The model's only norm.
+
+    With sequence parallelism Megatron-Core sums the gradients of weights marked as
+    `sequence_parallel` over the tp ranks.
     """
 
     def __init__(
@@ -175,7 +183,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Router(TopKRouter):
-    """The scores of each token's experts, in float32 whatever the weights' precision is."""
+    """MoE router whose logits are float32 whatever the precision of the weights is."""
 
     def gating(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight.float())
@@ -208,9 +216,7 @@ class SegmentAttention(MegatronModule):
         packed_seq_params: Segments,
         **kwargs: Any,
     ) -> Tensor:
-        """[T / cp, 1, heads * head_dim] from `query` [T / cp, heads, head_dim], `key` and
-        `value`.
-        """
+        """Return [T / cp, 1, heads * head_dim] for `query` [T / cp, heads, head_dim]."""
         segments = packed_seq_params
         out = varlen_attention(
             _rotated(query, segments.cos, segments.sin),
@@ -226,12 +232,13 @@ class SegmentAttention(MegatronModule):
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding [T, 1, D] to `heads` [T, H, D] as Llama does, in two halves."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _untyped(value: Any) -> Any:
-    """For Megatron-Core's annotations, which are narrower than what it takes."""
+    """Cast to Any: Megatron-Core's annotations are narrower than what it accepts."""
     return value
 
 
@@ -269,8 +276,8 @@ def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> Modul
 
 
 def _transformer_config(
-    spec: ModelSpec,
-    geometry: Geometry,
+    model_config: Any,
+    dims: ModelDims,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -278,41 +285,42 @@ def _transformer_config(
     recompute: bool,
 ) -> TransformerConfig:
     is_cuda = device.type == "cuda"
-    stages = [["decoder"] * len(geometry.layers(stage)) for stage in range(geometry.pp)]
+    # An explicit layout, because the layers need not divide evenly by the number of stages.
+    stages = [["decoder"] * len(dims.layers(stage)) for stage in range(dims.pp)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return TransformerConfig(
-        num_layers=geometry.num_layers,
-        hidden_size=geometry.hidden,
-        ffn_hidden_size=geometry.intermediate,
-        num_attention_heads=geometry.num_heads,
-        num_query_groups=geometry.num_kv_heads,
-        kv_channels=geometry.head_dim,
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden,
+        ffn_hidden_size=dims.intermediate,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=dims.num_kv_heads,
+        kv_channels=dims.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=geometry.has_qkv_bias,
-        qk_layernorm=geometry.has_qk_norm,
+        add_qkv_bias=dims.has_qkv_bias,
+        qk_layernorm=dims.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=geometry.tp,
-        pipeline_model_parallel_size=geometry.pp,
-        pipeline_model_parallel_layout=stages if geometry.pp > 1 else None,
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        pipeline_model_parallel_layout=stages if dims.pp > 1 else None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Microbatches of any length follow each other; the flag asks for this dispatcher even where
-        # nothing is dispatched.
-        variable_seq_lengths=geometry.pp > 1,
+        # Microbatches differ in length. Megatron-Core requires this dispatcher with the flag, even
+        # for dense models.
+        variable_seq_lengths=dims.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **_mixture(spec, geometry),
+        **_moe_config(model_config, dims),
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
-        # The loss is divided already: nothing may scale it, nor the gradients.
+        # The loss is already divided by the global count; it and its gradients stay unscaled.
         calculate_per_token_loss=True,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
@@ -329,24 +337,21 @@ def _transformer_config(
     )
 
 
-def _mixture(spec: ModelSpec, geometry: Geometry) -> dict[str, Any]:
-    """Every token reaches the experts its router chose: no capacity, no jitter, and no loss that
-    evens them out.
-    """
-    if spec.moe is None:
+def _moe_config(model_config: Any, dims: ModelDims) -> dict[str, Any]:
+    """Settings of MoE layers: dropless routing, no jitter, no load-balancing loss."""
+    if not dims.sparse_layers:
         return {}
     return {
-        "num_moe_experts": geometry.num_experts,
-        "moe_ffn_hidden_size": geometry.expert_width,
-        "moe_layer_freq": [
-            int(layer in geometry.sparse_layers) for layer in range(geometry.num_layers)
-        ],
-        "moe_router_topk": spec.moe.num_active_experts,
-        # Softmax over the chosen experts is softmax over all, normalised.
-        "moe_router_pre_softmax": not spec.moe.normalizes_weights,
+        "num_moe_experts": dims.num_experts,
+        "moe_ffn_hidden_size": dims.expert_width,
+        "moe_layer_freq": [int(layer in dims.sparse_layers) for layer in range(dims.num_layers)],
+        "moe_router_topk": model_config.num_experts_per_tok,
+        # norm_topk_prob normalises the probabilities of the chosen experts, which equals a softmax
+        # over the chosen experts alone, that is after the top-k.
+        "moe_router_pre_softmax": not model_config.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": geometry.ep,
+        "expert_model_parallel_size": dims.ep,
         "expert_tensor_parallel_size": 1,
     }

@@ -1,8 +1,8 @@
-"""Which blocks of which Hugging Face weights a rank's Megatron parameters are made of. Pure
-arithmetic: no tensors.
+"""Map from each rank's Megatron-Core parameters to slices of Hugging Face weights. Integers only.
 
-Every parameter is put together from rectangles of Hugging Face tensors, so one table serves reading
-a model's files, handing out weights and gradients under their Hugging Face names, and checkpoints.
+Every Megatron-Core parameter is assembled from rectangular slices of Hugging Face tensors. One map
+serves the reading of model files, the export of weights and gradients under their Hugging Face
+names, and checkpoints.
 """
 
 from __future__ import annotations
@@ -21,69 +21,70 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
-class Piece(NamedTuple):
-    """A rectangle of the Hugging Face tensor `name` and where it lies in the Megatron parameter."""
+class HFSlice(NamedTuple):
+    """A rectangle of the Hugging Face tensor `name` and its position in the Megatron parameter."""
 
     name: str
     offset: Shape
-    """Where it begins in the Hugging Face tensor."""
+    """First element in the Hugging Face tensor, one index per dim."""
     shape: Shape
     local_offset: Shape
-    """Where it begins in this rank's parameter."""
+    """First element in this rank's Megatron parameter, one index per dim."""
 
     @property
-    def local(self) -> tuple[slice, ...]:
-        return _slices(self.local_offset, self.shape)
+    def local_index(self) -> tuple[slice, ...]:
+        """Index of the rectangle in this rank's Megatron parameter."""
+        return _index(self.local_offset, self.shape)
 
     @property
-    def whole(self) -> tuple[slice, ...]:
-        return _slices(self.offset, self.shape)
+    def hf_index(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the Hugging Face tensor."""
+        return _index(self.offset, self.shape)
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
-    def rows(self, start: int, stop: int) -> Piece:
-        """The part in rows [start, stop) of the Megatron parameter, perhaps without any."""
+    def rows(self, start: int, stop: int) -> HFSlice:
+        """Intersect with rows [start, stop) of the Megatron parameter; the result may be empty."""
         first = max(start, self.local_offset[0])
         last = max(first, min(stop, self.local_offset[0] + self.shape[0]))
-        return Piece(
+        num_skipped_rows = first - self.local_offset[0]
+        return HFSlice(
             self.name,
-            (self.offset[0] + first - self.local_offset[0], *self.offset[1:]),
+            (self.offset[0] + num_skipped_rows, *self.offset[1:]),
             (last - first, *self.shape[1:]),
             (first, *self.local_offset[1:]),
         )
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One Megatron parameter of one rank. Rows that no piece covers are padding of the
-    vocabulary.
-    """
+class ParamSpec:
+    """One Megatron parameter of one rank. Rows without an HFSlice are padding of the vocabulary."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    slices: tuple[HFSlice, ...]
     is_owner: bool
-    """False for a replica: of a norm on the other tp ranks, of a tied embedding on the last
-    stage.
+    """True on the one rank that reports the parameter. False for replicas: a norm on tp ranks
+    above 0, a tied embedding on the last pipeline stage.
     """
     is_expert: bool = False
-    """One expert of a mixture: Hugging Face stacks them, so its shape here has a leading 1 that the
-    parameter has not.
+    """One expert of an MoE layer. Hugging Face stacks the experts, so `shape` has a leading 1 that
+    the parameter itself does not have.
     """
 
 
-Table = dict[str, Entry]
-"""By the name of the Megatron parameter, in the model's order."""
+ParamMap = dict[str, ParamSpec]
+"""Parameters of one rank by Megatron-Core name, in the order of `model.named_parameters()`."""
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Sizes of a Llama-like model and over how many ranks its layers, its matrices and its experts
-    are spread.
+class ModelDims:
+    """Sizes of a Llama-like model and its pipeline-, tensor- and expert-parallel sizes.
 
-    Example: with 4 heads, 2 of keys and values, head_dim 16 and tp 2, rank 1 holds 64 rows of the
-    fused projection: rows 32-63 of q, then 16-31 of k, then 16-31 of v.
+    Example: with 4 query heads, 2 key-value heads, head_dim 16 and tp 2, tp rank 1 has 64 rows of
+    the fused projection: rows 32-63 of q, then 16-31 of k, then 16-31 of v.
     """
 
     num_layers: int
@@ -99,195 +100,220 @@ class Geometry:
     num_experts: int = 0
     expert_width: int = 0
     sparse_layers: frozenset[int] = frozenset()
-    """Those whose feed-forward part is a mixture of experts."""
+    """Indices of the MoE layers."""
     pp: int = 1
     tp: int = 1
     ep: int = 1
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the embedding on each tp rank; those beyond the vocabulary are padding."""
+        """Rows of the embedding on each tp rank, padding of the vocabulary included."""
         return -(-self.vocabulary // self.tp)
 
     def layers(self, stage: int) -> range:
-        """The layers of a pipeline stage; the first stages have one more where they do not divide
-        evenly.
-        """
+        """Layers of a pipeline stage; the first `num_layers % pp` stages have one more."""
         size, remainder = divmod(self.num_layers, self.pp)
         start = stage * size + min(stage, remainder)
-        return range(start, start + size + (stage < remainder))
+        has_extra_layer = stage < remainder
+        return range(start, start + size + has_extra_layer)
 
     def vocabulary_range(self, tp_rank: int) -> range:
-        """The rows of the vocabulary a tp rank holds, perhaps none."""
+        """Vocabulary rows of a tp rank without padding; may be empty."""
         start = min(tp_rank * self.vocabulary_rows, self.vocabulary)
         return range(start, min(start + self.vocabulary_rows, self.vocabulary))
 
     def experts(self, ep_rank: int) -> range:
-        """The experts an expert-parallel rank holds, whole ones."""
+        """Experts of an expert-parallel rank; experts themselves are not sharded."""
         size = self.num_experts // self.ep
         return range(ep_rank * size, (ep_rank + 1) * size)
 
-    def table(self, stage: int, tp_rank: int, ep_rank: int = 0) -> Table:
-        """The parameters of a rank at pipeline stage `stage`."""
-        return dict(self._entries(stage, tp_rank, ep_rank))
+    def param_map(self, stage: int, tp_rank: int, ep_rank: int = 0) -> ParamMap:
+        """Return the parameters of a rank at pipeline stage `stage`."""
+        return dict(self._specs(stage, tp_rank, ep_rank))
 
-    def _entries(self, stage: int, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
-        is_last = stage == self.pp - 1
+    def _specs(self, stage: int, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, ParamSpec]]:
         if stage == 0:
-            yield (
-                "embedding.word_embeddings.weight",
-                self._vocabulary(EMBEDDING, tp_rank, is_owner=True),
-            )
+            embedding = self._vocabulary(EMBEDDING, tp_rank, is_owner=True)
+            yield "embedding.word_embeddings.weight", embedding
         for index, layer in enumerate(self.layers(stage)):
-            feed_forward = self._mixture if layer in self.sparse_layers else self._dense
-            parts = (self._attention, feed_forward)
-            for name, entry in (
-                item for part in parts for item in part(f"model.layers.{layer}", tp_rank, ep_rank)
-            ):
-                yield f"decoder.layers.{index}.{name}", entry
-        if is_last:
-            yield (
-                "decoder.final_layernorm.weight",
-                self._whole("model.norm.weight", (self.hidden,), tp_rank),
-            )
-        if is_last and not self.is_tied:
+            hf_layer = f"model.layers.{layer}"
+            # Megatron-Core counts layers from 0 on each pipeline stage.
+            prefix = f"decoder.layers.{index}"
+            for name, spec in self._attention(hf_layer, tp_rank):
+                yield f"{prefix}.{name}", spec
+            if layer in self.sparse_layers:
+                mlp = self._moe_mlp(hf_layer, tp_rank, ep_rank)
+            else:
+                mlp = self._dense_mlp(hf_layer, tp_rank)
+            for name, spec in mlp:
+                yield f"{prefix}.{name}", spec
+        if stage == self.pp - 1:
+            yield from self._output_specs(stage, tp_rank)
+
+    def _output_specs(self, stage: int, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
+        norm = self._replicated("model.norm.weight", (self.hidden,), tp_rank)
+        yield "decoder.final_layernorm.weight", norm
+        if not self.is_tied:
             yield "output_layer.weight", self._vocabulary(HEAD, tp_rank, is_owner=True)
-        if is_last and self.is_tied and stage > 0:
+        elif stage > 0:
+            # The first stage owns a tied embedding; the last stage has a replica of it.
             yield "output_layer.weight", self._vocabulary(EMBEDDING, tp_rank, is_owner=False)
 
-    def _attention(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
+    def _attention(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
         attention = f"{layer}.self_attn"
-        yield (
-            "input_layernorm.weight",
-            self._whole(f"{layer}.input_layernorm.weight", (self.hidden,), tp_rank),
-        )
+        hidden_shape = (self.hidden,)
+        input_norm = self._replicated(f"{layer}.input_layernorm.weight", hidden_shape, tp_rank)
+        yield "input_layernorm.weight", input_norm
         width = self.num_heads * self.head_dim
-        yield (
-            "self_attention.linear_proj.weight",
-            self._columns(f"{attention}.o_proj.weight", width, tp_rank),
-        )
-        yield (
-            "self_attention.linear_qkv.weight",
-            self._qkv(attention, "weight", (self.hidden,), tp_rank),
-        )
+        o_proj = self._column_range(f"{attention}.o_proj.weight", width, tp_rank)
+        yield "self_attention.linear_proj.weight", o_proj
+        qkv = self._qkv(attention, "weight", hidden_shape, tp_rank)
+        yield "self_attention.linear_qkv.weight", qkv
         if self.has_qkv_bias:
             yield "self_attention.linear_qkv.bias", self._qkv(attention, "bias", (), tp_rank)
         if self.has_qk_norm:
-            yield (
-                "self_attention.q_layernorm.weight",
-                self._whole(f"{attention}.q_norm.weight", (self.head_dim,), tp_rank),
-            )
-            yield (
-                "self_attention.k_layernorm.weight",
-                self._whole(f"{attention}.k_norm.weight", (self.head_dim,), tp_rank),
-            )
+            head_shape = (self.head_dim,)
+            q_norm = self._replicated(f"{attention}.q_norm.weight", head_shape, tp_rank)
+            yield "self_attention.q_layernorm.weight", q_norm
+            k_norm = self._replicated(f"{attention}.k_norm.weight", head_shape, tp_rank)
+            yield "self_attention.k_layernorm.weight", k_norm
         norm = f"{layer}.post_attention_layernorm.weight"
-        yield "pre_mlp_layernorm.weight", self._whole(norm, (self.hidden,), tp_rank)
+        yield "pre_mlp_layernorm.weight", self._replicated(norm, hidden_shape, tp_rank)
 
-    def _dense(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
+    def _dense_mlp(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
         yield "mlp.linear_fc1.weight", self._gate_and_up(f"{layer}.mlp", tp_rank)
-        yield (
-            "mlp.linear_fc2.weight",
-            self._columns(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank),
-        )
+        down = self._column_range(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank)
+        yield "mlp.linear_fc2.weight", down
 
-    def _mixture(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, Entry]]:
-        yield (
-            "mlp.router.weight",
-            self._whole(f"{layer}.mlp.gate.weight", (self.num_experts, self.hidden), tp_rank),
-        )
-        shapes = {
-            "gate_up_proj": (1, 2 * self.expert_width, self.hidden),
-            "down_proj": (1, self.hidden, self.expert_width),
-        }
+    def _moe_mlp(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, ParamSpec]]:
+        router_shape = (self.num_experts, self.hidden)
+        router = self._replicated(f"{layer}.mlp.gate.weight", router_shape, tp_rank)
+        yield "mlp.router.weight", router
+        experts = f"{layer}.mlp.experts"
+        fc1_shape = (1, 2 * self.expert_width, self.hidden)
+        fc2_shape = (1, self.hidden, self.expert_width)
         for index, expert in enumerate(self.experts(ep_rank)):
-            for (name, shape), linear in zip(
-                shapes.items(), ("linear_fc1", "linear_fc2"), strict=True
-            ):
-                piece = Piece(f"{layer}.mlp.experts.{name}", (expert, 0, 0), shape, (0, 0, 0))
-                entry = Entry(shape, (piece,), is_owner=True, is_expert=True)
-                yield f"mlp.experts.local_experts.{index}.{linear}.weight", entry
+            local_expert = f"mlp.experts.local_experts.{index}"
+            fc1 = _expert_spec(f"{experts}.gate_up_proj", expert, fc1_shape)
+            yield f"{local_expert}.linear_fc1.weight", fc1
+            fc2 = _expert_spec(f"{experts}.down_proj", expert, fc2_shape)
+            yield f"{local_expert}.linear_fc2.weight", fc2
 
-    def _whole(self, name: str, shape: Shape, tp_rank: int) -> Entry:
+    def _replicated(self, name: str, shape: Shape, tp_rank: int) -> ParamSpec:
+        """Spec of a weight that every tp rank has in full; tp rank 0 owns it."""
         zeros = (0,) * len(shape)
-        return Entry(shape, (Piece(name, zeros, shape, zeros),), is_owner=tp_rank == 0)
+        return ParamSpec(shape, (HFSlice(name, zeros, shape, zeros),), is_owner=tp_rank == 0)
 
-    def _columns(self, name: str, width: int, tp_rank: int) -> Entry:
+    def _column_range(self, name: str, width: int, tp_rank: int) -> ParamSpec:
+        """Spec of a row-parallel weight: its `width` columns (input features) are sharded."""
         shape = (self.hidden, width // self.tp)
-        return Entry(shape, (Piece(name, (0, tp_rank * shape[1]), shape, (0, 0)),), is_owner=True)
+        hf_slice = HFSlice(name, (0, tp_rank * shape[1]), shape, (0, 0))
+        return ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def _vocabulary(self, name: str, tp_rank: int, *, is_owner: bool) -> Entry:
+    def _vocabulary(self, name: str, tp_rank: int, *, is_owner: bool) -> ParamSpec:
+        shape = (self.vocabulary_rows, self.hidden)
         rows = self.vocabulary_range(tp_rank)
-        pieces = (Piece(name, (rows.start, 0), (len(rows), self.hidden), (0, 0)),) if rows else ()
-        return Entry((self.vocabulary_rows, self.hidden), pieces, is_owner)
+        if not rows:
+            return ParamSpec(shape, (), is_owner)
+        hf_slice = HFSlice(name, (rows.start, 0), (len(rows), self.hidden), (0, 0))
+        return ParamSpec(shape, (hf_slice,), is_owner)
 
-    def _gate_and_up(self, mlp: str, tp_rank: int) -> Entry:
+    def _gate_and_up(self, mlp: str, tp_rank: int) -> ParamSpec:
+        """Spec of the fused gate and up projection: this rank's gate rows, then its up rows."""
         size = self.intermediate // self.tp
-        pieces = (
-            Piece(
-                f"{mlp}.{half}_proj.weight",
-                (tp_rank * size, 0),
-                (size, self.hidden),
-                (index * size, 0),
-            )
-            for index, half in enumerate(("gate", "up"))
-        )
-        return Entry((2 * size, self.hidden), tuple(pieces), is_owner=True)
+        shape = (size, self.hidden)
+        offset = (tp_rank * size, 0)
+        gate = HFSlice(f"{mlp}.gate_proj.weight", offset, shape, (0, 0))
+        up = HFSlice(f"{mlp}.up_proj.weight", offset, shape, (size, 0))
+        return ParamSpec((2 * size, self.hidden), (gate, up), is_owner=True)
 
-    def _qkv(self, attention: str, kind: str, tail: Shape, tp_rank: int) -> Entry:
-        """Rows of q, k and v alternate group by group, q rows of a group first; tp cuts this order
-        in equal parts.
+    def _qkv(self, attention: str, kind: str, tail: Shape, tp_rank: int) -> ParamSpec:
+        """Spec of the fused q, k and v projection: `weight` with `tail` [hidden], or `bias`.
+
+        Megatron-Core orders the rows by key-value group: the q rows of a group, then its k rows,
+        then its v rows. Each tp rank has an equal, contiguous part of this order.
         """
         zeros = (0,) * len(tail)
-        spans: list[tuple[str, int, int]] = []  # name, first row, rows
-        group = self.num_heads // self.num_kv_heads * self.head_dim
-        for index in range(self.num_kv_heads):
-            spans.append((f"{attention}.q_proj.{kind}", index * group, group))
-            spans.append((f"{attention}.k_proj.{kind}", index * self.head_dim, self.head_dim))
-            spans.append((f"{attention}.v_proj.{kind}", index * self.head_dim, self.head_dim))
-        size = sum(num_rows for _, _, num_rows in spans) // self.tp
-        start, stop = tp_rank * size, (tp_rank + 1) * size
-        pieces, position = [], 0
-        for name, row, num_rows in spans:
-            part = Piece(name, (row, *zeros), (num_rows, *tail), (position, *zeros)).rows(
-                start, stop
-            )
+        fused_rows = self._fused_qkv_rows(attention, kind)
+        size = sum(num_rows for _, _, num_rows in fused_rows) // self.tp
+        start = tp_rank * size
+        stop = start + size
+        slices = []
+        position = 0
+        for name, row, num_rows in fused_rows:
+            unsharded = HFSlice(name, (row, *zeros), (num_rows, *tail), (position, *zeros))
+            part = unsharded.rows(start, stop)
             if part.numel:
-                pieces.append(part._replace(local_offset=(part.local_offset[0] - start, *zeros)))
+                slices.append(part._replace(local_offset=(part.local_offset[0] - start, *zeros)))
             position += num_rows
-        return Entry((size, *tail), tuple(pieces), is_owner=True)
+        return ParamSpec((size, *tail), tuple(slices), is_owner=True)
+
+    def _fused_qkv_rows(self, attention: str, kind: str) -> list[tuple[str, int, int]]:
+        """(Hugging Face name, first row, number of rows) in the row order of the fused weight."""
+        group_size = self.num_heads // self.num_kv_heads * self.head_dim
+        rows: list[tuple[str, int, int]] = []
+        for group in range(self.num_kv_heads):
+            rows.append((f"{attention}.q_proj.{kind}", group * group_size, group_size))
+            rows.append((f"{attention}.k_proj.{kind}", group * self.head_dim, self.head_dim))
+            rows.append((f"{attention}.v_proj.{kind}", group * self.head_dim, self.head_dim))
+        return rows
 
 
-def geometry_of(spec: ModelSpec, *, pp: int = 1, tp: int = 1, ep: int = 1) -> Geometry:
-    """Return the sizes of a model of the types `llama`, `qwen2`, `qwen3` and `qwen3_moe`."""
-    moe = spec.moe
-    return Geometry(
-        num_layers=spec.num_layers,
-        hidden=spec.hidden_size,
-        intermediate=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        vocabulary=spec.vocab_size,
-        is_tied=spec.is_tied,
-        has_qkv_bias=spec.has_qkv_bias,
-        has_qk_norm=spec.has_qk_norm,
-        num_experts=0 if moe is None else moe.num_experts,
-        expert_width=0 if moe is None else moe.expert_size,
-        sparse_layers=frozenset() if moe is None else moe.layers,
+def dims_from_config(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> ModelDims:
+    """Read a Hugging Face configuration of type `llama`, `qwen2`, `qwen3` or `qwen3_moe`."""
+    is_mixture = model_config.model_type == "qwen3_moe"
+    head_dim = (
+        getattr(model_config, "head_dim", None)
+        or model_config.hidden_size // model_config.num_attention_heads
+    )
+    return ModelDims(
+        num_layers=model_config.num_hidden_layers,
+        hidden=model_config.hidden_size,
+        intermediate=model_config.intermediate_size,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.num_key_value_heads,
+        head_dim=head_dim,
+        vocabulary=model_config.vocab_size,
+        is_tied=model_config.tie_word_embeddings,
+        has_qkv_bias=model_config.model_type == "qwen2",
+        has_qk_norm=model_config.model_type in ("qwen3", "qwen3_moe"),
+        num_experts=model_config.num_experts if is_mixture else 0,
+        expert_width=model_config.moe_intermediate_size if is_mixture else 0,
+        sparse_layers=_sparse_layers(model_config) if is_mixture else frozenset(),
         pp=pp,
         tp=tp,
         ep=ep,
     )
 
 
-def place_of(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:
-    """(pipeline stage, tp rank, ep rank). Each `ep` neighbours of a stage share its experts, as
-    Megatron-Core has it.
+def _sparse_layers(model_config: Any) -> frozenset[int]:
+    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as
+    dense.
     """
-    place = topology.coordinates(rank)
-    return place.pp, place.tp, (rank - topology.rank(pp=place.pp)) % ep
+    return frozenset(
+        layer
+        for layer in range(model_config.num_hidden_layers)
+        if model_config.num_experts
+        and layer not in model_config.mlp_only_layers
+        and (layer + 1) % model_config.decoder_sparse_step == 0
+    )
 
 
-def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:
+def parallel_coords(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:
+    """Return (pipeline stage, tp rank, ep rank) of a global rank.
+
+    An expert-parallel group is `ep` consecutive ranks of one pipeline stage, as in Megatron-Core.
+    """
+    coordinates = topology.coordinates(rank)
+    first_rank_of_stage = topology.rank(pp=coordinates.pp)
+    return coordinates.pp, coordinates.tp, (rank - first_rank_of_stage) % ep
+
+
+def _expert_spec(name: str, expert: int, shape: Shape) -> ParamSpec:
+    """Spec of one unsharded expert, which is index `expert` of the stacked Hugging Face tensor."""
+    hf_slice = HFSlice(name, (expert, 0, 0), shape, (0, 0, 0))
+    return ParamSpec(shape, (hf_slice,), is_owner=True, is_expert=True)
+
+
+def _index(offset: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))

@@ -1,6 +1,4 @@
-"""Megatron-Core's timers, of which a rank needs two: the forward and the backward of a
-microbatch.
-"""
+"""Megatron-Core's timers, reduced to the two a rank needs: forward and backward compute."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ _COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ScheduleTimers:
-    """`config.timers` of a model: `clock` runs in the forward and backward of each microbatch.
+    """The `config.timers` of a model: runs `clock` in the forward and backward of a microbatch.
 
     Pipeline communication and gradient reduction have other names and are not timed.
     """

@@ -1,4 +1,4 @@
-"""The policy worker over Megatron-Core: what a worker group starts."""
+"""Policy worker on Megatron-Core; the class that a worker group starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.worker import PolicyWorker
 
-# Said by every rank as Megatron-Core is imported and used: it has neither Apex nor Transformer
-# Engine, which nothing here needs, and it calls torch by names that the newest torch has replaced.
+# Every rank would print these on import and use of Megatron-Core. It misses Apex and Transformer
+# Engine, which nothing here needs, and uses torch names that the newest torch has replaced.
 for _message in (
     ".*Apex.* not installed",
     "`torch.distributed.* is deprecated",
@@ -24,14 +24,12 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", _message)
 
-from nemo_like.policy.megatron import groups as megatron_groups  # noqa: E402
 from nemo_like.policy.megatron.engine import MegatronEngine  # noqa: E402
+from nemo_like.policy.megatron.groups import Groups  # noqa: E402
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """A Llama, Qwen2, Qwen3 or Qwen3-MoE over tensor, context, pipeline, expert and data parallel
-    ranks.
-    """
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE with all five kinds of parallelism."""
 
     def __init__(
         self,
@@ -42,11 +40,9 @@ class MegatronPolicyWorker(PolicyWorker):
         seed: int = 0,
         needs_reference: bool = False,
     ) -> None:
-        """Join the process groups and load the model, and a frozen copy as it is on disk if
-        `needs_reference`.
-        """
-        # Megatron-Core orders communication before the compute that overlaps it by this, and warns
-        # without it.
+        """Join the process groups and load the model, and its frozen copy if `needs_reference`."""
+        # Megatron-Core relies on this order of communication before the compute that overlaps it,
+        # and warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
@@ -55,7 +51,7 @@ class MegatronPolicyWorker(PolicyWorker):
             context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
         )
         device = init_process_group(context)
-        megatron_groups.join(
+        groups = Groups.join(
             topology,
             device,
             seed=seed,
@@ -63,16 +59,17 @@ class MegatronPolicyWorker(PolicyWorker):
             expert=parallel.expert,
         )
 
-        def engine(*, trainable: bool) -> MegatronEngine:
+        def build_engine(*, trainable: bool) -> MegatronEngine:
             return MegatronEngine(
                 config,
                 device,
                 topology,
                 context.rank,
+                groups=groups,
                 sequence_parallel=parallel.sequence,
                 trainable=trainable,
             )
 
-        super().__init__(
-            config, engine(trainable=True), engine(trainable=False) if needs_reference else None
-        )
+        policy = build_engine(trainable=True)
+        reference = build_engine(trainable=False) if needs_reference else None
+        super().__init__(config, policy, reference)

@@ -9,13 +9,15 @@ and plain transformers say what is right.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_like.config.schema import (
@@ -36,7 +38,7 @@ from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.dtensor.parameters import local
+from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import (
     ARCHITECTURES,
@@ -129,6 +131,20 @@ class Rank:
         return batch.shard(plan_batch(batch["length"], spec))[self.topology.dp_rank(self.rank)]
 
 
+def full_gradients(engine: DTensorEngine) -> Iterator[tuple[str, Tensor]]:
+    """Each weight's gradient since the last optimizer step, float32, full on rank 0."""
+    for sharded in engine.parameters:
+        gradient = sharded.parameter.grad
+        shard = local_shard(sharded.parameter if gradient is None else gradient)
+        if gradient is None:
+            shard = torch.zeros_like(shard)
+        full = sharded.gather_full(shard).float()
+        if sharded.spec.has_partial_grad and engine.groups.tensor is not None:
+            full = full.clone()
+            dist.all_reduce(full, group=engine.groups.tensor.group)
+        yield sharded.name, full
+
+
 def gradients(
     worker: PolicyWorker, shard: SlicedDataDict
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -137,10 +153,7 @@ def gradients(
     found: dict[str, np.ndarray] = {}
 
     def step(lr: float, *, is_loss_finite: bool = True) -> float:
-        found.update(
-            (name, tensor.clone().numpy())
-            for name, tensor in engine.full_gradients(list(engine.weight_shapes()))
-        )
+        found.update((name, tensor.clone().numpy()) for name, tensor in full_gradients(engine))
         return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
@@ -184,13 +197,13 @@ def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
     return losses
 
 
-def held_by_every_tp_rank(worker: PolicyWorker) -> dict[str, np.ndarray]:
-    """This rank's part of the weights that tensor parallelism does not cut."""
+def replicated_weights(worker: PolicyWorker) -> dict[str, np.ndarray]:
+    """This rank's shard of the weights that tensor parallelism replicates."""
     engine: Any = worker._policy
     return {
-        weight.name: local(weight.parameter).clone().numpy()
-        for weight in engine._weights
-        if weight.cut.dim is None
+        weight.name: local_shard(weight.parameter).clone().numpy()
+        for weight in engine.parameters
+        if weight.spec.dim is None
     }
 
 
@@ -210,15 +223,15 @@ def program(
         found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                dtensor_model, "WHOLE_BYTES_ON_CPU", 0
-            )  # as a model too large to stay whole does it
+                dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0
+            )  # as a model too large to stay unsharded does it
             config = dataclasses.replace(TRAINED, model_name=trained)
             worker = rank.worker(config)
             found["losses"] = train(worker, rank, range(2))
             worker.save(out / "half")
             found["losses"] += train(worker, rank, range(2, 4))
             worker.save(out / "end")
-            found["held by every tp rank"] = held_by_every_tp_rank(worker)
+            found["replicated"] = replicated_weights(worker)
             worker.load(straight / "half")
             found["resumed"] = train(worker, rank, range(2, 4))
             other = Rank(
@@ -332,9 +345,9 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
             assert [report.layout for report in rank[name]["isolation"]] == ["packed", "padded"]
     assert_trained_alike(ranks, straight_losses, straight_dir, tmp_path)
     for first in range(0, world_size, parallel.tensor):
-        for name, expected in ranks[first]["held by every tp rank"].items():
+        for name, expected in ranks[first]["replicated"].items():
             for rank in ranks[first : first + parallel.tensor]:
-                assert np.array_equal(rank["held by every tp rank"][name], expected), name
+                assert np.array_equal(rank["replicated"][name], expected), name
 
 
 def assert_trained_alike(

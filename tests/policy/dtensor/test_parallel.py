@@ -1,5 +1,6 @@
-"""Which part of each weight a tensor-parallel rank holds, and which models cannot be split so. One
-process, no weights.
+"""The shard of each weight on a tensor-parallel rank, and the models that cannot be sharded.
+
+One process, no weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.policy.dtensor.engine import DTensorEngine
-from nemo_like.policy.dtensor.parallel import Cut, TensorParallel
+from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -35,49 +36,53 @@ SIZES: dict[str, Any] = {
 }
 
 
-def cuts_of(
+def specs_of(
     config: PreTrainedConfig, *, rank: int = 1, size: int = 2, sequence: bool = False
-) -> dict[str, Cut]:
-    """The cuts of a model without memory; its collectives, never called, have no group."""
+) -> dict[str, ShardSpec]:
+    """The specs of a model on the meta device; its collectives, never called, have no group."""
     group: Any = None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    cuts = TensorParallel(group, rank, size, sequence).apply(model, "a model")
+    specs = TensorParallel(group, rank, size, sequence).parallelize(model, "a model")
     for name, weight in model.named_parameters(remove_duplicate=False):
-        cut = cuts[name]
-        assert tuple(weight.shape) == tuple(cut.of(torch.empty(cut.full_shape)).shape), name
-    return cuts
+        spec = specs[name]
+        assert tuple(weight.shape) == tuple(spec.shard(torch.empty(spec.full_shape)).shape), name
+    return specs
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_heads_channels_and_vocabulary_are_cut_and_the_rest_is_whole(sequence):
-    cuts = cuts_of(
+def test_heads_channels_and_vocabulary_are_sharded_and_the_rest_is_replicated(sequence):
+    specs = specs_of(
         Qwen3Config(**SIZES, attention_bias=True, tie_word_embeddings=True), sequence=sequence
     )
     layer = "model.layers.1"
-    assert cuts[f"{layer}.self_attn.q_proj.weight"] == Cut((64, 32), 0, 32, 64)
-    assert cuts[f"{layer}.self_attn.k_proj.bias"] == Cut((32,), 0, 16, 32)
-    assert cuts[f"{layer}.self_attn.o_proj.weight"] == Cut((32, 64), 1, 32, 64)
-    assert cuts[f"{layer}.mlp.down_proj.weight"] == Cut((32, 48), 1, 24, 48)
-    assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == Cut((67, 32), 0, 33, 67)
+    assert specs[f"{layer}.self_attn.q_proj.weight"] == ShardSpec((64, 32), 0, 32, 64)
+    assert specs[f"{layer}.self_attn.k_proj.bias"] == ShardSpec((32,), 0, 16, 32)
+    assert specs[f"{layer}.self_attn.o_proj.weight"] == ShardSpec((32, 64), 1, 32, 64)
+    assert specs[f"{layer}.mlp.down_proj.weight"] == ShardSpec((32, 48), 1, 24, 48)
+    assert (
+        specs["model.embed_tokens.weight"]
+        == specs["lm_head.weight"]
+        == ShardSpec((67, 32), 0, 33, 67)
+    )
     # Heads are never all here; tokens, and with them norms and biases behind a sum, only under
     # sequence parallelism.
-    assert cuts[f"{layer}.self_attn.q_norm.weight"] == Cut((16,), has_partial_grad=True)
-    assert cuts[f"{layer}.input_layernorm.weight"] == Cut((32,), has_partial_grad=sequence)
-    assert cuts[f"{layer}.self_attn.o_proj.bias"] == Cut((32,), has_partial_grad=sequence)
-    assert cuts["model.norm.weight"] == Cut((32,), has_partial_grad=sequence)
+    assert specs[f"{layer}.self_attn.q_norm.weight"] == ShardSpec((16,), has_partial_grad=True)
+    assert specs[f"{layer}.input_layernorm.weight"] == ShardSpec((32,), has_partial_grad=sequence)
+    assert specs[f"{layer}.self_attn.o_proj.bias"] == ShardSpec((32,), has_partial_grad=sequence)
+    assert specs["model.norm.weight"] == ShardSpec((32,), has_partial_grad=sequence)
 
 
-def test_the_ranks_parts_are_the_whole():
-    parts = [cuts_of(LlamaConfig(**SIZES, mlp_bias=True), rank=rank) for rank in (0, 1)]
-    for name, cut in parts[0].items():
-        full = torch.arange(torch.Size(cut.full_shape).numel()).view(cut.full_shape)
-        together = [part[name].of(full) for part in parts]
-        if cut.dim is None:
+def test_the_ranks_shards_make_up_the_full_weight():
+    parts = [specs_of(LlamaConfig(**SIZES, mlp_bias=True), rank=rank) for rank in (0, 1)]
+    for name, spec in parts[0].items():
+        full = torch.arange(torch.Size(spec.full_shape).numel()).view(spec.full_shape)
+        together = [part[name].shard(full) for part in parts]
+        if spec.dim is None:
             assert all(torch.equal(part, full) for part in together), name
         else:
-            assert torch.equal(torch.cat(together, cut.dim), full), name
+            assert torch.equal(torch.cat(together, spec.dim), full), name
 
 
 @pytest.mark.parametrize(
@@ -95,11 +100,11 @@ def test_the_ranks_parts_are_the_whole():
         (LlamaConfig(**{**SIZES, "vocab_size": 1}), 2, "vocabulary of 1 is smaller than 2 ranks"),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused_with_the_way_out(config, size, message):
+def test_a_model_that_cannot_be_sharded_is_refused_with_the_way_out(config, size, message):
     with pytest.raises(
         ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"
     ):
-        cuts_of(config, rank=0, size=size)
+        specs_of(config, rank=0, size=size)
 
 
 def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
@@ -110,8 +115,10 @@ def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
         if "norm" not in name
     }
     monkeypatch.setattr(Qwen3Config, "base_model_tp_plan", plan)
-    with pytest.raises(ConfigError, match=r"does not say how Qwen3Attention holds q_norm\.weight"):
-        cuts_of(config)
+    with pytest.raises(
+        ConfigError, match=r"does not list the parameter q_norm\.weight of Qwen3Attention"
+    ):
+        specs_of(config)
 
 
 def test_a_pipeline_is_refused():

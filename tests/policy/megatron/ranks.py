@@ -26,8 +26,8 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.megatron import groups as megatron_groups
 from nemo_like.policy.megatron.engine import MegatronEngine
+from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
 
 MAX_RANKS = 8
@@ -44,15 +44,29 @@ def open_pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+def full_gradients(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
+    """Each weight's gradient, float32: full on rank 0, elsewhere empty.
+
+    This reduces the gradients over the ranks, so the optimizer step must follow.
+    """
+    optimizer = engine.optimizer
+
+    def gradient(name: str) -> Tensor:
+        optimizer.reduce_gradients()
+        shard = optimizer.shard(name)
+        return optimizer._gather_full(name, None if shard is None else shard.main.grad, writer=0)
+
+    shapes = engine.weight_shapes()
+    return engine._gatherer.gather(list(shapes), shapes, torch.float32, gradient)
+
+
 class RecordingEngine(MegatronEngine):
     """Keeps the gradients of the last optimizer step, as they were before it."""
 
     gradients: dict[str, np.ndarray]
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
-        self.gradients = {
-            name: tensor.numpy() for name, tensor in self.full_gradients(list(self.weight_shapes()))
-        }
+        self.gradients = {name: tensor.numpy() for name, tensor in full_gradients(self)}
         return super().optimizer_step(lr, is_loss_finite=is_loss_finite)
 
 
@@ -64,6 +78,7 @@ class Rank:
     parallel: ParallelConfig
     topology: Topology
     device: torch.device
+    groups: Groups
 
     def engine(self, config: PolicyConfig, *, trainable: bool = True) -> RecordingEngine:
         return RecordingEngine(
@@ -71,6 +86,7 @@ class Rank:
             self.device,
             self.topology,
             self.context.rank,
+            groups=self.groups,
             sequence_parallel=self.parallel.sequence,
             trainable=trainable,
         )
@@ -101,10 +117,10 @@ def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     )
     device = process_groups.init_process_group(context)
     try:
-        megatron_groups.join(
+        groups = Groups.join(
             topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert
         )
-        yield Rank(context, parallel, topology, device)
+        yield Rank(context, parallel, topology, device, groups)
     finally:
         process_groups.destroy()
 

@@ -21,14 +21,15 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
+from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.megatron import engine as megatron_engine
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.model import SegmentAttention
 from tests.policy.megatron.ranks import (
     Step,
     as_tensors,
+    full_gradients,
     joined,
     meeting_in,
     of_model,
@@ -213,7 +214,7 @@ def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay
     waits for it.
     """
     with pytest.MonkeyPatch.context() as patch, joined(context, ParallelConfig()) as rank:
-        patch.setattr(megatron_engine, "ComputeClock", WallClock)
+        patch.setattr(engine_base, "ComputeClock", WallClock)
         worker = rank.worker(config)
         engine: Any = worker._policy
         if context.rank == 0:
@@ -364,10 +365,7 @@ def accumulate(
             while sizes:
                 part, microbatches = microbatches[: sizes[0]], microbatches[sizes.pop(0) :]
                 engine.run(part, loss, backward=True)
-            results[name] = {
-                key: value.numpy()
-                for key, value in engine.full_gradients(list(engine.weight_shapes()))
-            }
+            results[name] = {key: value.numpy() for key, value in full_gradients(engine)}
             results["forwards"] = calls
     return results
 

@@ -34,9 +34,9 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.megatron import cpu as megatron_cpu
-from nemo_like.policy.megatron.parameters import open_model
-from nemo_like.policy.megatron.support import check_model_spec
+from nemo_like.policy.megatron.support import check_model_config, layer_windows
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
@@ -138,7 +138,7 @@ def test_a_model_is_read_from_several_files(model_dir, tmp_path):
         )
         with pytest.raises(
             ConfigError,
-            match=r"have model.norm.weight in shape \[32\]; its config.json asks for \[33\]",
+            match=r"have model.norm.weight in shape \[32\]; its config.json requires \[33\]",
         ):
             files.check({"model.norm.weight": (33,)})
         with pytest.raises(ConfigError, match="have no lm_head"):

@@ -22,11 +22,10 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.isolation import IsolationError, IsolationReport
 from nemo_like.policy.megatron import model as megatron_model
-from nemo_like.policy.megatron.param_map import geometry_of, place_of
-from nemo_like.policy.megatron.parameters import open_model
+from nemo_like.policy.megatron.param_map import dims_from_config, parallel_coords
 from nemo_like.policy.optim import build_optimizer
 from tests.policy.megatron.ranks import (
     Step,
@@ -234,23 +233,23 @@ def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
 @pytest.mark.parametrize(
     ("pp", "dp", "tp", "ep"), [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 4)]
 )
-def test_the_ranks_pieces_are_the_whole_model_once(architecture, pp, dp, tp, ep):
+def test_the_ranks_slices_cover_the_model_exactly_once(architecture, pp, dp, tp, ep):
     model_class, model_config = MIXTURES[architecture]
     with torch.device("meta"):
         model = model_class(model_config)
     model.tie_weights()
-    topology, geometry = (
+    topology, dims = (
         Topology(pp=pp, dp=dp, tp=tp),
-        geometry_of(ModelSpec.from_config(model_config), pp=pp, tp=tp, ep=ep),
+        dims_from_config(model_config, pp=pp, tp=tp, ep=ep),
     )
     counts = {
         name: np.zeros(tuple(parameter.shape), dtype=int)
         for name, parameter in model.named_parameters()
     }
     for rank in range(topology.world_size):
-        for entry in geometry.table(*place_of(topology, ep, rank)).values():
-            for piece in entry.pieces if entry.is_owner else ():
-                counts[piece.name][piece.whole] += 1
+        for spec in dims.param_map(*parallel_coords(topology, ep, rank)).values():
+            for hf_slice in spec.slices if spec.is_owner else ():
+                counts[hf_slice.name][hf_slice.hf_index] += 1
     for name, count in counts.items():
         copies = dp * tp // ep if ".experts." in name else dp
         assert (count == copies).all(), name

@@ -58,7 +58,7 @@ class Trained:
     weights: dict[str, np.ndarray]
     """On rank 0."""
     counts: set[float]
-    """How many steps the pieces of parameters have counted."""
+    """Step counters of the optimizer shards."""
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def train(
             },
             counts={
                 float(state["step"])
-                for part in engine._trained._parts
-                for state in part.inner.state.values()
+                for part in engine.optimizer.sub_optimizers
+                for state in part.adamw.state.values()
             },
         )
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_one_layout_continues_in_every_other(model_dir, adamw, p
                 place,
             )
             assert set().union(*(rank.counts for rank in ranks)) == {NUM_STEPS}, (
-                "no two pieces share a step counter"
+                "no two shards share a step counter"
             )
 
 

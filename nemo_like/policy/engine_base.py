@@ -1,0 +1,176 @@
+"""Methods that both engines share: reductions over the data axes, the optimizer step, residency."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.policy.checkpoint.hf_export import write_hf
+from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats
+from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.optim import LARGEST, all_within, clip_factor
+
+
+class EngineGroups(Protocol):
+    """Process groups of one rank. A group may be None if this rank is its only member."""
+
+    @property
+    def world(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def dp(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def cp(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup | None: ...
+
+
+class EngineOptimizer(Protocol):
+    """Gradients and AdamW state of one rank's shards."""
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over all ranks that contribute to them; called once before a step."""
+        ...
+
+    def gradient_norm(self, *, is_loss_finite: bool) -> float:
+        """Global L2 norm of the reduced gradients; NaN if any rank passes False."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all reduced gradients by `factor`."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """Update the weights with learning rate `lr`, then clear the gradients."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        ...
+
+    def moments(self) -> Iterable[Tensor]:
+        """Both Adam moments of every local shard; empty before the first step."""
+        ...
+
+
+OptimizerT = TypeVar("OptimizerT", bound=EngineOptimizer)
+
+
+class EngineBase(Generic[OptimizerT]):
+    """Implements the part of `Engine` that does not depend on how the model is sharded."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        device: torch.device,
+        topology: Topology,
+        rank: int,
+        groups: EngineGroups,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.topology = topology
+        self.rank = rank
+        self.num_optimizer_steps = 0
+        self.clock = ComputeClock(device)
+        self._axes = groups
+        self._optimizer: OptimizerT | None = None
+
+    @property
+    @abstractmethod
+    def model_config(self) -> Any: ...
+
+    @abstractmethod
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    @abstractmethod
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def local_weights(self) -> Iterable[Tensor]:
+        """Yield this rank's shard of each weight, without gradient."""
+        ...
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Move weights and optimizer state to `device`."""
+        ...
+
+    @property
+    def optimizer(self) -> OptimizerT:
+        """The optimizer of a trainable engine."""
+        assert self._optimizer is not None, "a frozen engine has no optimizer"
+        return self._optimizer
+
+    def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
+        """See `Engine.optimizer_step`."""
+        optimizer = self.optimizer
+        optimizer.reduce_gradients()
+        norm = optimizer.gradient_norm(is_loss_finite=is_loss_finite)
+        factor = clip_factor(norm, self.config.max_grad_norm)
+        if factor is None:
+            optimizer.zero_grad()
+            return norm
+        if factor < 1:
+            optimizer.scale_gradients(factor)
+        optimizer.step(lr)
+        self.num_optimizer_steps += 1
+        return norm
+
+    def is_finite(self, *, with_moments: bool = False) -> bool:
+        """See `Engine.is_finite`."""
+        is_finite = all_within(self.local_weights(), LARGEST)
+        if with_moments:
+            is_finite &= all_within(self.optimizer.moments())
+        num_not_finite = 0.0 if is_finite else 1.0
+        (total,) = sum_floats([num_not_finite], self._axes.world, self.device)
+        return total == 0
+
+    def sum_over_dp(self, values: Sequence[float]) -> list[float]:
+        """See `Engine.sum_over_dp`."""
+        return sum_floats(values, self._axes.dp, self.device)
+
+    def gather_over_dp_cp(self, value: Any) -> list[Any]:
+        """See `Engine.gather_over_dp_cp`."""
+        return gather_objects(self._axes.dp_cp, value)
+
+    def gather_over_world(self, value: Any) -> list[Any]:
+        """See `Engine.gather_over_world`."""
+        return gather_objects(self._axes.world, value)
+
+    def gather_over_cp(self, values: Tensor) -> Tensor:
+        """See `Engine.gather_over_cp`."""
+        if self._axes.cp is None:
+            return values
+        return gather_rows(self._axes.cp, values.detach())
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        # An all-reduce, because the ranks' own collectives obey the collective timeout.
+        sum_floats([0.0], self._axes.world, self.device)
+
+    def export_hf(self, directory: Path) -> None:
+        """See `Engine.export_hf`."""
+        write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
+
+    def offload(self) -> None:
+        """See `Engine.offload`; does nothing on CPU."""
+        if self.device.type != "cpu":
+            self._move(torch.device("cpu"))
+            # The caching allocator keeps freed memory; another process needs it.
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """See `Engine.onload`; does nothing on CPU."""
+        if self.device.type != "cpu":
+            self._move(self.device)

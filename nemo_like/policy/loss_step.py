@@ -1,0 +1,75 @@
+"""Loss and metrics of one microbatch: the step function that an engine runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_like.distributed import activity
+from nemo_like.losses import Loss, LossInputs
+from nemo_like.metrics import Metrics
+from nemo_like.policy.engine import TokenLogprobs
+from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.shard_rows import NUM_TRAINED
+
+
+@dataclass
+class LossStep:
+    """Computes loss_sum / denominator of each microbatch, its metrics and its loss inputs."""
+
+    loss: Loss
+    denominator: float
+    finite: Tensor | None = None
+    """bool []: True while the loss of every microbatch so far was finite; None before the first."""
+
+    def __call__(
+        self, inputs: ModelInputs, outputs: TokenLogprobs
+    ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
+        activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
+        entropy = outputs.entropy
+        if entropy is not None and not self.loss.entropy_gradient:
+            entropy = entropy.detach()
+        loss_inputs = LossInputs(
+            policy_logprobs=outputs.logprobs,
+            unfiltered_logprobs=outputs.unfiltered_logprobs,
+            token_mask=inputs.label_mask,
+            row_ids=inputs.row_ids,
+            row_num_tokens=inputs.row_columns[NUM_TRAINED],
+            columns=_loss_columns(inputs),
+            entropy=entropy,
+        )
+        terms = self.loss(loss_inputs)
+        # A tensor on the device: reading it here would wait for the device in each microbatch.
+        finite = terms.loss_sum.detach().isfinite()
+        self.finite = finite if self.finite is None else self.finite & finite
+        # Detached, because the caller keeps the inputs of all microbatches.
+        detached = dataclasses.replace(
+            loss_inputs,
+            policy_logprobs=outputs.logprobs.detach(),
+            unfiltered_logprobs=_detached(outputs.unfiltered_logprobs),
+            entropy=_detached(entropy),
+        )
+        return terms.loss_sum / self.denominator, (terms.metrics, detached)
+
+    def is_finite(self) -> bool:
+        """True if this rank's losses were all finite, or if it computed none."""
+        return self.finite is None or bool(self.finite)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
+    """Return every floating-point column as float32 [T]; row columns are repeated per position."""
+    columns = {}
+    for name, column in inputs.columns.items():
+        if column.is_floating_point():
+            columns[name] = column.float()
+    for name, column in inputs.row_columns.items():
+        # The counts are an argument of their own, `LossInputs.row_num_tokens`.
+        if column.is_floating_point() and name != NUM_TRAINED:
+            columns[name] = column.float()[inputs.row_ids]
+    return columns

@@ -1,0 +1,103 @@
+"""Checkpoints of the Megatron engine: the blocks that a rank writes, and reading in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nemo_like.files import FileRecord
+from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
+from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT, Block
+from nemo_like.policy.megatron.optimizer import ShardedAdamW
+from nemo_like.policy.megatron.param_map import ParamMap, Shape
+from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
+
+
+def save(
+    directory: Path,
+    param_map: ParamMap,
+    optimizer: ShardedAdamW,
+    shapes: Mapping[str, Shape],
+    *,
+    rank: int,
+    num_optimizer_steps: int,
+    barrier: Callable[[], None],
+) -> dict[str, FileRecord]:
+    """Write the blocks that this rank owns; every rank calls. Returns this rank's files.
+
+    `shapes` are the full shapes of the weights by Hugging Face name.
+    """
+    return sharded_checkpoint.save(
+        directory,
+        _blocks(param_map, optimizer, shapes),
+        rank=rank,
+        num_optimizer_steps=num_optimizer_steps,
+        barrier=barrier,
+        has_moments=optimizer.has_moments,
+        shapes=shapes,
+    )
+
+
+def load(
+    directory: Path,
+    parameters: Mapping[str, nn.Parameter],
+    param_map: ParamMap,
+    optimizer: ShardedAdamW,
+    shapes: Mapping[str, Shape],
+) -> int:
+    """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
+
+    Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
+    another model.
+    """
+    with sharded_checkpoint.open_checkpoint(directory) as reader:
+        reader.check_model(shapes)
+
+        def read_weight(name: str, offset: Shape, shape: Shape) -> torch.Tensor:
+            return reader.read(f"{WEIGHT}/{name}", offset, shape)
+
+        fill_weights(parameters, param_map, read_weight, optimizer)
+        num_steps = reader.num_optimizer_steps if reader.has_moments else None
+        optimizer.restore(num_steps, reader.read)
+        return reader.num_optimizer_steps
+
+
+@torch.no_grad()
+def fill_weights(
+    parameters: Mapping[str, nn.Parameter],
+    param_map: ParamMap,
+    read: ReadBlock,
+    optimizer: ShardedAdamW | None,
+) -> None:
+    """Fill this rank's weights, and the optimizer's float32 masters, from blocks of `read`."""
+    for name, parameter in parameters.items():
+        full = assemble_rows(param_map[name], read)
+        parameter.copy_(full.view(parameter.shape))
+        if optimizer is not None:
+            # From the float32 values, not from the parameter, which may be bfloat16.
+            optimizer.set_weight(name, full)
+
+
+def _blocks(
+    param_map: ParamMap, optimizer: ShardedAdamW, shapes: Mapping[str, Shape]
+) -> Iterator[Block]:
+    """Yield this rank's blocks of weights and moments."""
+    kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)
+    for index, (name, spec) in enumerate(param_map.items()):
+        if not spec.is_owner:
+            continue
+        for kind in kinds:
+            # The replicas write in turn, so that each of them writes about the same share.
+            full = optimizer.gather_state(name, kind, writer=index)
+            if full is None:
+                continue
+            for hf_slice in spec.slices:
+                yield Block(
+                    f"{kind}/{hf_slice.name}",
+                    shapes[hf_slice.name],
+                    hf_slice.offset,
+                    full[hf_slice.local_index],
+                )

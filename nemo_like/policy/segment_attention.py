@@ -1,0 +1,251 @@
+"""SDPA over packed rows, segment by segment: used where no varlen kernel is available.
+
+Short segments of similar length share one call. Segments never share a matrix product otherwise, so
+changing a token of one row leaves every other row bit-equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MAX_GROUPED_LENGTH = 256
+"""Longer segments run alone, without a copy: their own work far exceeds the cost of a call."""
+
+
+class Spans(NamedTuple):
+    """Query segment i attends to key segment i; both end at the same position."""
+
+    cu_seqlens_q: Tensor
+    """int32 [segments + 1]"""
+    cu_seqlens_k: Tensor
+    """int32 [segments + 1]"""
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool
+) -> Tensor:
+    """Return [T_q, H, D] from `q` [T_q, H, D] and `k`, `v` [T_k, H_kv, D].
+
+    Raises ValueError if `spans` do not cover all of `q`.
+    """
+    bounds_q = tuple(spans.cu_seqlens_q.tolist())
+    bounds_k = tuple(spans.cu_seqlens_k.tolist())
+    if bounds_q[-1] != q.shape[0]:
+        raise ValueError(f"cu_seqlens ends at {bounds_q[-1]} but there are {q.shape[0]} positions")
+    plan = _plan_calls(bounds_q, bounds_k, causal)
+    if not plan.groups:
+        return torch.empty_like(q)
+    k = _match_heads(q, k, dim=1)
+    v = _match_heads(q, v, dim=1)
+    outputs = [_attend_group(q, k, v, group, scale, window, causal) for group in plan.groups]
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if plan.inverse is None:
+        return out
+    return out.index_select(0, plan.inverse.to(out.device))
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    lags: Sequence[int] = (0,),
+) -> Tensor:
+    """Return [B, H, S_q, D] from `q` [B, H, S_q, D] and `k`, `v` [B, H_kv, S_k, D].
+
+    Query i of row b is at the position of key i + lags[b]. A mask is built only where SDPA has no
+    option for it.
+    """
+    if not q.is_cuda:
+        # The CPU flash kernel needs equal numbers of heads. With `enable_gqa` SDPA would use a
+        # kernel that materialises the [S, S] matrix.
+        k = _match_heads(q, k, dim=1)
+        v = _match_heads(q, v, dim=1)
+    enable_gqa = q.shape[1] != k.shape[1]
+    has_window = window is not None and window < q.shape[2]
+    if not any(lags) and not has_window:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
+        )
+    mask = _mask(q.shape[2], k.shape[2], lags, window, causal, q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+class _Segment(NamedTuple):
+    """Queries [start_q, start_q + length_q) attend to keys [start_k, start_k + length_k).
+
+    Both ranges end at the same position.
+    """
+
+    start_q: int
+    length_q: int
+    start_k: int
+    length_k: int
+
+    @property
+    def chunk(self) -> int:
+        """Index of the queries' chunk in its row, in chunks of `length_q` positions."""
+        return self.length_k // self.length_q - 1
+
+
+class _Slots(NamedTuple):
+    """A rectangle of segments padded to one length; padding repeats the last position."""
+
+    positions: Tensor
+    """int64 [num_segments * length]: source position of each slot."""
+    kept: Tensor
+    """int64: slots that are not padding."""
+
+
+class _Group(NamedTuple):
+    """Segments attended in one call.
+
+    Example: lengths 8 and 7 give length 8, 2 segments, 16 slots, 15 of them kept.
+    """
+
+    segments: tuple[_Segment, ...]
+    length_q: int
+    length_k: int
+    slots_q: _Slots | None
+    """None for a group of one segment, which is a plain slice."""
+    slots_k: _Slots | None
+
+
+class _CallPlan(NamedTuple):
+    groups: tuple[_Group, ...]
+    inverse: Tensor | None
+    """int64 [T]: index of each position's output in the concatenated groups; None if the outputs
+    are in order.
+    """
+
+
+# All layers of a forward, and its backward, have the same bounds.
+@lru_cache(maxsize=32)
+def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool) -> _CallPlan:
+    """Group short segments of similar length, padded to the longest of their group.
+
+    A call costs about as much as 100 short tokens. Padding follows each segment's last token, where
+    causal attention does not see it, and its output is dropped.
+    """
+    segments = []
+    bounds = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
+    for (start_q, end_q), (start_k, end_k) in bounds:
+        if end_q > start_q:
+            segments.append(_Segment(start_q, end_q - start_q, start_k, end_k - start_k))
+    segments.sort(key=lambda segment: (segment.chunk, segment.length_q, segment.start_q))
+    groups: list[_Group] = []
+    order: list[Tensor] = []
+    while segments:
+        longest = segments.pop()
+        members = [longest]
+        if causal and longest.length_k <= _MAX_GROUPED_LENGTH:
+            min_length = longest.length_q - max(8, longest.length_q // 4)
+            while segments and _fits_group(segments[-1], longest, min_length):
+                members.append(segments.pop())
+        group = _make_group(sorted(members))
+        groups.append(group)
+        order.append(_output_positions(group))
+    source = torch.cat(order) if order else torch.zeros(0, dtype=torch.int64)
+    is_in_order = bool((source[1:] > source[:-1]).all())
+    return _CallPlan(tuple(groups), None if is_in_order else torch.argsort(source))
+
+
+def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
+    return segment.chunk == longest.chunk and segment.length_q >= min_length
+
+
+def _make_group(members: list[_Segment]) -> _Group:
+    length_q = max(member.length_q for member in members)
+    length_k = max(member.length_k for member in members)
+    if len(members) == 1:
+        return _Group(tuple(members), length_q, length_k, None, None)
+    starts_q, lengths_q, starts_k, lengths_k = torch.tensor(members).unbind(1)
+    slots_q = _slots(starts_q, lengths_q, length_q)
+    slots_k = _slots(starts_k, lengths_k, length_k)
+    return _Group(tuple(members), length_q, length_k, slots_q, slots_k)
+
+
+def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
+    """Slots of segments at `starts` [n] with `lengths` [n], padded to `length`."""
+    index = torch.arange(length)
+    positions = (starts[:, None] + torch.minimum(index, lengths[:, None] - 1)).flatten()
+    kept = (index < lengths[:, None]).flatten().nonzero().squeeze(1)
+    return _Slots(positions, kept)
+
+
+def _output_positions(group: _Group) -> Tensor:
+    """Source positions of the group's output, in its order."""
+    if group.slots_q is None:
+        start = group.segments[0].start_q
+        return torch.arange(start, start + group.length_q)
+    return group.slots_q.positions[group.slots_q.kept]
+
+
+def _attend_group(
+    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
+) -> Tensor:
+    """Return [kept positions of the group, H, D]."""
+    lags = [segment.length_k - segment.length_q for segment in group.segments]
+    if group.slots_q is None or group.slots_k is None:
+        (segment,) = group.segments
+        q = _slice(q, segment.start_q, segment.length_q)
+        k = _slice(k, segment.start_k, segment.length_k)
+        v = _slice(v, segment.start_k, segment.length_k)
+        return sdpa(q, k, v, scale, window, causal, lags)[0].transpose(0, 1)
+    num_segments = len(group.segments)
+    q = _rectangle(q, group.slots_q, num_segments)
+    k = _rectangle(k, group.slots_k, num_segments)
+    v = _rectangle(v, group.slots_k, num_segments)
+    out = sdpa(q, k, v, scale, window, causal, lags).transpose(1, 2).flatten(0, 1)
+    kept = group.slots_q.kept
+    if len(kept) == len(out):
+        return out
+    return out.index_select(0, kept.to(out.device))
+
+
+def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
+    """Return a view [1, H, length, D] of `tensor` [T, H, D]."""
+    return tensor.narrow(0, start, length).transpose(0, 1)[None]
+
+
+def _rectangle(tensor: Tensor, slots: _Slots, num_segments: int) -> Tensor:
+    """Copy `tensor` [T, H, D] to [num_segments, H, length, D]."""
+    rows = tensor.index_select(0, slots.positions.to(tensor.device))
+    return rows.view(num_segments, -1, *tensor.shape[1:]).transpose(1, 2)
+
+
+def _mask(
+    length_q: int,
+    length_k: int,
+    lags: Sequence[int],
+    window: int | None,
+    causal: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return bool [B or 1, 1, length_q, length_k]: True where a query attends to a key."""
+    positions = torch.arange(length_q, device=device) + torch.tensor(lags, device=device)[:, None]
+    distance = positions[:, None, :, None] - torch.arange(length_k, device=device)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is None:
+        return mask
+    # Without causality the window is symmetric.
+    return mask & (distance < window) & (distance > -window)
+
+
+def _match_heads(q: Tensor, kv: Tensor, dim: int) -> Tensor:
+    """Repeat the key-value heads of `kv` along `dim` to the number of query heads."""
+    repeats = q.shape[dim] // kv.shape[dim]
+    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim)

@@ -1,0 +1,120 @@
+"""The methods of a policy worker that a driver calls, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.spec import Sync
+from nemo_like.distributed.batched_data_dict import SlicedDataDict
+from nemo_like.files import FileRecord
+from nemo_like.losses import Loss
+from nemo_like.metrics import Metrics
+from nemo_like.policy.isolation import IsolationReport
+from nemo_like.policy.nonfinite import SkippedStep
+from nemo_like.weight_sync.stream import Bucket
+
+Columns = Mapping[str, np.ndarray | Jagged]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInfo:
+    """Facts about the policy for batch planning and throughput metrics."""
+
+    num_params: int
+    num_workers: int
+    cost: CostModel
+    """Forward FLOPs of a row, from the model's configuration."""
+    sync: Sync
+    """Where ranks wait for each other: at every microbatch, or once per optimizer step."""
+    peak_flops: float
+    """Peak FLOP/s of one worker's device, the denominator of MFU."""
+    peak_flops_source: str
+
+
+class PolicyWorkerProtocol(Protocol):
+    """One rank of the policy. Every method is called on all ranks."""
+
+    def info(self) -> PolicyInfo:
+        """Return the model's size and cost, and the device's speed."""
+        ...
+
+    def compute_logprobs(self, shard: SlicedDataDict) -> dict[str, Jagged]:
+        """Return `prev_logprobs`, and `reference_logprobs` with a reference, in shard order.
+
+        Float32 per token at the sampling temperature; 0 for tokens that are not trained.
+        `prev_logprobs` are under the distribution that is sampled from, `reference_logprobs` under
+        the reference's unfiltered distribution. Only the last pipeline stage returns columns.
+        """
+        ...
+
+    def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
+        """Take one optimizer step for each step of the plan; `columns` extend the shard's.
+
+        A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
+        `skipped_steps` describes it. Returns the metrics of each step over all dp ranks, equal on
+        all of them. Raises NonFiniteError when a step leaves weights that are not finite.
+        """
+        ...
+
+    def skipped_steps(self) -> list[SkippedStep]:
+        """Return the skipped steps of the last `train`, with the rows of this dp rank.
+
+        Only the last pipeline stage knows the rows.
+        """
+        ...
+
+    def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
+        """Return the loss's metrics over all rows of all dp ranks, without gradients."""
+        ...
+
+    def probe_isolation(self) -> IsolationReport:
+        """Check that rows of a microbatch do not see each other; raises IsolationError."""
+        ...
+
+    def num_weight_buckets(self, max_bytes: int) -> int:
+        """Plan weight buckets of at most `max_bytes` for later calls of `weight_bucket`."""
+        ...
+
+    def weight_bucket(self, index: int) -> Bucket | None:
+        """Gather bucket `index` of the current weights; rank 0 returns it, the others None."""
+        ...
+
+    def save(self, directory: str | Path) -> dict[str, FileRecord]:
+        """Write this rank's shard of weights and optimizer; returns its files' records.
+
+        Raises NonFiniteError, before anything is written, if a weight or a moment is not finite.
+        """
+        ...
+
+    def load(self, directory: str | Path) -> None:
+        """Read what `save` wrote with any number of ranks; the reference does not change.
+
+        Raises NonFiniteError if a weight or a moment is not finite.
+        """
+        ...
+
+    def export_hf(self, directory: str | Path) -> None:
+        """Write a transformers model directory on rank 0.
+
+        Raises NonFiniteError if a weight is not finite.
+        """
+        ...
+
+    def answer_directory_probe(self, folder: str, token: str) -> str:
+        """See `shared_directory.answer`."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory."""
+        ...
+
+    def onload(self) -> None:
+        """Move weights and optimizer state back to the device."""
+        ...
