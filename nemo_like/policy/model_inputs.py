@@ -175,7 +175,8 @@ def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarr
 def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return segment of each position and position within it, for consecutive segments.
 
-    Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and positions [0, 1, 0, 1, 2].
+    Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and
+    positions [0, 1, 0, 1, 2].
     """
     segment = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
     start = _starts(lengths)[:-1][segment]
@@ -188,8 +189,8 @@ def cp_shard_positions(
     """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
 
     Example: one row of 8 positions on 2 ranks has chunks 01|23|45|67; rank 0 gets [0, 1, 6, 7],
-    rank 1 [2, 3, 4, 5]. Raises ValueError for a padded length that is not a multiple of 2 x cp_size or a rank outside
-    the axis.
+    rank 1 [2, 3, 4, 5]. Raises ValueError for a padded length that is not a multiple of 2 x cp_size
+    or a rank outside the axis.
     """
     padded = np.asarray(padded_lengths, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
@@ -223,7 +224,7 @@ def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int
 
 
 def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the padded length of every segment: the rows, then trailing padding if there is any."""
+    """Return the padded length of every segment: the rows, then trailing padding if any."""
     trailing = num_tokens - sum(padded_lengths)
     return (*padded_lengths, trailing) if trailing else tuple(padded_lengths)
 

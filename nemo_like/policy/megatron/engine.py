@@ -20,6 +20,7 @@ from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.engine_base import EngineBase
@@ -27,9 +28,9 @@ from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.model import build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
-from nemo_like.policy.megatron.param_map import dims_from_config, parallel_coords
+from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
 from nemo_like.policy.megatron.parameters import FullWeightGatherer
-from nemo_like.policy.megatron.support import check_model_config
+from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.timers import ScheduleTimers
 from nemo_like.policy.megatron.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
@@ -54,14 +55,12 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         super().__init__(config, device, topology, rank, groups)
         self.groups = groups
         self._causal_lm = _meta_model(config.model_name)
-        dims = dims_from_config(
-            self.model_config, pp=topology.pp, tp=topology.tp, ep=groups.ep.size()
-        )
-        stage, tp_rank, ep_rank = parallel_coords(topology, dims.ep, rank)
+        spec = ModelSpec.from_config(self.model_config, config.model_name)
+        sharding = ModelSharding(spec, pp=topology.pp, tp=topology.tp, ep=groups.ep.size())
+        stage, tp_rank, ep_rank = parallel_coords(topology, sharding.ep, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
-            self.model_config,
-            dims,
+            sharding,
             _rotary_embedding(self._causal_lm),
             padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
             dtype=self._dtype,
@@ -70,15 +69,17 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             recompute=config.activation_checkpointing and trainable,
         )
         self._model.requires_grad_(trainable)
-        self._param_map = dims.param_map(stage, tp_rank, ep_rank)
+        self._param_map = sharding.param_map(stage, tp_rank, ep_rank)
         self._parameters = dict(self._model.named_parameters())
         self._check_param_map()
         if trainable:
             self._optimizer = ShardedAdamW(self._model, self._param_map, groups, config.optimizer)
-        self._gatherer = FullWeightGatherer(dims, topology, rank, device)
+        self._gatherer = FullWeightGatherer(sharding, topology, rank, device)
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
-        self._head = VocabularyHead(self._model, dims, tp_rank, groups, config.logprob_chunk_size)
+        self._head = VocabularyHead(
+            self._model, sharding, tp_rank, groups, config.logprob_chunk_size
+        )
         with open_model(config.model_name) as files:
             files.check(self.weight_shapes())
             megatron_checkpoint.fill_weights(

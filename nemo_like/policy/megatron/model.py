@@ -36,16 +36,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.attention import varlen_attention
-from nemo_like.policy.megatron.param_map import ModelDims
-from nemo_like.policy.megatron.support import layer_windows
+from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.policy.model_inputs import ModelInputs
 
 
 def build_model(
-    model_config: Any,
-    dims: ModelDims,
+    sharding: ModelSharding,
     rotary: nn.Module,
     *,
     padding_id: int | None,
@@ -58,9 +55,9 @@ def build_model(
 
     `padding_id` is the token whose input embedding transformers does not train.
     """
+    spec = sharding.spec
     config = _transformer_config(
-        model_config,
-        dims,
+        sharding,
         dtype=dtype,
         device=device,
         sequence_parallel=sequence_parallel,
@@ -68,8 +65,8 @@ def build_model(
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = [
-        _layer_spec(windows[layer], dims.has_qk_norm, layer in dims.sparse_layers)
-        for layer in dims.layers(stage)
+        _layer_spec(spec.windows[layer], spec.has_qk_norm, layer in sharding.moe_layers)
+        for layer in sharding.layers(stage)
     ]
     model = PackedModel(
         rotary,
@@ -79,12 +76,12 @@ def build_model(
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=layers, layer_norm=_untyped(RMSNorm)
         ),
-        vocab_size=dims.vocabulary_rows * dims.tp,
-        max_sequence_length=model_config.max_position_embeddings,
+        vocab_size=sharding.vocabulary_rows * sharding.tp,
+        max_sequence_length=spec.max_positions or 0,
         position_embedding_type="none",
-        share_embeddings_and_output_weights=dims.is_tied,
+        share_embeddings_and_output_weights=spec.is_tied,
         pre_process=stage == 0,
-        post_process=stage == dims.pp - 1,
+        post_process=stage == sharding.pp - 1,
     )
     return model.to(device)
 
@@ -276,8 +273,7 @@ def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> Modul
 
 
 def _transformer_config(
-    model_config: Any,
-    dims: ModelDims,
+    sharding: ModelSharding,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -285,29 +281,30 @@ def _transformer_config(
     recompute: bool,
 ) -> TransformerConfig:
     is_cuda = device.type == "cuda"
+    spec = sharding.spec
     # An explicit layout, because the layers need not divide evenly by the number of stages.
-    stages = [["decoder"] * len(dims.layers(stage)) for stage in range(dims.pp)]
+    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(sharding.pp)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return TransformerConfig(
-        num_layers=dims.num_layers,
-        hidden_size=dims.hidden,
-        ffn_hidden_size=dims.intermediate,
-        num_attention_heads=dims.num_heads,
-        num_query_groups=dims.num_kv_heads,
-        kv_channels=dims.head_dim,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.intermediate_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=dims.has_qkv_bias,
-        qk_layernorm=dims.has_qk_norm,
+        add_qkv_bias=spec.has_qkv_bias,
+        qk_layernorm=spec.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=dims.tp,
-        pipeline_model_parallel_size=dims.pp,
-        pipeline_model_parallel_layout=stages if dims.pp > 1 else None,
+        tensor_model_parallel_size=sharding.tp,
+        pipeline_model_parallel_size=sharding.pp,
+        pipeline_model_parallel_layout=stages if sharding.pp > 1 else None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
@@ -315,9 +312,9 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         # Microbatches differ in length. Megatron-Core requires this dispatcher with the flag, even
         # for dense models.
-        variable_seq_lengths=dims.pp > 1,
+        variable_seq_lengths=sharding.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **_moe_config(model_config, dims),
+        **_moe_config(sharding),
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
         # The loss is already divided by the global count; it and its gradients stay unscaled.
@@ -337,21 +334,22 @@ def _transformer_config(
     )
 
 
-def _moe_config(model_config: Any, dims: ModelDims) -> dict[str, Any]:
+def _moe_config(sharding: ModelSharding) -> dict[str, Any]:
     """Settings of MoE layers: dropless routing, no jitter, no load-balancing loss."""
-    if not dims.sparse_layers:
+    spec = sharding.spec
+    if spec.moe is None:
         return {}
     return {
-        "num_moe_experts": dims.num_experts,
-        "moe_ffn_hidden_size": dims.expert_width,
-        "moe_layer_freq": [int(layer in dims.sparse_layers) for layer in range(dims.num_layers)],
-        "moe_router_topk": model_config.num_experts_per_tok,
-        # norm_topk_prob normalises the probabilities of the chosen experts, which equals a softmax
+        "num_moe_experts": spec.moe.num_experts,
+        "moe_ffn_hidden_size": spec.moe.expert_size,
+        "moe_layer_freq": [int(layer in sharding.moe_layers) for layer in range(spec.num_layers)],
+        "moe_router_topk": spec.moe.num_active_experts,
+        # Normalised probabilities of the chosen experts, which equals a softmax
         # over the chosen experts alone, that is after the top-k.
-        "moe_router_pre_softmax": not model_config.norm_topk_prob,
+        "moe_router_pre_softmax": not spec.moe.normalizes_weights,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": dims.ep,
+        "expert_model_parallel_size": sharding.ep,
         "expert_tensor_parallel_size": 1,
     }

@@ -80,51 +80,44 @@ ParamMap = dict[str, ParamSpec]
 
 
 @dataclass(frozen=True)
-class ModelDims:
-    """Sizes of a Llama-like model and its pipeline-, tensor- and expert-parallel sizes.
+class ModelSharding:
+    """A Llama-like model with its pipeline-, tensor- and expert-parallel sizes.
 
     Example: with 4 query heads, 2 key-value heads, head_dim 16 and tp 2, tp rank 1 has 64 rows of
     the fused projection: rows 32-63 of q, then 16-31 of k, then 16-31 of v.
     """
 
-    num_layers: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocabulary: int
-    is_tied: bool
-    has_qkv_bias: bool
-    has_qk_norm: bool
-    num_experts: int = 0
-    expert_width: int = 0
-    sparse_layers: frozenset[int] = frozenset()
-    """Indices of the MoE layers."""
+    spec: ModelSpec
     pp: int = 1
     tp: int = 1
     ep: int = 1
 
     @property
+    def moe_layers(self) -> frozenset[int]:
+        """Indices of the MoE layers."""
+        return frozenset() if self.spec.moe is None else self.spec.moe.layers
+
+    @property
     def vocabulary_rows(self) -> int:
         """Rows of the embedding on each tp rank, padding of the vocabulary included."""
-        return -(-self.vocabulary // self.tp)
+        return -(-self.spec.vocab_size // self.tp)
 
     def layers(self, stage: int) -> range:
         """Layers of a pipeline stage; the first `num_layers % pp` stages have one more."""
-        size, remainder = divmod(self.num_layers, self.pp)
+        size, remainder = divmod(self.spec.num_layers, self.pp)
         start = stage * size + min(stage, remainder)
         has_extra_layer = stage < remainder
         return range(start, start + size + has_extra_layer)
 
     def vocabulary_range(self, tp_rank: int) -> range:
         """Vocabulary rows of a tp rank without padding; may be empty."""
-        start = min(tp_rank * self.vocabulary_rows, self.vocabulary)
-        return range(start, min(start + self.vocabulary_rows, self.vocabulary))
+        start = min(tp_rank * self.vocabulary_rows, self.spec.vocab_size)
+        return range(start, min(start + self.vocabulary_rows, self.spec.vocab_size))
 
     def experts(self, ep_rank: int) -> range:
         """Experts of an expert-parallel rank; experts themselves are not sharded."""
-        size = self.num_experts // self.ep
+        num_experts = 0 if self.spec.moe is None else self.spec.moe.num_experts
+        size = num_experts // self.ep
         return range(ep_rank * size, (ep_rank + 1) * size)
 
     def param_map(self, stage: int, tp_rank: int, ep_rank: int = 0) -> ParamMap:
@@ -141,7 +134,7 @@ class ModelDims:
             prefix = f"decoder.layers.{index}"
             for name, spec in self._attention(hf_layer, tp_rank):
                 yield f"{prefix}.{name}", spec
-            if layer in self.sparse_layers:
+            if layer in self.moe_layers:
                 mlp = self._moe_mlp(hf_layer, tp_rank, ep_rank)
             else:
                 mlp = self._dense_mlp(hf_layer, tp_rank)
@@ -151,9 +144,9 @@ class ModelDims:
             yield from self._output_specs(stage, tp_rank)
 
     def _output_specs(self, stage: int, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        norm = self._replicated("model.norm.weight", (self.hidden,), tp_rank)
+        norm = self._replicated("model.norm.weight", (self.spec.hidden_size,), tp_rank)
         yield "decoder.final_layernorm.weight", norm
-        if not self.is_tied:
+        if not self.spec.is_tied:
             yield "output_layer.weight", self._vocabulary(HEAD, tp_rank, is_owner=True)
         elif stage > 0:
             # The first stage owns a tied embedding; the last stage has a replica of it.
@@ -161,18 +154,18 @@ class ModelDims:
 
     def _attention(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
         attention = f"{layer}.self_attn"
-        hidden_shape = (self.hidden,)
+        hidden_shape = (self.spec.hidden_size,)
         input_norm = self._replicated(f"{layer}.input_layernorm.weight", hidden_shape, tp_rank)
         yield "input_layernorm.weight", input_norm
-        width = self.num_heads * self.head_dim
+        width = self.spec.num_heads * self.spec.head_dim
         o_proj = self._column_range(f"{attention}.o_proj.weight", width, tp_rank)
         yield "self_attention.linear_proj.weight", o_proj
         qkv = self._qkv(attention, "weight", hidden_shape, tp_rank)
         yield "self_attention.linear_qkv.weight", qkv
-        if self.has_qkv_bias:
+        if self.spec.has_qkv_bias:
             yield "self_attention.linear_qkv.bias", self._qkv(attention, "bias", (), tp_rank)
-        if self.has_qk_norm:
-            head_shape = (self.head_dim,)
+        if self.spec.has_qk_norm:
+            head_shape = (self.spec.head_dim,)
             q_norm = self._replicated(f"{attention}.q_norm.weight", head_shape, tp_rank)
             yield "self_attention.q_layernorm.weight", q_norm
             k_norm = self._replicated(f"{attention}.k_norm.weight", head_shape, tp_rank)
@@ -182,16 +175,20 @@ class ModelDims:
 
     def _dense_mlp(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
         yield "mlp.linear_fc1.weight", self._gate_and_up(f"{layer}.mlp", tp_rank)
-        down = self._column_range(f"{layer}.mlp.down_proj.weight", self.intermediate, tp_rank)
+        down = self._column_range(
+            f"{layer}.mlp.down_proj.weight", self.spec.intermediate_size, tp_rank
+        )
         yield "mlp.linear_fc2.weight", down
 
     def _moe_mlp(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        router_shape = (self.num_experts, self.hidden)
+        moe = self.spec.moe
+        assert moe is not None, "only MoE layers have experts"
+        router_shape = (moe.num_experts, self.spec.hidden_size)
         router = self._replicated(f"{layer}.mlp.gate.weight", router_shape, tp_rank)
         yield "mlp.router.weight", router
         experts = f"{layer}.mlp.experts"
-        fc1_shape = (1, 2 * self.expert_width, self.hidden)
-        fc2_shape = (1, self.hidden, self.expert_width)
+        fc1_shape = (1, 2 * moe.expert_size, self.spec.hidden_size)
+        fc2_shape = (1, self.spec.hidden_size, moe.expert_size)
         for index, expert in enumerate(self.experts(ep_rank)):
             local_expert = f"mlp.experts.local_experts.{index}"
             fc1 = _expert_spec(f"{experts}.gate_up_proj", expert, fc1_shape)
@@ -206,26 +203,26 @@ class ModelDims:
 
     def _column_range(self, name: str, width: int, tp_rank: int) -> ParamSpec:
         """Spec of a row-parallel weight: its `width` columns (input features) are sharded."""
-        shape = (self.hidden, width // self.tp)
+        shape = (self.spec.hidden_size, width // self.tp)
         hf_slice = HFSlice(name, (0, tp_rank * shape[1]), shape, (0, 0))
         return ParamSpec(shape, (hf_slice,), is_owner=True)
 
     def _vocabulary(self, name: str, tp_rank: int, *, is_owner: bool) -> ParamSpec:
-        shape = (self.vocabulary_rows, self.hidden)
+        shape = (self.vocabulary_rows, self.spec.hidden_size)
         rows = self.vocabulary_range(tp_rank)
         if not rows:
             return ParamSpec(shape, (), is_owner)
-        hf_slice = HFSlice(name, (rows.start, 0), (len(rows), self.hidden), (0, 0))
+        hf_slice = HFSlice(name, (rows.start, 0), (len(rows), self.spec.hidden_size), (0, 0))
         return ParamSpec(shape, (hf_slice,), is_owner)
 
     def _gate_and_up(self, mlp: str, tp_rank: int) -> ParamSpec:
         """Spec of the fused gate and up projection: this rank's gate rows, then its up rows."""
-        size = self.intermediate // self.tp
-        shape = (size, self.hidden)
+        size = self.spec.intermediate_size // self.tp
+        shape = (size, self.spec.hidden_size)
         offset = (tp_rank * size, 0)
         gate = HFSlice(f"{mlp}.gate_proj.weight", offset, shape, (0, 0))
         up = HFSlice(f"{mlp}.up_proj.weight", offset, shape, (size, 0))
-        return ParamSpec((2 * size, self.hidden), (gate, up), is_owner=True)
+        return ParamSpec((2 * size, self.spec.hidden_size), (gate, up), is_owner=True)
 
     def _qkv(self, attention: str, kind: str, tail: Shape, tp_rank: int) -> ParamSpec:
         """Spec of the fused q, k and v projection: `weight` with `tail` [hidden], or `bias`.
@@ -250,53 +247,17 @@ class ModelDims:
 
     def _fused_qkv_rows(self, attention: str, kind: str) -> list[tuple[str, int, int]]:
         """(Hugging Face name, first row, number of rows) in the row order of the fused weight."""
-        group_size = self.num_heads // self.num_kv_heads * self.head_dim
+        group_size = self.spec.num_heads // self.spec.num_kv_heads * self.spec.head_dim
         rows: list[tuple[str, int, int]] = []
-        for group in range(self.num_kv_heads):
+        for group in range(self.spec.num_kv_heads):
             rows.append((f"{attention}.q_proj.{kind}", group * group_size, group_size))
-            rows.append((f"{attention}.k_proj.{kind}", group * self.head_dim, self.head_dim))
-            rows.append((f"{attention}.v_proj.{kind}", group * self.head_dim, self.head_dim))
+            rows.append(
+                (f"{attention}.k_proj.{kind}", group * self.spec.head_dim, self.spec.head_dim)
+            )
+            rows.append(
+                (f"{attention}.v_proj.{kind}", group * self.spec.head_dim, self.spec.head_dim)
+            )
         return rows
-
-
-def dims_from_config(model_config: Any, *, pp: int = 1, tp: int = 1, ep: int = 1) -> ModelDims:
-    """Read a Hugging Face configuration of type `llama`, `qwen2`, `qwen3` or `qwen3_moe`."""
-    is_mixture = model_config.model_type == "qwen3_moe"
-    head_dim = (
-        getattr(model_config, "head_dim", None)
-        or model_config.hidden_size // model_config.num_attention_heads
-    )
-    return ModelDims(
-        num_layers=model_config.num_hidden_layers,
-        hidden=model_config.hidden_size,
-        intermediate=model_config.intermediate_size,
-        num_heads=model_config.num_attention_heads,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=head_dim,
-        vocabulary=model_config.vocab_size,
-        is_tied=model_config.tie_word_embeddings,
-        has_qkv_bias=model_config.model_type == "qwen2",
-        has_qk_norm=model_config.model_type in ("qwen3", "qwen3_moe"),
-        num_experts=model_config.num_experts if is_mixture else 0,
-        expert_width=model_config.moe_intermediate_size if is_mixture else 0,
-        sparse_layers=_sparse_layers(model_config) if is_mixture else frozenset(),
-        pp=pp,
-        tp=tp,
-        ep=ep,
-    )
-
-
-def _sparse_layers(model_config: Any) -> frozenset[int]:
-    """The layers Qwen3-MoE builds with experts: every so many, less those that are named as
-    dense.
-    """
-    return frozenset(
-        layer
-        for layer in range(model_config.num_hidden_layers)
-        if model_config.num_experts
-        and layer not in model_config.mlp_only_layers
-        and (layer + 1) % model_config.decoder_sparse_step == 0
-    )
 
 
 def parallel_coords(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:

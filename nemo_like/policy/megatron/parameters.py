@@ -16,7 +16,7 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.policy.megatron.param_map import (
     HFSlice,
-    ModelDims,
+    ModelSharding,
     ParamSpec,
     Shape,
     parallel_coords,
@@ -64,20 +64,20 @@ class FullWeightGatherer:
     """Gathers full tensors under Hugging Face names on rank 0 from the ranks' parameters."""
 
     def __init__(
-        self, dims: ModelDims, topology: Topology, rank: int, device: torch.device
+        self, sharding: ModelSharding, topology: Topology, rank: int, device: torch.device
     ) -> None:
         self._topology = topology
         self._rank = rank
         self._device = device
-        self._stage, self._tp_rank, self._ep_rank = parallel_coords(topology, dims.ep, rank)
+        self._stage, self._tp_rank, self._ep_rank = parallel_coords(topology, sharding.ep, rank)
         self._owners: dict[str, list[_ShardOwner]] = {}
-        for stage in range(dims.pp):
-            for tp_rank in range(dims.tp):
-                for parameter, spec in dims.param_map(stage, tp_rank).items():
+        for stage in range(sharding.pp):
+            for tp_rank in range(sharding.tp):
+                for parameter, spec in sharding.param_map(stage, tp_rank).items():
                     if not spec.is_expert:
                         self._register(stage, tp_rank, parameter, spec)
-            for ep_rank in range(dims.ep):
-                for parameter, spec in dims.param_map(stage, 0, ep_rank).items():
+            for ep_rank in range(sharding.ep):
+                for parameter, spec in sharding.param_map(stage, 0, ep_rank).items():
                     if spec.is_expert:
                         self._register(stage, ep_rank, parameter, spec)
 

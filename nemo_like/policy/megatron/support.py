@@ -13,7 +13,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model_spec(spec: ModelSpec, model_name: str) -> None:
-    """Raise ConfigError for a model that this engine would compute differently from transformers."""
+    """Raise ConfigError for a model that this engine computes differently from transformers."""
     wrong = []
     if spec.model_type not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)

@@ -9,7 +9,7 @@ from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.logprobs import VocabShard
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.model import PackedModel
-from nemo_like.policy.megatron.param_map import ModelDims
+from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.policy.vocab_head import label_logprobs
 from nemo_like.sampling_filter import SamplingFilter
@@ -19,14 +19,19 @@ class VocabularyHead:
     """The output embedding, tied or not, of the last pipeline stage."""
 
     def __init__(
-        self, model: PackedModel, dims: ModelDims, tp_rank: int, groups: Groups, chunk_size: int
+        self,
+        model: PackedModel,
+        sharding: ModelSharding,
+        tp_rank: int,
+        groups: Groups,
+        chunk_size: int,
     ) -> None:
         self._model = model
         self._chunk_size = chunk_size
         self._is_sequence_parallel = model.config.sequence_parallel
-        self._rows = dims.vocabulary_range(tp_rank)
+        self._rows = sharding.vocabulary_range(tp_rank)
         self._shard = None
-        if dims.tp > 1:
+        if sharding.tp > 1:
             # With sequence parallelism the backward of the gather sums the ranks' gradients.
             self._shard = VocabShard(
                 groups.tp, self._rows.start, partial_hidden_grad=self._is_sequence_parallel

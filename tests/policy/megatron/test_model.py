@@ -36,7 +36,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.megatron import cpu as megatron_cpu
-from nemo_like.policy.megatron.support import check_model_config, layer_windows
+from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS

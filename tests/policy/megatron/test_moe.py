@@ -22,10 +22,11 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.isolation import IsolationError, IsolationReport
 from nemo_like.policy.megatron import model as megatron_model
-from nemo_like.policy.megatron.param_map import dims_from_config, parallel_coords
+from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
 from nemo_like.policy.optim import build_optimizer
 from tests.policy.megatron.ranks import (
     Step,
@@ -238,16 +239,14 @@ def test_the_ranks_slices_cover_the_model_exactly_once(architecture, pp, dp, tp,
     with torch.device("meta"):
         model = model_class(model_config)
     model.tie_weights()
-    topology, dims = (
-        Topology(pp=pp, dp=dp, tp=tp),
-        dims_from_config(model_config, pp=pp, tp=tp, ep=ep),
-    )
+    topology = Topology(pp=pp, dp=dp, tp=tp)
+    sharding = ModelSharding(ModelSpec.from_config(model_config), pp=pp, tp=tp, ep=ep)
     counts = {
         name: np.zeros(tuple(parameter.shape), dtype=int)
         for name, parameter in model.named_parameters()
     }
     for rank in range(topology.world_size):
-        for spec in dims.param_map(*parallel_coords(topology, ep, rank)).values():
+        for spec in sharding.param_map(*parallel_coords(topology, ep, rank)).values():
             for hf_slice in spec.slices if spec.is_owner else ():
                 counts[hf_slice.name][hf_slice.hf_index] += 1
     for name, count in counts.items():
