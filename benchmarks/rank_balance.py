@@ -98,7 +98,7 @@ def _run(
     config = load_config("sft", path, [])
     assert isinstance(config, SftRunConfig)
     with redirect_stdout(io.StringIO()):
-        run = run_sft(config).run
+        run = run_sft(config).directory
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [record for record in records if "policy/rank_time_worst_over_mean" in record][1:]
 

@@ -119,7 +119,7 @@ def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> Non
     console.print(f"GRPO gained {100 * (after_grpo - before_grpo):+.1f} points of accuracy.")
     for result in (sft, grpo):
         console.print(
-            f"{result.run.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in"
+            f"{result.directory.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in"
             f" {result.export}"
         )
 

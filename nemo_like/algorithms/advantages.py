@@ -1,6 +1,4 @@
-"""Rewards of a prompt's group of completions become advantages. NumPy on the driver; nothing here
-is large.
-"""
+"""Advantages from the rewards of each prompt's completions; NumPy on the driver."""
 
 from __future__ import annotations
 
@@ -12,44 +10,54 @@ from nemo_like.config.schema import AdvantageConfig
 def group_advantages(
     rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig
 ) -> np.ndarray:
-    """float32 [B] advantages from `rewards` [B] and `groups` int [B] (equal for completions of one
-    prompt, any order).
+    """Return advantages, float32 [B], from `rewards` [B] and `groups` int [B].
 
-    `group_mean`: A = R - mean(R). `leave_one_out` (RLOO): A = R - mean of the others = G/(G-1) * (R
-    - mean(R)). `group_std` divides by the group's sample standard deviation (n-1) plus eps.
-    `leave_one_out_std` divides by the sample standard deviation of the other completions plus eps,
-    and does not divide where that is 0 (as NeMo-RL does with a leave-one-out baseline). A group
-    without spread gets exactly 0. Raises ValueError for a group of one, and with
-    `leave_one_out_std` for a group of two, whose others have no standard deviation.
+    `groups` is equal for the G completions of one prompt, in any order. With the reward R of a
+    completion and the mean and the sample standard deviation (n - 1) of its group:
+
+    * `group_mean`: A = R - mean(R).
+    * `leave_one_out` (RLOO, Ahmadian et al. 2024): A = R - mean of the others
+      = G / (G - 1) * (R - mean(R)).
+    * `group_std` divides A by the standard deviation plus eps.
+    * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
+      does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
+
+    A group whose rewards are all equal gets exactly 0. Raises ValueError for a group of one, and
+    with `leave_one_out_std` for a group of two, whose others have no standard deviation.
     """
     if len(rewards) == 0:
         return np.zeros(0, dtype=np.float32)
     rewards = rewards.astype(np.float64)
-    _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    _check_sizes(sizes, config)
+    means = np.bincount(group_of_row, weights=rewards) / sizes
+    centred = rewards - means[group_of_row]
+    std = np.sqrt(np.bincount(group_of_row, weights=centred**2) / (sizes - 1))
+    # Relative to the mean: equal rewards can differ from their computed mean by a rounding error.
+    has_spread = std > 1e-8 * np.maximum(1.0, np.abs(means))
+    if config.baseline == "leave_one_out":
+        centred = centred * (sizes / (sizes - 1))[group_of_row]
+    if config.normalize == "group_std":
+        centred = centred / (std + config.eps)[group_of_row]
+    elif config.normalize == "leave_one_out_std":
+        others_std = _std_of_others(rewards, means, std, sizes, group_of_row)
+        centred = np.where(others_std > 0, centred / (others_std + config.eps), centred)
+    return np.where(has_spread[group_of_row], centred, 0.0).astype(np.float32)
+
+
+def _check_sizes(sizes: np.ndarray, config: AdvantageConfig) -> None:
+    """Raise ValueError for a group that is too small; `sizes` is int [number of groups]."""
     if sizes.min() < 2:
         raise ValueError(
             "a prompt has only one completion, so its advantage would always be 0;"
             " set grpo.num_generations_per_prompt to 2 or more"
         )
-    means = np.bincount(member_of, weights=rewards) / sizes
-    centred = rewards - means[member_of]
-    std = np.sqrt(np.bincount(member_of, weights=centred**2) / (sizes - 1))
-    spread = std > 1e-8 * np.maximum(1.0, np.abs(means))
     if config.normalize == "leave_one_out_std" and sizes.min() < 3:
         raise ValueError(
             "a prompt has only two completions, so the standard deviation of the others is not"
-            " defined;"
-            " set grpo.num_generations_per_prompt to 3 or more, or grpo.advantage.normalize to"
-            " group_std"
+            " defined; set grpo.num_generations_per_prompt to 3 or more, or"
+            " grpo.advantage.normalize to group_std"
         )
-    if config.baseline == "leave_one_out":
-        centred = centred * (sizes / (sizes - 1))[member_of]
-    if config.normalize == "group_std":
-        centred = centred / (std + config.eps)[member_of]
-    elif config.normalize == "leave_one_out_std":
-        others_std = _std_of_others(rewards, means, std, sizes, member_of)
-        centred = np.where(others_std > 0, centred / (others_std + config.eps), centred)
-    return np.where(spread[member_of], centred, 0.0).astype(np.float32)
 
 
 def _std_of_others(
@@ -57,18 +65,18 @@ def _std_of_others(
     means: np.ndarray,
     std: np.ndarray,
     sizes: np.ndarray,
-    member_of: np.ndarray,
+    group_of_row: np.ndarray,
 ) -> np.ndarray:
-    """float64 [B]: sample standard deviation of the group's other rewards; exactly 0 where they are
-    equal.
+    """Return the sample standard deviation of the group's other rewards, float64 [B].
 
-    The squared deviations of the others from their own mean are those of the group minus
-    G / (G-1) * (R - mean(R))^2.
+    `rewards` and `group_of_row` are [B]; `means`, `std` and `sizes` have one entry per group. The
+    squared deviations of the others from their own mean are those of the group minus
+    G / (G-1) * (R - mean(R))^2. The result is exactly 0 where the others are equal.
     """
-    size = sizes[member_of]
-    deviation = rewards - means[member_of]
-    squares = (std**2 * (sizes - 1))[member_of] - size / (size - 1) * deviation**2
+    size = sizes[group_of_row]
+    deviation = rewards - means[group_of_row]
+    squares = (std**2 * (sizes - 1))[group_of_row] - size / (size - 1) * deviation**2
     variance = squares / (size - 2)
     # The subtraction leaves rounding errors of the larger numbers where the others are equal.
-    scale = np.maximum(np.abs(means), std)[member_of]
+    scale = np.maximum(np.abs(means), std)[group_of_row]
     return np.where(variance > (1e-7 * scale) ** 2, np.sqrt(np.maximum(variance, 0.0)), 0.0)

@@ -1,5 +1,6 @@
-"""Group-relative policy optimisation: prompts -> rollout -> plan -> outputs -> advantages -> updates
--> new weights.
+"""GRPO (Shao et al. 2024): group-relative policy optimization.
+
+One step: prompts, rollout, plan, log-probs, advantages, optimizer steps, weight synchronization.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds
 from nemo_like.training.dataset import PromptSource
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
-from nemo_like.training.run import Job, RunResult, open_job, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
-    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong
-    input.
-    """
+    """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = PromptSource.open(config)
     loader = source.loader()
@@ -36,87 +35,111 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
 
 
 def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt]) -> RunResult:
-    total, held_out = config.grpo.max_num_steps, source.validation_prompts()
+    total = config.grpo.max_num_steps
+    validation_prompts = source.validation_prompts()
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
     needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
-    with open_job(
+    num_logprob_passes = 1 + needs_reference
+    with open_training_run(
         config,
         source.encoder,
         generates=True,
         needs_reference=needs_reference,
         num_steps=total,
         num_optimizer_steps=source.num_optimizer_steps,
-    ) as job:
-        source.finish_encoding(job.progress)
-        step = job.begin(loader)
+    ) as run:
+        source.finish_encoding(run.progress)
+        step = run.resume(loader)
         if step > 0:
-            with job.workers.policy_onloaded():
-                job.sync_weights(step)
+            # The generator has loaded the initial weights.
+            with run.workers.policy_onloaded():
+                run.sync_weights(step)
         elif config.grpo.val_at_start:
-            job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
-            job.log(step)
-        with job.progress.phase("grpo", total, unit="steps", done=step) as phase:
+            temperature = config.grpo.val_temperature
+            run.add_metrics(score_answers(run, validation_prompts, step, temperature))
+            run.log_metrics(step)
+        with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total:
-                job.stop_if_requested(step, loader)
-                with job.timers("step"):
-                    rollout = roll_out(job, config, loader, step)
-                    plan, sharded = job.plan_and_shard(rollout.batch, step)
-                    with job.workers.policy_onloaded():
-                        with job.timers("logprobs"):
-                            outputs = job.policy.compute_logprobs(sharded)
-                        advantages = group_advantages(
-                            rollout.batch["reward"], rollout.batch["group"], config.grpo.advantage
-                        )
-                        locations = np.repeat(
-                            loader.batch_locations(), config.grpo.num_generations_per_prompt
-                        ).tolist()
-                        columns = {"advantages": advantages, **outputs}
-                        trained = TrainedBatch(
-                            step=step + 1, batch=rollout.batch, locations=locations, columns=columns
-                        )
-                        with job.timers("train"):
-                            metrics = train(job, sharded, trained, loss)
-                        with job.timers("weight_sync"):
-                            job.sync_weights(step + 1)
+                run.stop_if_requested(step, loader)
+                with run.timers("step"):
+                    rollout = roll_out(run, config, loader, step)
+                    advantages = _update(run, config, loader, rollout, loss, step)
                 step += 1
-                job.note(metrics | rollout.metrics() | plan_metrics(plan))
-                save_rollout(job, rollout, advantages, step)
+                save_rollout(run, rollout, advantages, step)
                 if is_due(step, config.grpo.val_period, total):
-                    job.note(score_answers(job, held_out, step, config.grpo.val_temperature))
-                job.log_step(step, rollout.batch["length"], num_logprob_passes=1 + needs_reference)
-                stop_if_too_many(job, step, loader)
-                job.save_if_due(step, loader, is_last=step == total)
+                    temperature = config.grpo.val_temperature
+                    run.add_metrics(score_answers(run, validation_prompts, step, temperature))
+                lengths = rollout.batch["length"]
+                run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
+                stop_if_too_many(run, step, loader)
+                run.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
-        return job.finish(step)
+        return run.finalize(step)
 
 
-def roll_out(job: Job, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int) -> Rollout:
-    """The next prompts of the loader, answered and scored; at step 0 a few are shown."""
-    generator, rewards = job.workers.generator, job.workers.rewards
-    assert generator is not None and rewards is not None, "a GRPO run generates"
-    prompts = job.next_rows(loader, step)
+def roll_out(
+    run: TrainingRun, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int
+) -> Rollout:
+    """Generate and score completions for the next prompts; print a few of them at step 0."""
+    prompts = run.next_rows(loader, step)
     group_size = config.grpo.num_generations_per_prompt
-    with job.workers.generator_onloaded():
+    with run.workers.generator_onloaded():
         rollout = collect(
             prompts,
-            generator,
-            rewards,
-            job.encoder.tokenizer,
+            run.workers.rollout.generator,
+            run.workers.rollout.rewards,
+            run.encoder.tokenizer,
             group_size=group_size,
             sampling=SamplingParams.from_config(config.policy.generation),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, step, len(prompts) * group_size),
             weight_version=step,
-            timers=job.timers,
+            timers=run.timers,
         )
     if step == 0:
-        show_rollout(job, rollout, "rollout sample")
+        show_rollout(run, rollout, "rollout sample")
     return rollout
 
 
-def save_rollout(job: Job, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
-    """Write `rollouts/step_<N>.jsonl`, one line per row."""
-    if job.config.logger.save_rollouts:
-        write_json_lines(
-            job.run.rollouts(step), rollout.records(advantages), f"the rollouts of step {step}"
+def _update(
+    run: TrainingRun,
+    config: GrpoRunConfig,
+    loader: RowLoader[Prompt],
+    rollout: Rollout,
+    loss: ClippedPolicyGradientLoss,
+    step: int,
+) -> np.ndarray:
+    """Train on the rollout and copy the new weights to the generator.
+
+    Returns the advantages, float32 [B].
+    """
+    batch = rollout.batch
+    plan, sharded = run.plan_and_shard(batch, step)
+    group_size = config.grpo.num_generations_per_prompt
+    with run.workers.policy_onloaded():
+        with run.timers("logprobs"):
+            logprobs = run.policy.compute_logprobs(sharded)
+        advantages = group_advantages(batch["reward"], batch["group"], config.grpo.advantage)
+        trained = TrainedBatch(
+            step=step + 1,
+            batch=batch,
+            # Rows are prompt-major: the completions of a prompt are consecutive.
+            locations=np.repeat(loader.batch_locations(), group_size).tolist(),
+            columns={"advantages": advantages, **logprobs},
         )
+        with run.timers("train"):
+            metrics = train(run, sharded, trained, loss)
+        with run.timers("weight_sync"):
+            run.sync_weights(step + 1)
+    run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))
+    return advantages
+
+
+def save_rollout(run: TrainingRun, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
+    """Write `rollouts/step_<N>.jsonl`, one line per row, if `logger.save_rollouts` is set.
+
+    `advantages` is float32 [B].
+    """
+    if run.config.logger.save_rollouts:
+        path = run.directory.rollouts(step)
+        write_json_lines(path, rollout.records(advantages), f"the rollouts of step {step}")

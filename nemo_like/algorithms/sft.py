@@ -1,6 +1,4 @@
-"""Supervised fine-tuning: rows -> plan -> one optimizer step, until the steps or the epochs are
-over.
-"""
+"""Supervised fine-tuning. One step: rows, plan, one optimizer step."""
 
 from __future__ import annotations
 
@@ -17,14 +15,12 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import SftSource
 from nemo_like.training.evaluation import is_due, score_answers
-from nemo_like.training.run import Job, RunResult, open_job, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 
 
 def run_sft(config: SftRunConfig) -> RunResult:
-    """Train as `config` says and return the paths and last metrics. Raises ConfigError for wrong
-    input.
-    """
+    """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = SftSource.open(config)
     loader = source.loader()
@@ -35,77 +31,80 @@ def run_sft(config: SftRunConfig) -> RunResult:
 
 def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow]) -> RunResult:
     total = source.num_steps
-    held_out = HeldOut(
-        list(source.validation_batches()),
-        source.validation_prompts() if config.sft.val_generate else [],
-    )
-    with open_job(
+    validation_set = ValidationSet.open(config, source)
+    loss = NllLoss()
+    with open_training_run(
         config,
         source.encoder,
         generates=config.sft.val_generate,
         needs_reference=False,
         num_steps=total,
         num_optimizer_steps=total,
-    ) as job:
-        source.finish_encoding(job.progress)
-        step = job.begin(loader)
+    ) as run:
+        source.finish_encoding(run.progress)
+        step = run.resume(loader)
+        # The files can have changed since the checkpoint, and the number of steps with them.
         total = source.last_step(loader, step)
         if step == 0:
-            job.show_rows(loader)
+            run.show_rows(loader)
             if config.sft.val_at_start:
-                job.note(validate(job, held_out, step))
-                job.log(step)
-        loss = NllLoss()
-        with job.progress.phase("sft", total, unit="steps", done=step) as phase:
+                run.add_metrics(validate(run, validation_set, step))
+                run.log_metrics(step)
+        with run.progress.phase("sft", total, unit="steps", done=step) as phase:
             while step < total:
-                job.stop_if_requested(step, loader)
-                with job.timers("step"):
-                    batch = BatchedDataDict(collate(job.next_rows(loader, step)))
-                    plan, sharded = job.plan_and_shard(batch, step)
-                    with job.timers("train"), job.workers.policy_onloaded():
-                        trained = TrainedBatch(
-                            step=step + 1,
-                            batch=batch,
-                            locations=loader.batch_locations(),
-                            columns={},
-                        )
-                        job.note(train(job, sharded, trained, loss))
+                run.stop_if_requested(step, loader)
+                with run.timers("step"):
+                    batch = BatchedDataDict(collate(run.next_rows(loader, step)))
+                    plan, sharded = run.plan_and_shard(batch, step)
+                    trained = TrainedBatch(
+                        step=step + 1, batch=batch, locations=loader.batch_locations(), columns={}
+                    )
+                    with run.timers("train"), run.workers.policy_onloaded():
+                        run.add_metrics(train(run, sharded, trained, loss))
                 step += 1
-                job.note(plan_metrics(plan))
+                run.add_metrics(plan_metrics(plan))
                 if is_due(step, config.sft.val_period, total):
-                    job.note(validate(job, held_out, step))
-                job.log_step(step, batch["length"])
-                stop_if_too_many(job, step, loader)
-                job.save_if_due(step, loader, is_last=step == total)
+                    run.add_metrics(validate(run, validation_set, step))
+                run.log_step(step, batch["length"])
+                stop_if_too_many(run, step, loader)
+                run.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
-        return job.finish(step)
+        return run.finalize(step)
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Rows a run is validated on, encoded before it starts, so that a bad one cannot end it at its
-    last step.
+class ValidationSet:
+    """The validation rows, encoded before the run starts.
+
+    A bad row is then an error before the first step, not at a later validation.
     """
 
     batches: list[list[EncodedRow]]
     prompts: list[Prompt]
     """Empty unless answers are generated."""
 
+    @classmethod
+    def open(cls, config: SftRunConfig, source: SftSource) -> ValidationSet:
+        """Encode the validation rows. Raises ConfigError for a bad row."""
+        batches = list(source.validation_batches())
+        prompts = source.validation_prompts() if config.sft.val_generate else []
+        return cls(batches, prompts)
 
-def validate(job: Job, held_out: HeldOut, step: int) -> Metrics:
-    """Loss on the held-out rows, and with `sft.val_generate` the reward of answers generated for
-    their prompts.
-    """
+
+def validate(run: TrainingRun, validation_set: ValidationSet, step: int) -> Metrics:
+    """Return the validation loss, and with `sft.val_generate` the reward of generated answers."""
     metrics: Metrics = {}
-    with job.timers("validation"):
-        with job.workers.policy_onloaded():
-            for rows in held_out.batches:
+    with run.timers("validation"):
+        with run.workers.policy_onloaded():
+            for rows in validation_set.batches:
                 batch = BatchedDataDict(collate(rows))
-                sharded = job.policy.shard(batch, job.policy.plan(batch["length"], "evaluate"))
-                part = job.policy.evaluate(sharded, NllLoss())
-                metrics = merge_metrics([metrics, {"validation/loss": part["policy/loss"]}])
-        if held_out.prompts:
-            with job.workers.policy_onloaded():
-                job.sync_weights(step)
-            metrics |= score_answers(job, held_out.prompts, step)
+                plan = run.policy.plan(batch["length"], "evaluate")
+                sharded = run.policy.shard(batch, plan)
+                values = run.policy.evaluate(sharded, NllLoss())
+                # Sums and counts are merged, so batches of different size weigh by their tokens.
+                metrics = merge_metrics([metrics, {"validation/loss": values["policy/loss"]}])
+        if validation_set.prompts:
+            with run.workers.policy_onloaded():
+                run.sync_weights(step)
+            metrics |= score_answers(run, validation_set.prompts, step)
     return metrics

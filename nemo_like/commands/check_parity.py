@@ -46,7 +46,7 @@ from nemo_like.policy.checkpoint.sharded import open_checkpoint
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker
-from nemo_like.training.dataset import open_model_config
+from nemo_like.training.model_files import open_model_config
 from nemo_like.training.workers import policy_worker_class
 
 LIMIT = 1e-5

@@ -25,7 +25,7 @@ from nemo_like.policy.checkpoint.sharded import (
     open_checkpoint,
 )
 from nemo_like.policy.optim import NonFiniteError
-from nemo_like.training.dataset import open_model_config
+from nemo_like.training.model_files import open_model_config
 
 _CONFIG = "config.yaml"
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RunConfig, SftRunConfig
 from nemo_like.progress import Progress
-from nemo_like.training.dataset import PromptSource, SftSource, load_training, open_encoder
+from nemo_like.training.dataset import PromptSource, SftSource, load_training
+from nemo_like.training.model_files import open_encoder
 
 Value = TypeVar("Value")
 

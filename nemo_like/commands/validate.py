@@ -41,9 +41,8 @@ from nemo_like.training.dataset import (
     describe_epoch,
     load_training,
     load_validation,
-    open_encoder,
-    open_model_config,
 )
+from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings, step_warnings
 
 if TYPE_CHECKING:

@@ -6,39 +6,46 @@ import numpy as np
 
 from nemo_like.metrics import Max, Mean, Metrics, Min
 
+_TOLERANCE = 1e-8
+"""Rewards that differ by less count as equal."""
+
 
 def reward_metrics(
     rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
 ) -> Metrics:
-    """Mean, spread and extremes of the reward, the mean of each named component, and groups without
-    spread.
+    """Return the mean, spread and extremes of the reward, and shares of groups with equal rewards.
 
-    A group without spread has equal rewards and does not train the policy.
-    `reward/frac_groups_zero_std` is the share of such groups; `reward/frac_groups_all_worst` and
-    `reward/frac_groups_all_best` the shares of groups whose rewards all equal the lowest or the
-    highest reward of the batch. Where the whole batch has one reward, it is neither: both are 0.
-    `reward/frac_groups_all_zero` is the share of groups whose rewards are all 0.
+    `rewards` is float [B], `groups` int [B], each of the `components` float [B]. A group with equal
+    rewards does not train the policy: its advantages are 0. `reward/frac_groups_zero_std` is the
+    share of such groups; `reward/frac_groups_all_worst` and `reward/frac_groups_all_best` are the
+    shares of groups whose rewards all equal the lowest or the highest reward of the batch, 0 for
+    both if all rewards of the batch are equal. `reward/frac_groups_all_zero` is the share of groups
+    whose rewards are all 0.
     """
-    _, member_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    means = np.bincount(member_of, weights=rewards) / sizes
-    spread = np.bincount(member_of, weights=np.abs(rewards - means[member_of])) > 1e-8 * sizes
-    flat = means[~spread]
+    _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    num_groups = len(sizes)
+    means = np.bincount(group_of_row, weights=rewards) / sizes
+    deviations = np.bincount(group_of_row, weights=np.abs(rewards - means[group_of_row]))
+    has_spread = deviations > _TOLERANCE * sizes
+    equal_rewards = means[~has_spread]
     best = rewards.max(initial=-np.inf)
     worst = rewards.min(initial=np.inf)
-    has_range = bool(best - worst > 1e-8)
+    # In a batch of equal rewards every group would be both best and worst.
+    has_range = bool(best - worst > _TOLERANCE)
+    is_best = has_range & (equal_rewards >= best - _TOLERANCE)
+    is_worst = has_range & (equal_rewards <= worst + _TOLERANCE)
+    is_zero = np.abs(equal_rewards) <= _TOLERANCE
+    # The sample standard deviation is not defined for one reward.
+    std = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
     metrics: Metrics = {
         "reward/mean": Mean(float(rewards.sum()), len(rewards)),
-        "reward/std": Mean(float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0),
+        "reward/std": Mean(std),
         "reward/max": Max(float(best)),
         "reward/min": Min(float(worst)),
-        "reward/frac_groups_zero_std": Mean(float((~spread).sum()), len(sizes)),
-        "reward/frac_groups_all_best": Mean(
-            float((has_range & (flat >= best - 1e-8)).sum()), len(sizes)
-        ),
-        "reward/frac_groups_all_worst": Mean(
-            float((has_range & (flat <= worst + 1e-8)).sum()), len(sizes)
-        ),
-        "reward/frac_groups_all_zero": Mean(float((np.abs(flat) <= 1e-8).sum()), len(sizes)),
+        "reward/frac_groups_zero_std": Mean(float((~has_spread).sum()), num_groups),
+        "reward/frac_groups_all_best": Mean(float(is_best.sum()), num_groups),
+        "reward/frac_groups_all_worst": Mean(float(is_worst.sum()), num_groups),
+        "reward/frac_groups_all_zero": Mean(float(is_zero.sum()), num_groups),
     }
     for name, values in components.items():
         metrics[f"reward/{name}_mean"] = Mean(float(values.sum()), len(values))

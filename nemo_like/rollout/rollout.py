@@ -1,6 +1,4 @@
-"""Prompts in, scored rows out: sample a group of completions per prompt, score them, and lay them
-out as training rows.
-"""
+"""Rollouts: samples a group of completions per prompt, scores them and builds training rows."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from nemo_like.rollout.reward_metrics import reward_metrics
 
 @dataclass(frozen=True)
 class Rollout:
-    """P prompts x G completions = B rows, prompt-major.
+    """Scored completions: P prompts x G completions = B rows, prompt-major.
 
     `batch` columns: `input_ids`, `token_mask`, `generation_logprobs` (Jagged over prompt +
     completion), `length`, `reward`, `group`, `row_mask` ([B]).
@@ -31,57 +29,61 @@ class Rollout:
     batch: BatchedDataDict
     samples: list[RewardSample]
     components: dict[str, np.ndarray]
+    """The named parts of the reward, float [B] each."""
     completions: Completions
 
     def metrics(self) -> Metrics:
-        """Rewards, completion lengths and how completions ended."""
+        """Return metrics of rewards, lengths, and completions that reached the length limit."""
         lengths = self.completions.token_ids.lengths
         stopped = np.array([reason == "stop" for reason in self.completions.finish_reasons])
         prompt_lengths = self.batch["length"] - lengths
+        num_rows = len(lengths)
+        num_stopped = int(stopped.sum())
         metrics: Metrics = reward_metrics(
             self.batch["reward"], self.batch["group"], self.components
         )
         metrics |= {
-            "generation/completion_length_mean": Mean(float(lengths.sum()), len(lengths)),
+            "generation/completion_length_mean": Mean(float(lengths.sum()), num_rows),
             "generation/completion_length_max": Max(float(lengths.max())),
             "generation/completion_length_min": Min(float(lengths.min())),
             "generation/completion_length_p90": Max(float(np.quantile(lengths, 0.9))),
+            # Without the completions that reached the limit, whose length is that of the limit.
             "generation/completion_length_stopped_mean": Mean(
-                float(lengths[stopped].sum()), int(stopped.sum())
+                float(lengths[stopped].sum()), num_stopped
             ),
-            "generation/truncated_share": Mean(float((~stopped).sum()), len(stopped)),
-            "generation/prompt_length_mean": Mean(float(prompt_lengths.sum()), len(lengths)),
+            "generation/truncated_share": Mean(float((~stopped).sum()), num_rows),
+            "generation/prompt_length_mean": Mean(float(prompt_lengths.sum()), num_rows),
             "generation/num_tokens": Sum(float(lengths.sum())),
         }
         return metrics
 
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
-        """One JSON object per row, for `rollouts/step_<N>.jsonl`."""
-        rewards, groups, lengths = (
-            self.batch["reward"],
-            self.batch["group"],
-            self.completions.token_ids.lengths,
-        )
-        return [
-            {
-                "group": int(groups[i]),
+        """Return one JSON object per row, for `rollouts/step_<N>.jsonl`. `advantages` is [B]."""
+        lengths = self.completions.token_ids.lengths
+        records = []
+        for i, sample in enumerate(self.samples):
+            record: dict[str, Any] = {
+                "group": int(self.batch["group"][i]),
                 "prompt": sample.prompt,
                 "completion": sample.completion,
                 "answer": sample.answer,
-                "reward": float(rewards[i]),
-                **{f"reward_{name}": float(values[i]) for name, values in self.components.items()},
-                **({} if advantages is None else {"advantage": float(advantages[i])}),
-                "completion_tokens": int(lengths[i]),
-                "finish_reason": self.completions.finish_reasons[i],
-                "weight_version": self.completions.weight_version,
+                "reward": float(self.batch["reward"][i]),
             }
-            for i, sample in enumerate(self.samples)
-        ]
+            for name, values in self.components.items():
+                record[f"reward_{name}"] = float(values[i])
+            if advantages is not None:
+                record["advantage"] = float(advantages[i])
+            record["completion_tokens"] = int(lengths[i])
+            record["finish_reason"] = self.completions.finish_reasons[i]
+            record["weight_version"] = self.completions.weight_version
+            records.append(record)
+        return records
 
 
 def row_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
-    """uint64 [num_rows]: the sampling stream of each row, a function of the run's seed and the
-    step, so resume is exact.
+    """Return the seed of each row's sampling stream, uint64 [num_rows].
+
+    It depends on the run's seed and the step only, so a resumed run samples the same completions.
     """
     return np.random.SeedSequence((seed, step)).generate_state(num_rows, np.uint64)
 
@@ -99,10 +101,10 @@ def collect(
     weight_version: int,
     timers: Timers,
 ) -> Rollout:
-    """Sample `group_size` completions per prompt (`seeds` uint64 [P x G]), score them and build
-    rows.
+    """Sample `group_size` completions per prompt, score them and build rows.
 
-    Raises RuntimeError if the generator's weights are not of `weight_version`.
+    `seeds` is uint64 [P x G]. Raises RuntimeError if the generator's weights are not of
+    `weight_version`.
     """
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
@@ -110,16 +112,15 @@ def collect(
         completions = generator.generate(
             prompt_ids, seeds, sampling, max_total_length=max_total_length
         )
+    # Off-policy completions would train without an error, and worse.
     if completions.weight_version != weight_version:
         raise RuntimeError(
             f"the completions were sampled with weights of version {completions.weight_version},"
-            f" but step"
-            f" {weight_version} needs version {weight_version}; the weights were not pushed to the"
-            f" generator"
+            f" but step {weight_version} needs version {weight_version}; the weights were not"
+            " pushed to the generator"
         )
-    texts = tokenizer.batch_decode(
-        [ids.tolist() for ids in completions.token_ids], skip_special_tokens=True
-    )
+    token_ids = [ids.tolist() for ids in completions.token_ids]
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     samples = [
         RewardSample(prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row)
         for prompt, text in zip(repeated, texts, strict=True)
@@ -133,24 +134,27 @@ def collect(
 
 
 def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataDict:
-    """Prompt and completion end to end; only completion tokens are trained and carry the sampler's
-    log-probs.
+    """Concatenate each prompt and its completion to one row.
+
+    Only completion tokens are trained and have the log-probs of the sampler.
     """
-    rows = range(len(prompt_ids))
-    prompts = prompt_ids.lengths
-    input_ids = Jagged.from_rows(
-        [np.concatenate([prompt_ids[i], completions.token_ids[i]]) for i in rows], np.int32
-    )
-    mask = np.ones(len(input_ids.values), dtype=np.uint8)
-    logprobs = np.zeros(len(input_ids.values), dtype=np.float32)
-    position_in_row = np.arange(len(mask)) - np.repeat(input_ids.offsets[:-1], input_ids.lengths)
-    is_completion = position_in_row >= np.repeat(prompts, input_ids.lengths)
-    mask[~is_completion] = 0
+    num_rows = len(prompt_ids)
+    rows = []
+    for i in range(num_rows):
+        rows.append(np.concatenate([prompt_ids[i], completions.token_ids[i]]))
+    input_ids = Jagged.from_rows(rows, np.int32)
+    num_tokens = len(input_ids.values)
+    # [T] over the tokens of all rows: the position in the row tells prompt and completion apart.
+    position_in_row = np.arange(num_tokens) - np.repeat(input_ids.offsets[:-1], input_ids.lengths)
+    is_completion = position_in_row >= np.repeat(prompt_ids.lengths, input_ids.lengths)
+    token_mask = is_completion.astype(np.uint8)
+    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    # Both sides are in row order, so the completions' log-probs fit the selected positions.
     logprobs[is_completion] = completions.logprobs.values
     return BatchedDataDict(
         input_ids=input_ids,
-        token_mask=Jagged(mask, input_ids.offsets),
+        token_mask=Jagged(token_mask, input_ids.offsets),
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
-        row_mask=np.ones(len(input_ids), dtype=bool),
+        row_mask=np.ones(num_rows, dtype=bool),
     )

@@ -1,6 +1,4 @@
-"""Rows of a file as the token ids a run works with: encoded once, ahead of the steps, long ones as
-the config says.
-"""
+"""Encodes the rows of a file to token ids, ahead of the steps, and applies `policy.oversize_rows`."""
 
 from __future__ import annotations
 
@@ -32,11 +30,13 @@ _POLICY_KEYS = (
 
 
 def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
-    """One SFT row; None if it is too long and `policy.oversize_rows` is drop. Raises ConfigError if
-    that is error.
+    """Encode one SFT row; return None if it is too long and `policy.oversize_rows` is drop.
+
+    Raises ConfigError if it is too long and `policy.oversize_rows` is error.
     """
     encoded = encoder.encode_sft(conversation(row), row_tools(row))
-    limit, length = config.policy.max_total_sequence_length, len(encoded.input_ids)
+    length = len(encoded.input_ids)
+    limit = config.policy.max_total_sequence_length
     if length <= limit or config.policy.oversize_rows == "singleton":
         return encoded
     if config.policy.oversize_rows == "truncate":
@@ -45,64 +45,70 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
         return None
     raise ConfigError(
         f"the row has {length} tokens, policy.max_total_sequence_length is {limit}; raise it, or"
-        f" set policy.oversize_rows"
-        " to truncate (cut the end), drop (leave the row out) or singleton (run it alone)"
+        " set policy.oversize_rows to truncate (remove the end), drop (skip the row) or singleton"
+        " (a microbatch of its own)"
     )
 
 
 def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
-    """The prompt of one row, without trained tokens.
+    """Encode the prompt of one row, with a token mask of zeros.
 
-    A prompt that leaves no room for a completion is cut at its beginning, so that `max_new_tokens`
-    fit behind it, or None, or a ConfigError, as `policy.oversize_rows` says.
+    For a prompt that leaves no room for a completion, `policy.oversize_rows` decides: truncate
+    removes its beginning, so that `max_new_tokens` fit behind it; drop returns None; the other
+    values raise ConfigError.
     """
-    asked = question(row)
-    token_ids = encoder.encode_prompt(asked.messages, asked.tools)
+    prompt = question(row)
+    token_ids = encoder.encode_prompt(prompt.messages, prompt.tools)
     policy = config.policy
-    limit, length = policy.max_total_sequence_length, len(token_ids)
+    length = len(token_ids)
+    limit = policy.max_total_sequence_length
     if length >= limit:
         if policy.oversize_rows == "drop":
             return None
         if policy.oversize_rows != "truncate":
             raise ConfigError(
                 f"the prompt has {length} tokens, policy.max_total_sequence_length is {limit}, so"
-                f" there is no room for a"
-                " completion; raise it, or set policy.oversize_rows to truncate (cut the beginning)"
-                " or drop (leave the row out)"
+                " there is no room for a completion; raise it, or set policy.oversize_rows to"
+                " truncate (remove the beginning) or drop (skip the row)"
             )
-        token_ids = token_ids[-max(limit - policy.generation.max_new_tokens, 1) :]
+        # The end of a prompt has the question and the opening of the assistant turn.
+        num_kept = max(limit - policy.generation.max_new_tokens, 1)
+        token_ids = token_ids[-num_kept:]
     return EncodedRow(token_ids, np.zeros(len(token_ids), dtype=np.uint8))
 
 
 class PromptRows:
-    """Encoded rows as prompts."""
+    """Encoded rows as prompts; a `loader.FetchableRows`."""
 
     def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
-        self._rows, self._encoded = rows, encoded
+        self._rows = rows
+        self._encoded = encoded
         self.digests = rows.digests
 
     def fetch(self, rows: Sequence[int]) -> list[Prompt | None]:
-        """See `loader.FetchableRows`."""
+        """Return the prompts of `rows`, None for a dropped row; see `loader.FetchableRows`."""
         prompts: list[Prompt | None] = []
         for row, encoded in zip(rows, self._encoded.fetch(rows), strict=True):
             if encoded is None:
                 prompts.append(None)
                 continue
-            asked = question(self._rows[row])
-            prompts.append(
-                Prompt(
-                    token_ids=encoded.input_ids, text=asked.text, answer=asked.answer, row=asked.row
-                )
+            fields = question(self._rows[row])
+            prompt = Prompt(
+                token_ids=encoded.input_ids,
+                text=fields.text,
+                answer=fields.answer,
+                row=fields.row,
             )
+            prompts.append(prompt)
         return prompts
 
     def location(self, row: int) -> str:
-        """See `loader.FetchableRows`."""
+        """Return the file and line of a row; see `loader.FetchableRows`."""
         return self._encoded.location(row)
 
 
 def encoding_setup(config: RunConfig) -> dict[str, Any]:
-    """What of a config the encoding of a row depends on, as JSON values."""
+    """Return the part of a config that the encoding of a row depends on, as JSON values."""
     return {
         "purpose": "rl" if isinstance(config, GrpoRunConfig) else "sft",
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
@@ -112,7 +118,7 @@ def encoding_setup(config: RunConfig) -> dict[str, Any]:
 
 
 def open_training_rows(config: RunConfig, encoder: ChatEncoder, rows: Rows) -> EncodedRows:
-    """The training rows, which encoding processes may work on."""
+    """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes."""
     encode = encode_question if isinstance(config, GrpoRunConfig) else encode_conversation
     return EncodedRows(
         rows,
@@ -126,42 +132,41 @@ def open_training_rows(config: RunConfig, encoder: ChatEncoder, rows: Rows) -> E
 def start_encoding(
     config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
 ) -> None:
-    """Begin to encode the rows that the run will visit: the first `num_needed` of `order`, int64
-    [N].
+    """Start to encode the rows that the run visits: the first `num_needed` of `order` (int64 [N]).
 
-    With `policy.oversize_rows=drop` that is every row, and all are encoded when this returns,
-    because the number of steps depends on how many are left. Raises ConfigError for a bad row that
-    is found at once.
+    With `policy.oversize_rows=drop` every row is encoded when this returns. Raises ConfigError for
+    a bad row that is found at once.
     """
     if config.policy.oversize_rows != "drop":
         rows.start(order[:num_needed])
         return
+    # The number of steps depends on the number of rows that are not dropped.
     rows.start(order)
     finish_encoding(config, rows, Progress())
 
 
 def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) -> None:
-    """Wait for the rows that `start_encoding` began with, at most `data.encoding_timeout_s`, and
-    say what was left out.
+    """Wait for the rows that `start_encoding` started, at most `data.encoding_timeout_s`.
 
-    Raises ConfigError for a bad row.
+    Reports dropped rows, and rows that are not encoded yet. Raises ConfigError for a bad row.
     """
     if rows.is_finished:
         return
-    must_wait = config.policy.oversize_rows == "drop"
+    # Without a limit for drop: the number of steps must be known before the first one.
+    timeout_s = config.data.encoding_timeout_s
+    if config.policy.oversize_rows == "drop":
+        timeout_s = None
     with progress.phase("encoding rows", rows.num_started) as phase:
-        done = rows.finish(phase.advance, None if must_wait else config.data.encoding_timeout_s)
-    if not done:
+        is_done = rows.finish(phase.advance, timeout_s)
+    if not is_done:
         progress.say(
             f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after"
-            f" data.encoding_timeout_s; the others are"
-            " encoded and checked during training"
+            " data.encoding_timeout_s; the others are encoded and checked during training"
         )
     dropped = np.flatnonzero(~rows.is_kept)
     if len(dropped):
         progress.say(
-            f"policy.oversize_rows=drop leaves {len(dropped):,} of {len(rows):,} rows out, the"
-            f" first is"
+            f"policy.oversize_rows=drop skips {len(dropped):,} of {len(rows):,} rows; the first is"
             f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"
         )

@@ -1,5 +1,6 @@
-"""What an encoding process runs: `python -m nemo_like.training.encoding_worker`, see
-`data.encoding_pool`.
+"""Entry point of an encoding process: `python -m nemo_like.training.encoding_worker`.
+
+`data.encoding_pool` starts it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from nemo_like.data.datasets import Row
 from nemo_like.data.encoded_rows import encode_row
 from nemo_like.data.encoding_pool import serve
 from nemo_like.models.pretrained import import_transformers_without_torch
-from nemo_like.training.dataset import open_encoder
 from nemo_like.training.encoding import encode_conversation, encode_question
+from nemo_like.training.model_files import open_encoder
 
 
 def open_encode(setup: dict[str, Any]) -> Callable[[Row], tuple[EncodedRow | None, str | None]]:
-    """The encoding that `encoding.encoding_setup` describes. The driver has checked the files, so
-    they are read locally.
-    """
+    """Return the encoding of one row, as `encoding.encoding_setup` describes it."""
+    # torch is not needed for a tokenizer; its import takes seconds and memory in every process.
     import_transformers_without_torch()
     generation = GenerationConfig(max_new_tokens=setup["max_new_tokens"])
     policy = PolicyConfig(**setup["policy"], generation=generation)
     config = RunConfig(run_name="encoding", policy=policy, data=DataConfig(**setup["data"]))
     encode = encode_question if setup["purpose"] == "rl" else encode_conversation
-    return partial(encode_row, partial(encode, open_encoder(config, local_files_only=True), config))
+    # The driver has loaded the same files, so they are in the cache of this machine.
+    encoder = open_encoder(config, local_files_only=True)
+    return partial(encode_row, partial(encode, encoder, config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, generated and scored: the number a run is judged by."""
+"""Validation by reward: completions for the validation prompts, generated and scored."""
 
 from __future__ import annotations
 
@@ -9,71 +9,67 @@ from nemo_like.metrics import Metrics, Timers
 from nemo_like.progress import Sample
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds
-from nemo_like.training.run import Job
+from nemo_like.training.run import TrainingRun
 
 _SEED_OFFSET = 2**31
-"""Keeps the sampling streams of validation apart from those of training steps."""
+"""Separates the sampling streams of validation from those of training steps."""
+_VALIDATION_METRICS = (
+    "reward/mean",
+    "generation/completion_length_mean",
+    "generation/truncated_share",
+)
 
 
 def is_due(step: int, period: int, total: int) -> bool:
-    """Whether something with `period` (0: never in between) happens after `step` of `total`; it
-    always does at the end.
-    """
+    """Return True every `period` steps (0: never) and always at the last step, `total`."""
     return step == total or (period > 0 and step % period == 0)
 
 
 def score_answers(
-    job: Job, prompts: Sequence[Prompt], step: int, temperature: float = 0.0
+    run: TrainingRun, prompts: Sequence[Prompt], step: int, temperature: float = 0.0
 ) -> Metrics:
-    """Metrics `validation/*` of one completion per prompt; none without prompts.
+    """Generate one completion per prompt, score it and return the metrics `validation/*`.
 
-    The generator must have the weights of `step`; RuntimeError if its completions carry another
-    version.
+    Without prompts there are no metrics. The generator must have the weights of `step`: raises
+    RuntimeError if its completions carry another version.
     """
     if not prompts:
         return {}
-    assert job.workers.generator is not None and job.workers.rewards is not None, (
-        "a run that validates generates"
-    )
-    config = job.config
-    with job.progress.phase("validation", len(prompts)) as phase, job.workers.generator_onloaded():
+    config = run.config
+    with run.progress.phase("validation", len(prompts)) as phase, run.workers.generator_onloaded():
         rollout = collect(
             prompts,
-            job.workers.generator,
-            job.workers.rewards,
-            job.encoder.tokenizer,
+            run.workers.rollout.generator,
+            run.workers.rollout.rewards,
+            run.encoder.tokenizer,
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(config.seed, _SEED_OFFSET + step, len(prompts)),
             weight_version=step,
+            # Timers of its own: these seconds do not belong to the step's generation and reward.
             timers=Timers(),
         )
         phase.advance(len(prompts))
-    show_rollout(job, rollout, f"validation sample at step {step}")
-    wanted = ("reward/mean", "generation/completion_length_mean", "generation/truncated_share")
+    show_rollout(run, rollout, f"validation sample at step {step}")
     values = rollout.metrics()
-    metrics: Metrics = {f"validation/{name.replace('/', '_')}": values[name] for name in wanted}
-    metrics |= {
-        f"validation/{name}_mean": values[f"reward/{name}_mean"] for name in rollout.components
-    }
+    metrics: Metrics = {}
+    for name in _VALIDATION_METRICS:
+        metrics[f"validation/{name.replace('/', '_')}"] = values[name]
+    for name in rollout.components:
+        metrics[f"validation/{name}_mean"] = values[f"reward/{name}_mean"]
     return metrics
 
 
-def show_rollout(job: Job, rollout: Rollout, title: str) -> None:
-    """Print the first few samples with their rewards."""
+def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
+    """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
     samples = []
-    for record in rollout.records()[: job.config.logger.num_samples_shown]:
-        notes = {
-            name.removeprefix("reward_"): f"{record[name]:g}"
-            for name in record
-            if name.startswith("reward_")
-        }
-        samples.append(
-            Sample(
-                ((record["prompt"], False), ("\n", False), (record["completion"], True)),
-                reward=record["reward"],
-                notes={"answer": str(record["answer"]), **notes, "finish": record["finish_reason"]},
-            )
-        )
-    job.progress.show_samples(samples, title)
+    for record in rollout.records()[: run.config.logger.num_samples_shown]:
+        notes = {"answer": str(record["answer"])}
+        for name, value in record.items():
+            if name.startswith("reward_"):
+                notes[name.removeprefix("reward_")] = f"{value:g}"
+        notes["finish"] = record["finish_reason"]
+        segments = ((record["prompt"], False), ("\n", False), (record["completion"], True))
+        samples.append(Sample(segments, reward=record["reward"], notes=notes))
+    run.progress.show_samples(samples, title)

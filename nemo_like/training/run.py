@@ -1,5 +1,6 @@
-"""What every run shares: its directory, its workers, resume, saving and logging. The loops are in
-`sft` and `grpo`.
+"""The parts that every training run shares: directory, workers, resume, checkpoints and logging.
+
+The loops are in `algorithms.sft` and `algorithms.grpo`.
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ from nemo_like.weight_sync.transport import push
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
+_POLICY = "policy"
+"""The policy's directory inside a checkpoint."""
+
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves behind."""
+    """Paths and metrics of a finished run."""
 
-    run: RunDirectory
+    directory: RunDirectory
     step: int
     last: dict[str, float]
     """The last value of every metric."""
@@ -65,90 +69,94 @@ class RunResult:
 
 
 @dataclass
-class Job:
-    """One open run. `begin` once, then per step `log_step` and `save_if_due`, then `finish`."""
+class TrainingRun:
+    """One open run: `resume` once, `log_step` and `save_if_due` per step, then `finalize`."""
 
     config: RunConfig
-    run: RunDirectory
+    directory: RunDirectory
     checkpointer: Checkpointer
     resumed: Checkpoint | None
+    """The checkpoint that the run continues; None if it starts at step 0."""
     progress: Progress
     encoder: ChatEncoder
     workers: RunWorkers
     log_file: RunLog
     closing: ExitStack
-    """Closes what `begin` opens."""
+    """Closes what `resume` opens."""
     resolved: dict[str, Any]
     """The configuration as plain values, for config.yaml and the trackers."""
     stop: StopRequests
     timers: Timers = field(default_factory=Timers)
-    pending: Metrics = field(default_factory=dict)
+    pending_metrics: Metrics = field(default_factory=dict)
+    """Metrics of the step that is logged next."""
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
     num_skipped_in_a_row: int = 0
-    """Optimizer steps skipped one after the other, up to the latest step; see `skipped`."""
+    """Consecutive skipped optimizer steps up to the latest step; see `skipped_steps`."""
 
     @property
     def policy(self) -> Policy:
         return self.workers.policy
 
-    def begin(self, loader: RowLoader) -> int:
-        """The step to start from: 0, or that of the checkpoint, with policy and loader restored.
+    def resume(self, loader: RowLoader) -> int:
+        """Restore policy and loader from the checkpoint, open the logs, and return the step.
 
-        The first change to the files of an existing run happens here, after everything that can
-        refuse it has passed.
+        The step is 0 without a checkpoint. Files of an existing run first change here, after every
+        check that can refuse the run. Raises CheckpointError for a damaged checkpoint.
         """
-        step = 0
+        resumed_step = None
         if self.resumed is not None:
-            state = self.resumed.state()
-            step = state.step
-            with self.progress.phase(f"loading step {step}"), self.workers.policy_onloaded():
-                self.policy.load(self.resumed.path / "policy")
-            try:
-                loader.load_state_dict(state.loader)
-            except (KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(
-                    f"{self.resumed.path} has a damaged position of the data loader: {error!r}"
-                ) from error
-            self.counters.update(state.counters)
-            self.progress.say(f"resumed from {self.resumed.path}")
+            resumed_step = self._load(self.resumed, loader)
         elif self.config.resume:
             self.progress.say(
                 f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0"
             )
-        resumed_step = None if self.resumed is None else step
-        start_run(self.run, self.resolved, resumed_step)
+        start_run(self.directory, self.resolved, resumed_step)
         tracker = Tracker(
-            self.run,
+            self.directory,
             self.config.logger,
             self.resolved,
             resumed_step=resumed_step,
             show=self.progress.show_step,
         )
         self.tracker = self.closing.enter_context(tracker)
-        self.lengths = AppendedFile(self.run.lengths)
+        self.lengths = AppendedFile(self.directory.lengths)
         self.closing.callback(self.lengths.close)
+        # From here on a signal waits for the end of a step, so that the step can be saved.
         self.stop.finish_steps(enabled=True)
-        return step
+        return resumed_step or 0
+
+    def _load(self, checkpoint: Checkpoint, loader: RowLoader) -> int:
+        """Restore policy, loader and counters; return the step of the checkpoint."""
+        state = checkpoint.state()
+        with self.progress.phase(f"loading step {state.step}"), self.workers.policy_onloaded():
+            self.policy.load(checkpoint.path / _POLICY)
+        try:
+            loader.load_state_dict(state.loader)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
+            ) from error
+        self.counters.update(state.counters)
+        self.progress.say(f"resumed from {checkpoint.path}")
+        return state.step
 
     def sync_weights(self, version: int) -> None:
-        """Push the policy's weights to the generator; its completions carry `version` afterwards.
+        """Copy the policy's weights to the generator, whose completions then carry `version`.
 
-        The version of a run's weights is the number of steps done. Call inside
-        `workers.policy_onloaded()`.
+        The version is the number of steps done. Call inside `workers.policy_onloaded()`.
         """
-        assert self.workers.generator is not None, "only a run that generates has a generator"
-        push(self.policy.group, self.workers.generator.group, version)
+        push(self.policy.group, self.workers.rollout.generator.group, version)
 
     def plan_and_shard(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, ShardedBatch]:
-        """Plan the batch from its lengths and send each dp rank its rows, once."""
+        """Plan the batch from its lengths and send each data-parallel rank its rows once."""
         with self.timers("plan"):
             plan = self.policy.plan(batch["length"])
         if step == 0:
-            write_text(self.run.plan(step), plan.to_json() + "\n")
+            write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.say(str(plan))
         record = {"step": step + 1, "lengths": batch["length"].tolist()}
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
@@ -157,17 +165,16 @@ class Job:
         return plan, sharded
 
     def show_rows(self, loader: RowLoader[EncodedRow]) -> None:
-        """The first rows of the file, decoded, with what is trained made visible."""
+        """Print the first rows of the file, decoded, with their trained tokens highlighted."""
         rows = loader.first_rows(self.config.logger.num_samples_shown)
-        self.progress.show_samples(
-            [Sample(self.encoder.segments(row)) for row in rows], "training row"
-        )
+        samples = [Sample(self.encoder.segments(row)) for row in rows]
+        self.progress.show_samples(samples, "training row")
 
     def next_rows(self, loader: RowLoader[Value], step: int) -> list[Value]:
-        """Return the batch after `step`; how long the run waited for its encoding is logged.
+        """Return the batch after `step`; `timing/data_wait_s` is the wait for its encoding.
 
-        Raises ConfigError for a bad row, after a checkpoint of `step`: rows that the run has not
-        reached may be corrected, so that a resume loses nothing.
+        Raises ConfigError for a bad row, after a checkpoint of `step`: the user may correct rows
+        that the run has not reached, so a resume loses no step.
         """
         try:
             with self.timers("data_wait"):
@@ -178,54 +185,59 @@ class Job:
             self.save_if_due(step, loader, is_last=True)
             raise ConfigError(
                 f"{error}. The run stopped after step {step} and saved it: resume=true continues"
-                f" with the corrected file"
+                " with the corrected file"
             ) from error
-        self.note({"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)})
+        self.add_metrics(
+            {"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)}
+        )
         return rows
 
-    def note(self, metrics: Metrics) -> None:
-        """Keep metrics for the line of the step that is about to be logged."""
-        self.pending |= metrics
+    def add_metrics(self, metrics: Metrics) -> None:
+        """Add metrics to the record of the step that is logged next."""
+        self.pending_metrics |= metrics
 
     def log_step(self, step: int, lengths: np.ndarray, *, num_logprob_passes: int = 0) -> None:
-        """Log everything noted, the timings and the throughput of the step that just ended."""
+        """Log the added metrics, the timings and the throughput of the step that just ended.
+
+        `lengths` (int [B]) are those of the step's rows.
+        """
         self.counters["num_tokens"] += float(lengths.sum())
         self.counters["num_rows"] += float(len(lengths))
         info = self.policy.info
-        self.note(
-            throughput_metrics(
-                lengths,
-                info.cost,
-                self.timers,
-                peak_flops=info.peak_flops,
-                num_workers=info.num_workers,
-                num_logprob_passes=num_logprob_passes,
-            )
+        throughput = throughput_metrics(
+            lengths,
+            info.cost,
+            self.timers,
+            peak_flops=info.peak_flops,
+            num_workers=info.num_workers,
+            num_logprob_passes=num_logprob_passes,
         )
-        self.note(self.timers.pop())
-        self.log(step)
+        self.add_metrics(throughput)
+        self.add_metrics(self.timers.pop())
+        self.log_metrics(step)
 
-    def log(self, step: int) -> None:
-        """Log everything noted so far as the one record of `step`."""
-        if not self.pending:
+    def log_metrics(self, step: int) -> None:
+        """Log the added metrics as the one record of `step`."""
+        if not self.pending_metrics:
             return
-        values = metric_values(self.pending)
-        values |= {f"progress/{name}": total for name, total in self.counters.items()}
-        self.pending = {}
+        values = metric_values(self.pending_metrics)
+        for name, total in self.counters.items():
+            values[f"progress/{name}"] = total
+        self.pending_metrics = {}
         self.log_file.check()
         self.tracker.log(step, values)
         self.last |= values
         self.first = values | self.first
 
     def save_if_due(self, step: int, loader: RowLoader, *, is_last: bool) -> None:
-        """Write a checkpoint if this step is due; its time counts to the next step's
-        `timing/checkpoint_s`.
-        """
+        """Write a checkpoint if this step is due; its time is the next step's `checkpoint_s`."""
         if self.checkpointer.should_save(step, is_last=is_last):
             self.save(step, loader)
 
     def save(self, step: int, loader: RowLoader) -> None:
-        """Write the checkpoint of `step`, whose metrics were logged. Raises CheckpointError."""
+        """Write the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
+        # A resume removes the log records after the checkpoint's step. It must find those before,
+        # so they are on disk first.
         self.tracker.sync()
         self.lengths.sync()
         # While steps are skipped the weights may already be useless: older checkpoints are kept.
@@ -235,10 +247,11 @@ class Job:
             self.workers.policy_onloaded(),
             self.checkpointer.writing(step, prunes=prunes) as checkpoint,
         ):
-            checkpoint.add("policy", self.policy.save(checkpoint.path / "policy"))
-            TrainingState(step=step, loader=loader.state_dict(), counters=dict(self.counters)).save(
-                checkpoint.path
+            checkpoint.add(_POLICY, self.policy.save(checkpoint.path / _POLICY))
+            state = TrainingState(
+                step=step, loader=loader.state_dict(), counters=dict(self.counters)
             )
+            state.save(checkpoint.path)
 
     def stop_if_requested(self, step: int, loader: RowLoader) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
@@ -247,47 +260,56 @@ class Job:
             return
         if step > 0:
             self.save_if_due(step, loader, is_last=True)
-        saved = self.checkpointer.latest_path.exists()
-        then = "resume=true continues the run" if saved else "there is no checkpoint"
-        raise RunStopped(f"stopped by {reason} after step {step}: {then}", self.stop.exit_code)
+        hint = "there is no checkpoint"
+        if self.checkpointer.latest_path.exists():
+            hint = "resume=true continues the run"
+        raise RunStopped(f"stopped by {reason} after step {step}: {hint}", self.stop.exit_code)
 
-    def finish(self, step: int) -> RunResult:
-        """Export the model and say where everything is. Raises RunStopped instead after a stop
-        request.
+    def finalize(self, step: int) -> RunResult:
+        """Export the model if configured and return the result of the run.
+
+        Raises RunStopped after a stop request if there is an export to write: it can take longer
+        than the time that a scheduler grants after a signal.
         """
-        if self.stop.reason is not None and self.config.checkpointing.export_hf:
+        exports = self.config.checkpointing.export_hf
+        if self.stop.reason is not None and exports:
             raise RunStopped(
                 f"stopped by {self.stop.reason} after the last step, {step}: resume=true writes"
-                f" the export",
+                " the export",
                 self.stop.exit_code,
             )
         self.stop.finish_steps(enabled=False)
-        export = None
-        if self.config.checkpointing.export_hf:
-            export = self.run.hf
-            unfinished = export.with_name("hf.unfinished")
-            with reporting_write_errors(export, "the exported model"):
-                remove_link(unfinished)
-                shutil.rmtree(unfinished, ignore_errors=True)
-                with self.progress.phase("exporting"), self.workers.policy_onloaded():
-                    self.policy.export_hf(unfinished)
-                shutil.rmtree(export, ignore_errors=True)
-                unfinished.rename(export)
+        export = self._export() if exports else None
         self.log_file.check()
-        self.progress.say(
-            f"done: {step} steps, run directory {self.run.path}"
-            + (f", model {export}" if export else "")
-        )
-        return RunResult(self.run, step, self.last, self.first, export)
+        text = f"done: {step} steps, run directory {self.directory.path}"
+        if export is not None:
+            text += f", model {export}"
+        self.progress.say(text)
+        return RunResult(self.directory, step, self.last, self.first, export)
+
+    def _export(self) -> Path:
+        """Write the Hugging Face model and return its directory."""
+        export = self.directory.hf
+        # Written under another name first, so that `hf` never has an incomplete model.
+        unfinished = export.with_name("hf.unfinished")
+        with reporting_write_errors(export, "the exported model"):
+            # A link would direct the removal to the files it refers to.
+            remove_link(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with self.progress.phase("exporting"), self.workers.policy_onloaded():
+                self.policy.export_hf(unfinished)
+            shutil.rmtree(export, ignore_errors=True)
+            unfinished.rename(export)
+        return export
 
 
 def plan_metrics(plan: BatchPlan) -> Metrics:
-    """How well the step's rows were packed and balanced."""
+    """Return the metrics of the step's packing and balance."""
     return {name: Mean(value) for name, value in plan.metrics().items()}
 
 
 @contextmanager
-def open_job(
+def open_training_run(
     config: RunConfig,
     encoder: ChatEncoder,
     *,
@@ -295,68 +317,72 @@ def open_job(
     needs_reference: bool,
     num_steps: int,
     num_optimizer_steps: int,
-) -> Iterator[Job]:
-    """Lock the run directory, find the checkpoint, start the workers and check them; everything
-    closes with the block.
+) -> Iterator[TrainingRun]:
+    """Lock the run directory, find the checkpoint, and start and check the workers.
 
-    Raises ConfigError or CheckpointError where the run cannot start. Nothing of an existing run has
-    changed then: its files change in `Job.begin`.
+    Everything closes with the block. Raises ConfigError or CheckpointError if the run cannot start;
+    no file of an existing run has changed then, because files change in `TrainingRun.resume`.
     """
     plain = to_dict(config)
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
     progress = Progress(num_steps=num_steps)
     with (
         stop_requests(config) as stop,
-        open_run(config.output_dir, config.run_name, resume=config.resume) as run,
-        run_log(run.logs / "driver.log") as log_file,
+        open_run(config.output_dir, config.run_name, resume=config.resume) as directory,
+        run_log(directory.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
-        logger.info(
-            "process %d on host %s starts, resume=%s",
-            os.getpid(),
-            socket.gethostname(),
-            config.resume,
-        )
-        checkpointer = Checkpointer(run.path, config.checkpointing)
+        host = socket.gethostname()
+        logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
+        checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in precision_warnings(config):
             logger.warning(warning)  # on the console and in driver.log
         resumed = None
         if config.resume:
-            resumed = checkpointer.find_latest(lambda folder: checkpoint_problem(folder / "policy"))
-            log_config_changes(run, plain)
+            resumed = checkpointer.find_latest(lambda path: checkpoint_problem(path / _POLICY))
+            log_config_changes(directory, plain)
         else:
-            write_config(run, plain)
+            write_config(directory, plain)
         with start_workers(
             config,
             progress,
             generates=generates,
             needs_reference=needs_reference,
-            logs=run.logs / "ray",
+            logs=directory.logs / "ray",
             end_token_ids=encoder.end_token_ids,
         ) as workers:
-            difference = encoder.prompt_difference()
-            if difference is not None:
-                logger.warning(
-                    "the chat template makes rollouts and SFT rows differ: %s", difference
-                )
-            if config.checkpointing.enabled or config.checkpointing.export_hf:
-                workers.policy.check_shared_directory(run.path)
-            with (
-                progress.phase("checking that packed rows cannot see each other", unit="checks"),
-                workers.policy_onloaded(),
-            ):
-                workers.policy.probe_isolation()
-            yield Job(
-                config,
-                run,
-                checkpointer,
-                resumed,
-                progress,
-                encoder,
-                workers,
-                log_file,
-                closing,
+            _check_workers(config, encoder, workers, directory, progress)
+            yield TrainingRun(
+                config=config,
+                directory=directory,
+                checkpointer=checkpointer,
+                resumed=resumed,
+                progress=progress,
+                encoder=encoder,
+                workers=workers,
+                log_file=log_file,
+                closing=closing,
                 resolved=plain,
                 stop=stop,
             )
+
+
+def _check_workers(
+    config: RunConfig,
+    encoder: ChatEncoder,
+    workers: RunWorkers,
+    directory: RunDirectory,
+    progress: Progress,
+) -> None:
+    """Check chat template, shared directory and row isolation before the first step."""
+    difference = encoder.prompt_difference()
+    if difference is not None:
+        logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
+    if config.checkpointing.enabled or config.checkpointing.export_hf:
+        workers.policy.check_shared_directory(directory.path)
+    with (
+        progress.phase("checking that packed rows cannot see each other", unit="checks"),
+        workers.policy_onloaded(),
+    ):
+        workers.policy.probe_isolation()

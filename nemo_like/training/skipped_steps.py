@@ -1,10 +1,9 @@
-"""Optimizer steps that are skipped because the loss or the gradients are not finite: counting,
-recording, stopping.
+"""Optimizer steps that are skipped because the loss or the gradients are not finite.
 
 The rows of a skipped step are consumed: weights, optimizer state and learning-rate schedule stay as
 they were and the run continues with the next batch. When more than `policy.max_skipped_steps`
-optimizer steps in a row are skipped, the run saves a checkpoint after the current step and stops; a
-resumed run continues behind the skipped rows.
+consecutive optimizer steps are skipped, the run saves a checkpoint after the current step and
+stops; a resumed run continues behind the skipped rows.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,92 +27,82 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
 from nemo_like.policy.policy import ShardedBatch
-from nemo_like.training.run import Job
+from nemo_like.training.run import TrainingRun
 
 TOTAL = "num_skipped_steps"
 IN_A_ROW = "num_skipped_steps_in_a_row"
 
 
 class SkippedStepsError(NonFiniteError):
-    """More optimizer steps in a row were skipped than `policy.max_skipped_steps` allows."""
+    """More consecutive optimizer steps were skipped than `policy.max_skipped_steps` allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBatch:
-    """A batch as the loop has it, for the record of its rows."""
+    """The batch of one step with the values that a record of skipped rows needs."""
 
     step: int
     """The step it belongs to, counted from 1."""
     batch: BatchedDataDict
     locations: Sequence[str]
-    """Where each row stands in the data, e.g. `data/train.jsonl:17`."""
+    """File and line of each row, e.g. `data/train.jsonl:17`."""
     columns: Mapping[str, np.ndarray | Jagged]
     """Columns that join the batch for training, such as `advantages`."""
 
 
-def train(job: Job, sharded: ShardedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
-    """Train on the sharded batch; count skipped optimizer steps and write their rows to
-    `<run>/skipped/step_<N>.jsonl`.
+def train(run: TrainingRun, sharded: ShardedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
+    """Train on the sharded batch; count skipped optimizer steps and write their rows to a file.
 
-    Raises NonFiniteError if an optimizer step left weights that are not finite. `stop_if_too_many`
-    has to follow, after the step is logged.
+    The file is `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the step is logged.
+    Raises NonFiniteError if an optimizer step left weights that are not finite.
     """
     try:
-        steps = job.policy.train(sharded, trained.columns, loss)
+        steps = run.policy.train(sharded, trained.columns, loss)
     except WorkerError as error:
         if not isinstance(error.cause, NonFiniteError):
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
     skipped = [step["policy/skipped_steps"].value > 0 for step in steps]
-    job.num_skipped_in_a_row = _count(job.counters, skipped)
+    run.num_skipped_in_a_row = _count(run.counters, skipped)
     if any(skipped):
-        path = job.run.skipped(trained.step)
-        with reporting_write_errors(path):
-            path.parent.mkdir(exist_ok=True)
-        records = [
-            record
-            for step in job.policy.skipped_steps(sharded)
-            for record in _records(step, trained, job.encoder.tokenizer)
-        ]
-        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-        write_text(path, lines, f"the skipped rows of step {trained.step}")
-        job.progress.say(
-            f"step {trained.step}: {_summary(records, sum(skipped), len(steps))}; see {path}"
-        )
+        records: list[dict[str, Any]] = []
+        for step in run.policy.skipped_steps(sharded):
+            records.extend(_records(step, trained, run.encoder.tokenizer))
+        path = run.directory.skipped(trained.step)
+        _write_records(path, records, trained.step)
+        summary = _summary(records, sum(skipped), len(steps))
+        run.progress.say(f"step {trained.step}: {summary}; see {path}")
     return merge_metrics(steps)
 
 
-def stop_if_too_many(job: Job, step: int, loader: RowLoader) -> None:
-    """Save step `step` and raise SkippedStepsError if more steps in a row were skipped than
-    allowed.
-    """
-    limit, in_a_row = job.config.policy.max_skipped_steps, job.num_skipped_in_a_row
+def stop_if_too_many(run: TrainingRun, step: int, loader: RowLoader) -> None:
+    """Save `step` and raise SkippedStepsError if too many consecutive steps were skipped."""
+    limit = run.config.policy.max_skipped_steps
+    in_a_row = run.num_skipped_in_a_row
     if in_a_row <= limit:
         return
-    job.counters[IN_A_ROW] = 0.0  # a resumed run starts to count anew
-    job.save_if_due(step, loader, is_last=True)
-    saved = (
-        f"Step {step} was saved with the last finite weights, and a resumed run continues with the"
-        f" rows after it"
-        if job.config.checkpointing.enabled
-        else "Nothing was saved, as checkpointing.enabled is false"
-    )
+    # A resumed run counts from 0 again; it would stop at once otherwise.
+    run.counters[IN_A_ROW] = 0.0
+    run.save_if_due(step, loader, is_last=True)
+    saved = "Nothing was saved, as checkpointing.enabled is false"
+    if run.config.checkpointing.enabled:
+        saved = (
+            f"Step {step} was saved with the last finite weights, and a resumed run continues with"
+            " the rows after it"
+        )
     raise SkippedStepsError(
         f"{in_a_row} optimizer steps in a row were skipped up to step {step}, more than"
-        f" policy.max_skipped_steps={limit}"
-        f" allows: their loss or gradients were not finite. Their rows are in"
-        f" {job.run.skipped(step).parent}. {saved}."
-        f" Remove such rows, lower policy.optimizer.lr (now {job.config.policy.optimizer.lr:g}), or"
-        f" raise"
-        " policy.max_skipped_steps"
+        f" policy.max_skipped_steps={limit} allows: their loss or gradients were not finite. Their"
+        f" rows are in {run.directory.skipped(step).parent}. {saved}."
+        f" Remove such rows, lower policy.optimizer.lr (now {run.config.policy.optimizer.lr:g}), or"
+        " raise policy.max_skipped_steps"
     )
 
 
 def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
-    """Update the totals; returns the largest number of skipped steps in a row that these steps
-    reached.
-    """
-    longest = in_a_row = int(counters.get(IN_A_ROW, 0.0))
+    """Update the totals; return the longest sequence of skipped steps that ends in these steps."""
+    in_a_row = int(counters.get(IN_A_ROW, 0.0))
+    longest = in_a_row
     for is_skipped in skipped:
         in_a_row = in_a_row + 1 if is_skipped else 0
         longest = max(longest, in_a_row)
@@ -121,15 +111,21 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
     return longest
 
 
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]], step: int) -> None:
+    with reporting_write_errors(path):
+        path.parent.mkdir(exist_ok=True)
+    # NaN is not JSON: `_json_number` has replaced it by null.
+    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    write_text(path, lines, f"the skipped rows of step {step}")
+
+
 def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The rows with a loss that is not finite; all rows of the optimizer step if every loss is
-    finite.
-    """
+    """Yield the rows whose loss is not finite; all rows of the step if every loss is finite."""
     losses = dict(sorted(step.row_losses.items()))
     responsible = {row: loss for row, loss in losses.items() if not math.isfinite(loss)}
     for row, loss in (responsible or losses).items():
         token_ids = trained.batch["input_ids"][row].tolist()
-        yield {
+        record = {
             "step": trained.step,
             "update": step.index,
             "cause": "loss" if responsible else "gradient",
@@ -137,16 +133,19 @@ def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterat
             "row": row,
             "source": trained.locations[row],
             "loss": _json_number(loss),
-            **{name: _json_number(float(value)) for name, value in _row_values(trained, row)},
-            "num_tokens": len(token_ids),
-            "token_ids": token_ids,
-            "text": tokenizer.decode(token_ids),
         }
+        for name, value in _row_values(trained, row):
+            record[name] = _json_number(float(value))
+        record["num_tokens"] = len(token_ids)
+        record["token_ids"] = token_ids
+        record["text"] = tokenizer.decode(token_ids)
+        yield record
 
 
 def _row_values(trained: TrainedBatch, row: int) -> Iterator[tuple[str, Any]]:
-    """Real numbers of a row, such as its reward and advantage."""
-    for name, column in {**trained.batch, **trained.columns}.items():
+    """Yield the floating-point columns of a row, such as its reward and advantage."""
+    columns = {**trained.batch, **trained.columns}
+    for name, column in columns.items():
         if isinstance(column, np.ndarray) and column.dtype.kind == "f":
             yield name, column[row]
 

@@ -1,4 +1,4 @@
-"""Ending a run early, by a signal or by its time limit, after the step that is running.
+"""Early end of a run, after the current step, by a signal or by its time limit.
 
 SIGTERM, SIGHUP and `cluster.time_limit` end the run with exit code 75, the first SIGINT with 130. A
 second SIGINT ends the process at once. Before the first step there is nothing to save, and a signal
@@ -28,10 +28,10 @@ _exit_now = os._exit
 
 
 class RunStopped(BaseException):
-    """The run ended early as asked. `str()` is the message; the command exits with `exit_code`.
+    """The run ended early on request. `str()` is the message, `exit_code` the command's exit code.
 
     Not an `Exception`, as it is raised from signal handlers: code that catches every exception
-    must not take it for a failure of its own.
+    must not treat it as a failure of that code.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -40,7 +40,7 @@ class RunStopped(BaseException):
 
 
 class StopRequests:
-    """Whether the run has been asked to end, and by what."""
+    """Requests to end the run early: the first signal, and the time limit."""
 
     def __init__(self, time_limit: str | None) -> None:
         self._limit = time_limit
@@ -50,7 +50,7 @@ class StopRequests:
 
     @property
     def reason(self) -> str | None:
-        """What asked for the end of the run; None if nothing has."""
+        """The signal or the time limit that requests the end of the run; None without a request."""
         if self._signal is not None:
             return self._signal.name
         if self._limit_s is not None and process_age_s() >= self._limit_s:
@@ -63,36 +63,37 @@ class StopRequests:
         return EXIT_INTERRUPTED if self._signal == signal.SIGINT else EXIT_STOPPED
 
     def finish_steps(self, *, enabled: bool) -> None:
-        """From here on a signal waits for the end of the step, or with False ends the run
-        directly.
-        """
+        """Set whether a signal waits for the end of the step (True) or ends the run directly."""
         self._finishes_steps = enabled
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM, SIGHUP and SIGINT."""
+        """Handle SIGTERM, SIGHUP or SIGINT."""
         received = signal.Signals(number)
         if received == signal.SIGINT and self._signal == signal.SIGINT:
-            _say(
-                "interrupted twice: exiting at once; what was done since the last checkpoint is"
-                " lost"
+            _write_line(
+                "interrupted twice: exiting at once; the steps since the last checkpoint are lost"
             )
+            # Exit handlers do not run, so the processes of Ray are ended here.
             remove_all_sessions()
             _exit_now(EXIT_INTERRUPTED)
-        first = self._signal is None
-        if first or received == signal.SIGINT:
+        is_first = self._signal is None
+        # SIGINT replaces an earlier signal, so that the next SIGINT counts as the second.
+        if is_first or received == signal.SIGINT:
             self._signal = received
         if not self._finishes_steps:
             if received == signal.SIGINT:
                 raise KeyboardInterrupt
-            if first:
+            if is_first:
                 raise RunStopped(f"stopped by {received.name} outside a step", EXIT_STOPPED)
         elif received == signal.SIGINT:
-            _say(
+            _write_line(
                 "interrupted: the run saves a checkpoint and ends after the current step; press"
                 " Ctrl-C again to exit at once"
             )
-        elif first:
-            _say(f"{received.name}: the run saves a checkpoint and ends after the current step")
+        elif is_first:
+            _write_line(
+                f"{received.name}: the run saves a checkpoint and ends after the current step"
+            )
 
 
 _active: StopRequests | None = None
@@ -100,16 +101,17 @@ _active: StopRequests | None = None
 
 @contextmanager
 def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
-    """Handle signals and the time limit inside the block; in a block inside another, those of the
-    outer one.
+    """Handle signals and the time limit inside the block.
 
-    Only a main thread can handle signals; elsewhere the time limit alone has an effect.
+    A nested block shares the requests of the outer one. Only a main thread can handle signals;
+    in another thread the time limit alone has an effect.
     """
     global _active
     if _active is not None:
         yield _active
         return
-    requests = _active = StopRequests(config.cluster.time_limit)
+    requests = StopRequests(config.cluster.time_limit)
+    _active = requests
     handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread():
         handled = []
@@ -123,17 +125,20 @@ def stop_requests(config: RunConfig) -> Iterator[StopRequests]:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started."""
-    fields = (
-        Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-    )
-    started = int(fields.split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    """Return the seconds since the start of this process.
 
-
-def _say(text: str) -> None:
-    """Write a line to the console. Not by `print`, whose buffer may be in use when a signal
-    arrives.
+    Field 22 of /proc/PID/stat is the start in clock ticks since boot, see proc(5).
     """
+    text = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    # The name of the process, in parentheses, may have spaces; field 3 follows it.
+    fields = text.rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def _write_line(text: str) -> None:
+    """Write a line to the console."""
+    # Not by `print`, whose buffer may be in use when a signal arrives. A closed terminal (SIGHUP)
+    # must not end the run with an OSError.
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())

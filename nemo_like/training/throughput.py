@@ -1,4 +1,4 @@
-"""Tokens per second and model FLOPs utilisation of a step, from the real length of every row."""
+"""Tokens per second and model FLOPs utilization (MFU) of a step, from the length of every row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.metrics import Mean, Metrics, Timers
 
 FLOPS_PER_TRAINED_UNIT = 3
-"""Forward and backward cost three forwards; recomputation is not counted (that would be hardware
-utilisation).
+"""Forward and backward in units of one forward: the backward computes two gradients per product.
+
+Recomputation is not counted; with it the metric would be the hardware FLOPs utilization.
 """
 
 
@@ -22,30 +23,26 @@ def throughput_metrics(
     num_workers: int,
     num_logprob_passes: int,
 ) -> Metrics:
-    """Rates of one step over all its rows.
+    """Return the rates of one step over all its rows.
 
-    `lengths` int [B] counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
-    row, causal attention over its own tokens only. MFU = (3 forwards trained + `num_logprob_passes`
-    forwards scored) / (seconds x peak).
+    `lengths` (int [B]) counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
+    row, causal attention over its own tokens only. MFU = (3 + `num_logprob_passes`) x forward
+    FLOPs / (seconds of both passes x workers x `peak_flops`).
     """
-    forward = float(cost.of(lengths).sum())
-    tokens = float(lengths.sum())
-    train_s, logprobs_s, step_s = (
-        timers.seconds("train"),
-        timers.seconds("logprobs"),
-        timers.seconds("step"),
-    )
-    done = forward * (FLOPS_PER_TRAINED_UNIT + num_logprob_passes)
-    busy = train_s + logprobs_s
-    metrics: Metrics = {
-        "performance/tokens_per_s": Mean(tokens / step_s if step_s else 0.0),
-        "performance/tokens_per_s_per_worker": Mean(
-            tokens / step_s / num_workers if step_s else 0.0
-        ),
-        "performance/train_tokens_per_s": Mean(tokens / train_s if train_s else 0.0),
-        "performance/train_tflops_per_s_per_worker": Mean(
-            done / busy / num_workers / 1e12 if busy else 0.0
-        ),
-        "performance/train_mfu": Mean(done / busy / num_workers / peak_flops if busy else 0.0),
+    forward_flops = float(cost.of(lengths).sum())
+    num_tokens = float(lengths.sum())
+    train_s = timers.seconds("train")
+    step_s = timers.seconds("step")
+    compute_s = train_s + timers.seconds("logprobs")
+    flops = forward_flops * (FLOPS_PER_TRAINED_UNIT + num_logprob_passes)
+    # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.
+    tokens_per_s = num_tokens / step_s if step_s else 0.0
+    train_tokens_per_s = num_tokens / train_s if train_s else 0.0
+    flops_per_s_per_worker = flops / compute_s / num_workers if compute_s else 0.0
+    return {
+        "performance/tokens_per_s": Mean(tokens_per_s),
+        "performance/tokens_per_s_per_worker": Mean(tokens_per_s / num_workers),
+        "performance/train_tokens_per_s": Mean(train_tokens_per_s),
+        "performance/train_tflops_per_s_per_worker": Mean(flops_per_s_per_worker / 1e12),
+        "performance/train_mfu": Mean(flops_per_s_per_worker / peak_flops),
     }
-    return metrics

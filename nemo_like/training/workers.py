@@ -1,5 +1,6 @@
-"""The workers of a run: a Ray cluster or this process, a policy, and for rollouts a generator and a
-reward environment.
+"""The worker groups of a run: a policy, and for rollouts a generator and reward workers.
+
+They run on a Ray cluster or in this process.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
@@ -24,32 +25,47 @@ from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.progress import Progress
 
+if TYPE_CHECKING:
+    from nemo_like.distributed.ray.resources import BundleSet
+
 logger = logging.getLogger(__name__)
+
+_StartGroup = Callable[..., WorkerGroup]
+"""`start(name, worker_class, **kwargs)` starts a worker group; see `_group_starter`."""
 
 
 @dataclass(frozen=True)
+class RolloutWorkers:
+    """The workers of a run that generates completions."""
+
+    generator: Generator
+    rewards: RewardEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunWorkers:
-    """`generator` and `rewards` are there when the run generates."""
+    """The workers of one run."""
 
     policy: Policy
-    generator: Generator | None
-    rewards: RewardEnvironment | None
+    rollout_workers: RolloutWorkers | None
+    """None in a run that generates no completions."""
     is_colocated: bool
-    """Policy and generator take turns on the same accelerators; on CPU, and on devices of their
-    own, both just stay.
-    """
+    """Policy and generator share accelerators, so one is offloaded while the other runs."""
+
+    @property
+    def rollout(self) -> RolloutWorkers:
+        """The rollout workers. Raises RuntimeError in a run that generates no completions."""
+        if self.rollout_workers is None:
+            raise RuntimeError("this run was started without a generator and reward workers")
+        return self.rollout_workers
 
     def policy_onloaded(self) -> AbstractContextManager[None]:
-        """The policy is on its devices inside."""
+        """Return a context in which the policy is on its devices."""
         return self.policy.onloaded() if self.is_colocated else nullcontext()
 
     def generator_onloaded(self) -> AbstractContextManager[None]:
-        """The generator is on its devices inside."""
-        return (
-            self.generator.onloaded()
-            if self.generator is not None and self.is_colocated
-            else nullcontext()
-        )
+        """Return a context in which the generator is on its devices."""
+        return self.rollout.generator.onloaded() if self.is_colocated else nullcontext()
 
 
 @contextmanager
@@ -62,62 +78,43 @@ def start_workers(
     logs: Path | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Iterator[RunWorkers]:
-    """Start every worker the run needs; stop them, and a Ray started here, when the block ends.
+    """Start the workers of a run; stop them, and a Ray that was started, with the block.
 
     After a failure the logs of a Ray started here are copied to `logs`. `end_token_ids` end a
     completion, in addition to those that the model's files declare. Raises ConfigError for
-    reward functions that cannot be imported, before anything is started, and ClusterError when the
-    cluster has no room.
+    reward functions that cannot be imported, before anything is started, and ClusterError if the
+    cluster has too few resources.
     """
     if generates:
         load_reward_functions(config.reward.functions)
     is_colocated = (
         generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
     )
-    worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
     with ExitStack() as closing:
         with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
-            start = _starter(config, closing, progress, generates=generates, logs=logs)
-            policy_group = start(
-                "policy",
-                policy_worker_class(config),
-                config=config.policy,
-                parallel=config.parallel,
-                seed=config.seed,
-                needs_reference=needs_reference,
-            )
-            policy = Policy(
-                policy_group,
-                config.policy,
-                sequence_parallel=config.parallel.sequence,
-                seed=config.seed,
-            )
+            start = _group_starter(config, closing, progress, generates=generates, logs=logs)
+            policy = _start_policy(config, start, needs_reference=needs_reference)
             if is_colocated:
-                policy_group.run_all_workers(
-                    "sleep"
-                )  # the generator is loaded onto the same device next
+                # The generator is loaded onto the same device next.
+                policy.group.run_all_workers("sleep")
             phase.advance()
-            if not generates:
-                generator = rewards = None
-            else:
-                generator = Generator(
-                    start(
-                        "generation", worker_class, **_generation_arguments(config, end_token_ids)
-                    )
-                )
+            rollout_workers = None
+            if generates:
+                generator = _start_generator(config, start, end_token_ids)
                 if is_colocated:
                     generator.group.run_all_workers("offload")
                 phase.advance()
                 functions = config.reward.functions
-                rewards = RewardEnvironment(
-                    start("reward", RewardWorker, functions=functions), functions
-                )
+                reward_group = start("reward", RewardWorker, functions=functions)
+                rewards = RewardEnvironment(reward_group, functions)
+                rollout_workers = RolloutWorkers(generator, rewards)
                 phase.advance()
-        yield RunWorkers(policy, generator, rewards, is_colocated)
+        yield RunWorkers(policy=policy, rollout_workers=rollout_workers, is_colocated=is_colocated)
 
 
 def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
-    """The worker of `policy.engine`, imported only if it is the one."""
+    """Return the worker class of `policy.engine`."""
+    # Imported on demand: megatron-core is an optional dependency.
     if config.policy.engine == "dtensor":
         from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 
@@ -127,55 +124,86 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
     return MegatronPolicyWorker
 
 
-def _generation_arguments(config: RunConfig, end_token_ids: Sequence[int]) -> dict[str, Any]:
-    return {
-        "model_name": config.policy.model_name,
-        "tokenizer_name": config.policy.tokenizer_name,
-        "precision": config.policy.precision,
-        "batch_size": config.policy.generation.batch_size,
-        "end_token_ids": tuple(end_token_ids),
-    }
+def _start_policy(config: RunConfig, start: _StartGroup, *, needs_reference: bool) -> Policy:
+    group = start(
+        "policy",
+        policy_worker_class(config),
+        config=config.policy,
+        parallel=config.parallel,
+        seed=config.seed,
+        needs_reference=needs_reference,
+    )
+    return Policy(
+        group,
+        config.policy,
+        sequence_parallel=config.parallel.sequence,
+        seed=config.seed,
+    )
 
 
-def _starter(
+def _start_generator(
+    config: RunConfig, start: _StartGroup, end_token_ids: Sequence[int]
+) -> Generator:
+    worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
+    group = start(
+        "generation",
+        worker_class,
+        model_name=config.policy.model_name,
+        tokenizer_name=config.policy.tokenizer_name,
+        precision=config.policy.precision,
+        batch_size=config.policy.generation.batch_size,
+        end_token_ids=tuple(end_token_ids),
+    )
+    return Generator(group)
+
+
+def _group_starter(
     config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
-) -> Callable[..., WorkerGroup]:
-    """`start(name, worker_class, **kwargs)` on Ray or in this process; whatever it starts is
-    stopped with `closing`.
+) -> _StartGroup:
+    """Return `start(name, worker_class, **kwargs)`, which starts a group on `cluster.backend`.
+
+    Every group that it starts is stopped with `closing`.
     """
     if config.cluster.backend == "local":
-        context = local_context(
-            device="cuda:0" if config.cluster.gpus_per_node else "cpu",
-            collective_timeout_s=config.cluster.collective_timeout_s,
-        )
+        return _local_starter(config, closing)
+    return _ray_starter(config, closing, progress, generates=generates, logs=logs)
 
-        def start_here(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
-            timeout_s = config.cluster.progress_timeout_s
-            group = LocalGroup(
-                worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s
-            )
-            closing.callback(group.shutdown)
-            return group
 
-        return start_here
+def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
+    context = local_context(
+        device="cuda:0" if config.cluster.gpus_per_node else "cpu",
+        collective_timeout_s=config.cluster.collective_timeout_s,
+    )
 
-    # Only here, so that a run without Ray does not need it to be installed.
+    def start(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+        timeout_s = config.cluster.progress_timeout_s
+        group = LocalGroup(worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s)
+        closing.callback(group.shutdown)
+        return group
+
+    return start
+
+
+def _ray_starter(
+    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
+) -> _StartGroup:
+    # Imported on demand: a run on the local backend does not need Ray.
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 
     cluster = closing.enter_context(
         RayVirtualCluster(config.cluster, generates=generates, report=progress.say, logs=logs)
     )
-    placements: dict[str, tuple[Literal["policy", "generation", "anywhere"], Topology]] = {
+    groups: dict[str, tuple[BundleSet, Topology]] = {
         "policy": ("policy", policy_topology(config)),
         "generation": ("generation", Topology(dp=cluster.num_generation_workers)),
         "reward": ("anywhere", Topology(dp=config.reward.num_workers)),
     }
 
-    def start_on_ray(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
-        placement, topology = placements[name]
+    def start(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+        bundles, topology = groups[name]
         group = RayWorkerGroup(
-            cluster, worker_class, kwargs, name=name, topology=topology, placement=placement
+            cluster, worker_class, kwargs, name=name, topology=topology, bundles=bundles
         )
         closing.callback(group.shutdown)
         for rank, location in enumerate(group.locations):
@@ -188,4 +216,4 @@ def _starter(
             )
         return group
 
-    return start_on_ray
+    return start

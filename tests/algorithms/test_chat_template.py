@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.generator import SamplingParams
 from nemo_like.training.dataset import PromptSource
-from nemo_like.training.run import open_job
+from nemo_like.training.run import open_training_run
 from tests.recipe import Recipe
 
 TEMPLATE = (
@@ -34,22 +34,23 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
     num_rows, sampling = 32, SamplingParams(max_new_tokens=24, temperature=2.0)
     with (
         caplog.at_level(logging.WARNING),
-        open_job(
+        open_training_run(
             config,
             source.encoder,
             generates=True,
             needs_reference=False,
             num_steps=1,
             num_optimizer_steps=1,
-        ) as job,
+        ) as run,
     ):
-        assert job.workers.generator is not None
         prompts = Jagged.from_rows(
             [source.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,
             np.int32,
         )
         seeds = np.arange(num_rows, dtype=np.uint64)
-        completions = job.workers.generator.generate(prompts, seeds, sampling, max_total_length=96)
+        completions = run.workers.rollout.generator.generate(
+            prompts, seeds, sampling, max_total_length=96
+        )
     end = AutoTokenizer.from_pretrained(config.policy.model_name).convert_tokens_to_ids("<user>")
     ended = [ids for ids in completions.token_ids if end in ids]
     assert len(ended) > num_rows // 4

@@ -52,8 +52,8 @@ def test_sft_steps_of_small_files(
             *QUIET,
         )
     )
-    assert rows_per_step(result.run.path) == expected
-    metrics = read_metrics(result.run.path)
+    assert rows_per_step(result.directory.path) == expected
+    metrics = read_metrics(result.directory.path)
     assert [line["policy/num_rows"] for line in metrics] == expected
     assert [line["data/epoch"] for line in metrics] == [
         (step + 1) // (len(expected) // epochs) for step in range(len(expected))
@@ -89,8 +89,8 @@ def test_grpo_has_short_steps_at_the_end_of_an_epoch_and_decays_over_its_optimiz
             *QUIET,
         )
     )
-    assert rows_per_step(result.run.path) == [32, 12, 32]
-    first, second, third = (line["policy/lr"] for line in read_metrics(result.run.path))
+    assert rows_per_step(result.directory.path) == [32, 12, 32]
+    first, second, third = (line["policy/lr"] for line in read_metrics(result.directory.path))
     # 4 + 2 + 4 optimizer steps: the mean share of the rate over steps 0-3, 4-5 and 6-9 of 10.
     assert [first, second, third] == pytest.approx([0.85e-3, 0.55e-3, 0.25e-3])
 
@@ -108,8 +108,8 @@ def test_resume_goes_on_with_the_rows_that_are_left_after_one_of_them_was_remove
         "policy.scheduler.kind=constant",
     )
     result = run_sft(recipe.sft(*options, "sft.max_num_steps=4"))
-    assert rows_per_step(result.run.path) == [16, 16, 16, 12]
-    interrupt_at_2 = result.run.path
+    assert rows_per_step(result.directory.path) == [16, 16, 16, 12]
+    interrupt_at_2 = result.directory.path
     (interrupt_at_2 / "hf").mkdir(exist_ok=True)
     interrupt_at(interrupt_at_2, 2)
     saved = json.loads(
@@ -133,9 +133,9 @@ def test_resume_goes_on_with_the_rows_that_are_left_after_one_of_them_was_remove
             continue
         outcomes.add("resumed")
         straight = run_sft(recipe.sft(*options, "sft.max_num_steps=4", "run_name=straight"))
-        assert rows_per_step(straight.run.path) == [16, 16, 16, 11]
-        assert read_metrics(resumed.run.path) == read_metrics(straight.run.path)
-        weights = [run.run.hf / "model.safetensors" for run in (resumed, straight)]
+        assert rows_per_step(straight.directory.path) == [16, 16, 16, 11]
+        assert read_metrics(resumed.directory.path) == read_metrics(straight.directory.path)
+        weights = [run.directory.hf / "model.safetensors" for run in (resumed, straight)]
         assert weights[0].read_bytes() == weights[1].read_bytes()
-        interrupt_at(resumed.run.path, 2)
+        interrupt_at(resumed.directory.path, 2)
     assert outcomes == {"resumed", "refused"}

@@ -116,7 +116,7 @@ def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
     assert result.last["data/num_dropped"] <= 2
     assert "data_wait_s" in " ".join(result.last)
     shown = capsys.readouterr().out
-    assert "leaves 2 of 18 rows out, the first is" in shown and "conversations.jsonl:4" in shown
+    assert "skips 2 of 18 rows; the first is" in shown and "conversations.jsonl:4" in shown
 
 
 def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
@@ -184,5 +184,5 @@ def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Reci
     resumed = run_sft(recipe.sft(*options, "resume=true"))
     straight = run_sft(recipe.sft(*options, "run_name=straight"))
     assert resumed.step == straight.step == 4
-    weights = [result.run.hf / "model.safetensors" for result in (resumed, straight)]
+    weights = [result.directory.hf / "model.safetensors" for result in (resumed, straight)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

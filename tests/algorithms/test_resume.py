@@ -22,7 +22,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml
 from nemo_like.run_lock import LOCK_NAME, locked
 from nemo_like.shared_directory import answer, check_shared
-from nemo_like.training.run import Job
+from nemo_like.training.run import TrainingRun
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
@@ -49,7 +49,7 @@ def flip_a_byte(path: Path) -> None:
 def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_over(
     recipe: Recipe, capsys
 ) -> None:
-    run = run_sft(recipe.sft(*OPTIONS)).run
+    run = run_sft(recipe.sft(*OPTIONS)).directory
     expected, lengths = read_metrics(run.path), run.lengths.read_bytes()
     before = contents(run.path)
     with pytest.raises(ConfigError, match="written with seed=42, this run has seed=7"):
@@ -67,7 +67,7 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
     for path in (run.metrics, run.lengths):
         path.write_bytes(path.read_bytes()[:-7])
     resumed = run_sft(recipe.sft(*OPTIONS, "resume=true"))
-    assert read_metrics(resumed.run.path) == expected
+    assert read_metrics(resumed.directory.path) == expected
     assert run.lengths.read_bytes() == lengths, "each step stands once"
     reason = "step_4: rank_00000_000.safetensors does not have the content that was written"
     log = (run.logs / "driver.log").read_text()
@@ -89,7 +89,7 @@ def test_a_refused_resume_changes_nothing_and_a_damaged_checkpoint_is_passed_ove
 
 def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
     options = ("grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.export_hf=false")
-    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2")).run
+    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2")).directory
     later = run.rollouts(7)
     shutil.copy(run.rollouts(2), later)
     with run.metrics.open("a") as metrics:
@@ -102,7 +102,7 @@ def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
 def test_every_file_of_a_run_has_the_permissions_of_the_umask(recipe: Recipe) -> None:
     run = run_sft(
         recipe.sft("sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false")
-    ).run
+    ).directory
     umask = os.umask(0)
     os.umask(umask)
     files = [path for path in run.path.rglob("*") if path.is_file()]
@@ -190,14 +190,14 @@ def test_a_writer_that_fails_ends_the_run_with_one_message(
     if when == BEFORE:
         run.mkdir()
         fault(run)
-    log_step = Job.log_step
+    log_step = TrainingRun.log_step
 
-    def sabotaged(job: Job, step: int, *args, **kwargs) -> None:
-        log_step(job, step, *args, **kwargs)
+    def sabotaged(training_run: TrainingRun, step: int, *args, **kwargs) -> None:
+        log_step(training_run, step, *args, **kwargs)
         if when == RUNNING and step == 1:
             fault(run)
 
-    monkeypatch.setattr(Job, "log_step", sabotaged)
+    monkeypatch.setattr(TrainingRun, "log_step", sabotaged)
     assert cli.main(["grpo", "--config", str(path)]) == 1
     errors = capsys.readouterr().err
     lines = [line for line in errors.splitlines() if line.startswith("error: ")]

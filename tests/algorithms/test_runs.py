@@ -47,16 +47,16 @@ def interrupt_at(run: Path, step: int) -> None:
 def test_an_interrupted_and_resumed_run_equals_a_straight_one_bit_for_bit(recipe: Recipe, job: str):
     run, config = (run_sft, recipe.sft) if job == "sft" else (run_grpo, recipe.grpo)
     straight = run(config("checkpointing.keep_latest=5"))  # type: ignore[arg-type]
-    expected = read_metrics(straight.run.path)
-    weights = (straight.run.hf / "model.safetensors").read_bytes()
+    expected = read_metrics(straight.directory.path)
+    weights = (straight.directory.hf / "model.safetensors").read_bytes()
     assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
     assert all(line["policy/grad_norm"] > 0 for line in expected[1:]), (
         "a run without gradients would prove nothing"
     )
-    interrupt_at(straight.run.path, 2)
+    interrupt_at(straight.directory.path, 2)
     resumed = run(config("checkpointing.keep_latest=5", "resume=true"))  # type: ignore[arg-type]
-    assert read_metrics(resumed.run.path) == expected
-    assert (resumed.run.hf / "model.safetensors").read_bytes() == weights
+    assert read_metrics(resumed.directory.path) == expected
+    assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
 
 
 def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
@@ -71,8 +71,8 @@ def test_swapping_the_packer_changes_the_plan_and_nothing_else(recipe: Recipe):
                 "checkpointing.enabled=false",
             )
         )
-        losses[str(algorithm)] = read_metrics(result.run.path)[0]["policy/loss"]
-        plans.add(result.run.plan(0).read_text())
+        losses[str(algorithm)] = read_metrics(result.directory.path)[0]["policy/loss"]
+        plans.add(result.directory.plan(0).read_text())
     assert np.ptp(list(losses.values())) <= 1e-5 * abs(np.mean(list(losses.values()))), losses
     assert len(plans) > 1, "the packers should not all agree on these rows"
 
@@ -112,7 +112,7 @@ def test_the_export_is_the_trained_model_and_generates(recipe: Recipe):
 
 def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
     result = run_grpo(recipe.grpo("grpo.max_num_steps=1"))
-    run = result.run
+    run = result.directory
     for path in (
         run.config,
         run.metrics,
@@ -153,12 +153,12 @@ def test_a_grpo_run_leaves_the_promised_directory(recipe: Recipe):
 
 def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
     result = run_grpo(recipe.grpo("policy.optimizer.lr=1e-2", "policy.scheduler.kind=constant"))
-    metrics = read_metrics(result.run.path)
+    metrics = read_metrics(result.directory.path)
     assert all(line["mismatch/gen_kl_k3"] < 1e-6 for line in metrics[1:]), (
         "stale weights would show here"
     )
     versions = [
-        json.loads(result.run.rollouts(step).read_text().splitlines()[0])["weight_version"]
+        json.loads(result.directory.rollouts(step).read_text().splitlines()[0])["weight_version"]
         for step in (1, 2, 3, 4)
     ]
     assert versions == [0, 1, 2, 3]

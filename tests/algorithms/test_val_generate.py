@@ -52,16 +52,16 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """
     found: list[int] = []
 
-    def checked_scores(job: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
+    def checked_scores(run: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
         policy, generator = (
-            group._worker for group in (job.policy.group, job.workers.generator.group)
+            group._worker for group in (run.policy.group, run.workers.rollout.generator.group)
         )
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
         for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):
             assert torch.equal(sampled_with[name], weight), (
                 f"{name} of the generator is not the policy's at step {step}"
             )
-        return score_answers(job, prompts, step, temperature)
+        return score_answers(run, prompts, step, temperature)
 
     def recorded(*args: Any, **kwargs: Any) -> Rollout:
         rollout = collect(*args, **kwargs)
@@ -77,23 +77,26 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: list[int]) -> None:
     result = run_sft(config_of(recipe))
     rewards = {
-        line["step"]: line.get("validation/reward_mean") for line in read_metrics(result.run.path)
+        line["step"]: line.get("validation/reward_mean")
+        for line in read_metrics(result.directory.path)
     }
     assert versions == [0, 8, 16, 24]
     assert rewards[0] == 0.0
     assert rewards[STEPS] == 1.0, "the model has learned the answer, so validation must see that"
-    expected = read_metrics(result.run.path)
+    expected = read_metrics(result.directory.path)
     versions.clear()
-    interrupt_at(result.run.path, 8)
+    interrupt_at(result.directory.path, 8)
     resumed = run_sft(config_of(recipe, "resume=true"))
     assert versions == [16, 24]
-    assert read_metrics(resumed.run.path) == expected
+    assert read_metrics(resumed.directory.path) == expected
 
 
 def test_completions_of_other_weights_are_refused(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemo_like.training.run.Job.sync_weights", lambda job, version: None)
+    monkeypatch.setattr(
+        "nemo_like.training.run.TrainingRun.sync_weights", lambda run, version: None
+    )
     with pytest.raises(
         RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"
     ):

@@ -16,7 +16,7 @@ from tests.recipe import Recipe
 def test_a_run_and_a_step_of_it_export_to_the_bit(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run = run_sft(recipe.sft("sft.max_num_steps=2", "checkpointing.save_period=1")).run
+    run = run_sft(recipe.sft("sft.max_num_steps=2", "checkpointing.save_period=1")).directory
     assert main(["export", str(run.path), "--out", str(tmp_path / "latest")]) == 0
     expected = {path.name: path.read_bytes() for path in run.hf.iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "latest").iterdir()} == expected

@@ -17,8 +17,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RunConfig
 from nemo_like.data.datasets import load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
-from nemo_like.training.dataset import open_encoder
 from nemo_like.training.encoding import open_training_rows
+from nemo_like.training.model_files import open_encoder
 from tests.data.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
 LOOP = "{% for a in range(99999) %}"

@@ -147,4 +147,4 @@ def test_validate_and_the_run_report_slow_bfloat16(
     with caplog.at_level(logging.WARNING):
         result = run_sft(config)
     assert any("no bfloat16 instructions" in record.message for record in caplog.records)
-    assert "no bfloat16 instructions" in (result.run.logs / "driver.log").read_text()
+    assert "no bfloat16 instructions" in (result.directory.logs / "driver.log").read_text()

@@ -120,16 +120,16 @@ def test_sft_skips_records_and_counts_and_a_stopped_run_resumes_behind_the_bad_r
     recipe: Recipe, poisoned
 ):
     straight = run_sft(recipe.sft(*poisoned, "run_name=straight"))
-    metrics = read_metrics(straight.run.path)
+    metrics = read_metrics(straight.directory.path)
     assert [line["policy/skipped_steps"] for line in metrics] == [0, 1, 1, 0]
     assert [line["progress/num_skipped_steps"] for line in metrics] == [0, 1, 2, 2]
     assert [line["policy/loss"] is None for line in metrics] == [False, True, True, False]
     for step, line_number in ((2, 20), (3, 40)):
-        (record,) = records(straight.run.path, step)
+        (record,) = records(straight.directory.path, step)
         assert record["source"].endswith(f"poisoned.jsonl:{line_number}")
         assert record["cause"] == "loss" and record["loss"] is None and BAD in record["text"]
         assert record["row"] == line_number - 1 - _BATCH * (step - 1)
-    assert sorted(path.name for path in (straight.run.path / "skipped").iterdir()) == [
+    assert sorted(path.name for path in (straight.directory.path / "skipped").iterdir()) == [
         "step_2.jsonl",
         "step_3.jsonl",
     ]
@@ -159,8 +159,8 @@ def test_sft_skips_records_and_counts_and_a_stopped_run_resumes_behind_the_bad_r
     )
     found = [{name: line[name] for name in names} for line in read_metrics(run)]
     assert found == [{name: line[name] for name in names} for line in metrics]
-    assert (resumed.run.hf / "model.safetensors").read_bytes() == (
-        straight.run.hf / "model.safetensors"
+    assert (resumed.directory.hf / "model.safetensors").read_bytes() == (
+        straight.directory.hf / "model.safetensors"
     ).read_bytes()
 
 
@@ -192,12 +192,12 @@ def test_grpo_skips_an_update_with_gradients_that_overflow_and_lists_its_rows(re
             "reward.functions.digits.path=tests.training.test_skipped_steps.large_reward",
         )
     )
-    metrics = read_metrics(result.run.path)
+    metrics = read_metrics(result.directory.path)
     assert [line["policy/skipped_steps"] for line in metrics] == [0, 1, 0], (
         "one of the two updates of step 2"
     )
     assert metrics[2]["policy/loss"] is not None and metrics[2]["mismatch/gen_kl_k3"] < 1e-6
-    rows = records(result.run.path, 2)
+    rows = records(result.directory.path, 2)
     assert {row["update"] for row in rows} == {0} and {row["cause"] for row in rows} == {"gradient"}
     assert len(rows) == 16, "all rows of the update, as every loss is finite"
     assert {row["source"].rsplit(":", 1)[1] for row in rows} == {"9", "10", "11", "12"}
@@ -216,7 +216,7 @@ def test_weights_that_overflow_are_never_saved_pushed_or_exported(recipe: Recipe
         "policy.generation.max_new_tokens=6",
         "data.validation_path=null",
     )
-    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=1")).run.path
+    run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=1")).directory.path
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_1"]
     config = recipe.grpo(*options)  # writes the YAML
     huge = (
@@ -237,7 +237,7 @@ def test_weights_that_overflow_are_never_saved_pushed_or_exported(recipe: Recipe
     assert not (run / "rollouts" / "step_2.jsonl").exists()
     resumed = run_grpo(recipe.grpo(*options, "resume=true"))
     assert resumed.step == config.grpo.max_num_steps
-    _refuses_to_export(resumed.run.path, recipe.folder / "out", capsys)
+    _refuses_to_export(resumed.directory.path, recipe.folder / "out", capsys)
     assert (
         main(
             [

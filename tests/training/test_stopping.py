@@ -72,7 +72,8 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
     config = recipe.sft()
     path = write(config, recipe.folder)
     monkeypatch.setattr(
-        "nemo_like.algorithms.sft.open_job", lambda *_, **__: signal.raise_signal(signal.SIGINT)
+        "nemo_like.algorithms.sft.open_training_run",
+        lambda *_, **__: signal.raise_signal(signal.SIGINT),
     )
     assert main(["sft", "--config", path]) == 130
     assert "interrupted. The run has no checkpoint" in capfd.readouterr().err

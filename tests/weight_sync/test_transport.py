@@ -53,7 +53,7 @@ def test_push_between_processes_passes_the_driver_by(
     topology = Topology(dp=2)
     policy = RayWorkerGroup(cluster, PolicySide, {"fail_at": 4}, name="policy", topology=topology)
     generator = RayWorkerGroup(
-        cluster, GeneratorSide, {}, name="generation", topology=topology, placement="generation"
+        cluster, GeneratorSide, {}, name="generation", topology=topology, bundles="generation"
     )
     # From here on this process fails to load a bucket; the workers were started before and do not.
     monkeypatch.setenv("NEMO_LIKE_TEST_DRIVER", "1")

@@ -1,4 +1,6 @@
-"""Why a call failed. Of a process that ended: Ray's report, the last lines of its log and the
+"""Diagnosis of failed calls: a worker's exception, or the end of its process.
+
+The end of a process is explained by Ray's report, the last lines of the process's log and the
 kernel's counters.
 """
 
@@ -29,40 +31,40 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.distributed.advice import SAVE_MEMORY, advise
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
-from nemo_like.distributed.ray.actor import (
-    Location,
-    Raised,
-    count_oom_kills,
-    machine_id,
-    process_state,
-)
+from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.heartbeat import Silence
+from nemo_like.distributed.ray.processes import count_oom_kills, machine_id, process_state
 
 _LOG_LINES = 20
 _LOG_CHARACTERS = 300
 _ANSWER_TIMEOUT_S = 60.0
-"""How long a node may take to start a process that reads the traces: half a minute when it is
-busy.
-"""
+"""Time for a node to start a process that reads the evidence; half a minute on a busy node."""
 _NODES_TIMEOUT_S = 10.0
 _EXIT_S = 2.0
 _FULL_BYTES = 2**20
 _COLOUR = re.compile(r"\x1b\[\d+m")
 _CRASH = re.compile(r"Fatal Python error: ([^\n]+)|(terminate called[^\n]*)|\*\*\* (SIG[A-Z]+)")
 
-_CRASHED = "A native library failed in it; with cluster.backend=local a debugger sees the same in one process."
+_CRASH_ADVICE = (
+    "A native library failed in it; with cluster.backend=local the same happens in one process, to"
+    " which a debugger can be attached."
+)
+_KILLED_CAUSE = (
+    "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
+    " container or scheduler); the kernel of its node counted no kill for memory"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Traces of a worker's process on its node."""
+    """State of a worker's process and of its node, for a diagnosis."""
 
     log_tail: str = ""
     """The last lines of its standard error."""
     num_oom_kills: int = 0
-    """Kills for memory by the node's kernel up to now."""
-    full_folder: str = ""
-    """A folder without free space that the process writes to; empty if there is none."""
+    """`count_oom_kills` of the node."""
+    full_directory: str = ""
+    """A directory on a full disk that the process writes to; empty if there is none."""
     process_state: str = ""
     """The kernel's state letter of the process (R, S, D, T, Z); empty if it is gone."""
 
@@ -78,25 +80,23 @@ class Failure:
     rank: int
     method: str
     error: Raised | RayError
-    """What the worker raised, or what Ray says of its process."""
+    """The exception of the worker, or Ray's report on its process."""
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it is most likely the echo of another worker's failure."""
+        """True for an aborted collective: most likely a consequence of another worker's failure."""
         return isinstance(self.error, Raised) and self.error.is_collective
 
 
 def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
-    """How a call failed, or None if it did not: `ended` refers to its outcome, or to its result."""
+    """Return the failure of a call, or None; `ended` refers to its outcome or to its result."""
     try:
         value = ray.get(ended)
-    except (
-        RayTaskError
-    ) as error:  # outside the worker's method: an argument or a result that cannot be (un)pickled
+    except RayTaskError as error:
+        # Outside the worker's method: an argument or a result that cannot be (un)pickled.
         cause = error.cause if isinstance(error.cause, Exception) else error
-        return Failure(
-            rank, method, Raised(cause, _COLOUR.sub("", str(error)), is_collective=False)
-        )
+        text = _COLOUR.sub("", str(error))
+        return Failure(rank, method, Raised(cause, text, is_collective=False))
     except (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError) as error:
         return Failure(rank, method, error)
     except RayError as error:
@@ -105,9 +105,9 @@ def failure_of(ended: ObjectRef, rank: int, method: str) -> Failure | None:
 
 
 def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
-    """The failure as a user should see it."""
+    """Return the exception to show to the user."""
     if isinstance(failure.error, RayError):
-        return _died(failure, group, location, str(failure.error))
+        return _explain_death(failure, group, location, str(failure.error))
     return WorkerError(
         group=group,
         rank=failure.rank,
@@ -119,8 +119,8 @@ def explain(failure: Failure, group: str, location: Location) -> WorkerFailure:
 
 
 def explain_hung(silence: Silence, group: str, method: str, location: Location) -> WorkerHung:
-    """The failure of a worker that reported no progress for too long."""
-    evidence = None if silence.responds else ask_node(location)
+    """Return the exception for a worker that reported no progress for too long."""
+    evidence = None if silence.responds else collect_evidence(location)
     if silence.responds:
         state = "Its process still answers, so its main thread waits or loops."
     elif evidence is None:
@@ -146,9 +146,11 @@ def explain_hung(silence: Silence, group: str, method: str, location: Location) 
 
 
 def kill_process(location: Location) -> None:
-    """Kill a worker's process, also one that is stopped; does nothing if its node does not
-    answer.
+    """Kill a worker's process, also one that is stopped (SIGSTOP).
+
+    Does nothing if its node does not answer.
     """
+    # Without a Ray task where possible: a busy node may be too slow to start one.
     if location.machine == machine_id():
         _kill(location.pid)
         return
@@ -167,10 +169,10 @@ def _kill(pid: int) -> None:
 
 
 def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tuple[str, str] | None:
-    """(cause, advice) of a process that ended, or None if nothing says how it ended.
+    """Return (cause, advice) for a process that ended, or None if the cause is unknown.
 
     `report` is Ray's text. `num_oom_kills` counts the kernel's kills for memory on the worker's
-    node since the worker started.
+    node since the worker started. The most specific evidence is tested first.
     """
     crash = _CRASH.search(evidence.log_tail) if evidence is not None else None
     exit_code = re.search(r"exit code (\d+)", report)
@@ -179,13 +181,11 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
     if num_oom_kills > 0:
         return "the kernel killed it because memory ran out", SAVE_MEMORY
     if crash is not None:
-        what = next(text for text in crash.groups() if text)
-        if what in ("Bus error", "SIGBUS"):
-            return (
-                f"it crashed ({what}), as happens when /dev/shm is full",
-                "Give the container a larger /dev/shm.",
-            )
-        return f"it crashed ({what})", _CRASHED
+        reason = next(text for text in crash.groups() if text)
+        if reason in ("Bus error", "SIGBUS"):
+            cause = f"it crashed ({reason}), as happens when /dev/shm is full"
+            return cause, "Give the container a larger /dev/shm."
+        return f"it crashed ({reason})", _CRASH_ADVICE
     if "SIGTERM" in report:
         return (
             "it received SIGTERM",
@@ -199,31 +199,28 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
         return "it was stopped through Ray (ray.kill)", advice
     if evidence is None:
         return None
-    if evidence.full_folder:
-        return f"it ended while the disk of {evidence.full_folder} was full", "Free some space."
+    if evidence.full_directory:
+        return f"it ended while the disk of {evidence.full_directory} was full", "Free some space."
     if evidence.is_running:
         return (
             "Ray lost the connection to its process, which still ran",
-            "Look at the network between the nodes.",
+            "Check the network between the nodes.",
         )
-    return (
-        "its process ended without a message, as after SIGKILL (kill -9, or the memory limit of a"
-        " container or scheduler); the kernel of its node counted no kill for memory",
-        SAVE_MEMORY,
-    )
+    return _KILLED_CAUSE, SAVE_MEMORY
 
 
-def _died(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
+def _explain_death(failure: Failure, group: str, location: Location, report: str) -> WorkerDied:
     evidence = None
     if _is_node_alive(location.node_id) is False:
-        cause, advice = (
-            "its node left the cluster",
-            "Look at that machine, or take it out of the cluster.",
-        )
+        cause = "its node left the cluster"
+        advice = "Check that machine, or remove it from the cluster."
     else:
-        evidence = ask_node(location)
-        oom_kills = 0 if evidence is None else evidence.num_oom_kills - location.num_oom_kills
-        cause, advice = diagnose(report, evidence, oom_kills) or _unknown(location, report)
+        evidence = collect_evidence(location)
+        num_oom_kills = 0
+        if evidence is not None:
+            num_oom_kills = evidence.num_oom_kills - location.num_oom_kills
+        diagnosis = diagnose(report, evidence, num_oom_kills)
+        cause, advice = diagnosis or _unknown_cause(location, report)
     return WorkerDied(
         group=group,
         rank=failure.rank,
@@ -236,37 +233,34 @@ def _died(failure: Failure, group: str, location: Location, report: str) -> Work
     )
 
 
-def _unknown(location: Location, report: str) -> tuple[str, str]:
-    """(cause, advice) where neither Ray nor the node says how the process ended."""
+def _unknown_cause(location: Location, report: str) -> tuple[str, str]:
+    """Return (cause, advice) if neither Ray nor the node reported the cause."""
+    cause = f"cause unknown, its node did not answer within {_ANSWER_TIMEOUT_S:g} s"
     lines = [line.strip() for line in report.splitlines() if line.strip()]
-    said = f"; Ray reports: {lines[-1][:_LOG_CHARACTERS]}" if lines else ""
-    return (
-        f"cause unknown, its node did not answer within {_ANSWER_TIMEOUT_S:g} s{said}",
-        f"The log of the process is {location.log_path} on {location.ip}.",
-    )
+    if lines:
+        cause += f"; Ray reports: {lines[-1][:_LOG_CHARACTERS]}"
+    return cause, f"The log of the process is {location.log_path} on {location.ip}."
 
 
 def _is_node_alive(node_id: str) -> bool | None:
-    """Whether the cluster counts the node as alive; None if the cluster's head does not answer."""
+    """Return the node's state in the cluster; None if the cluster's head does not answer."""
     answers: list[bool] = []
 
-    def ask() -> None:
+    def query() -> None:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         answers.append(node_id in alive)
 
     # In a thread, because the call blocks for a minute when the head is gone.
-    thread = threading.Thread(target=ask, daemon=True, name="node-state")
+    thread = threading.Thread(target=query, daemon=True, name="node-state")
     thread.start()
     thread.join(_NODES_TIMEOUT_S)
     return answers[0] if answers else None
 
 
-def ask_node(location: Location) -> Evidence | None:
-    """What the worker's node knows of its process; None if the node does not answer in time.
-
-    On this machine the files are read directly, because a busy node may need longer than the
-    time limit to start a process for a Ray task.
-    """
+def collect_evidence(location: Location) -> Evidence | None:
+    """Read the evidence on the worker's node; None if the node does not answer in time."""
+    # On this machine without a Ray task: a busy node may need longer than the time limit to start
+    # a process for it.
     if location.machine == machine_id():
         return read_evidence(location.log_path, location.pid)
     task = ray.remote(read_evidence).options(
@@ -281,27 +275,31 @@ def ask_node(location: Location) -> Evidence | None:
 
 
 def read_evidence(log_path: str, pid: int) -> Evidence:
-    """The traces of process `pid` on the machine this runs on."""
+    """Return the evidence for process `pid` of this machine."""
     path = Path(log_path)
     lines: deque[str] = deque(maxlen=_LOG_LINES)
     if path.is_file():
         with path.open(errors="replace") as file:
+            # Ray writes these lines for its own log files.
             markers = (":job_id:", ":actor_name:")
             lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith(markers))
-    folders = [folder for folder in (path.parent, Path("/dev/shm")) if folder.is_dir()]
-    full = [str(folder) for folder in folders if shutil.disk_usage(folder).free < _FULL_BYTES]
+    full_directory = ""
+    # A full disk ends processes that write files; a full /dev/shm those that use shared memory.
+    for directory in (path.parent, Path("/dev/shm")):
+        if directory.is_dir() and shutil.disk_usage(directory).free < _FULL_BYTES:
+            full_directory = str(directory)
+            break
     return Evidence(
         log_tail="\n".join(line.rstrip("\n") for line in lines).strip(),
         num_oom_kills=count_oom_kills(),
-        full_folder=full[0] if full else "",
+        full_directory=full_directory,
         process_state=_settled_state(pid),
     )
 
 
 def _settled_state(pid: int) -> str:
-    """The state letter of a process, given a moment to end: its connections close before it is
-    gone.
-    """
+    """Return the state letter of a process, after waiting up to 2 s for its end."""
+    # The connections of a process close before it is gone, and Ray reports the closed connection.
     deadline = time.monotonic() + _EXIT_S
     while process_state(pid) not in ("", "Z", "X", "T") and time.monotonic() < deadline:
         time.sleep(0.05)

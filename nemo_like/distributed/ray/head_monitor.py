@@ -1,5 +1,4 @@
-"""Detects that the head of the Ray cluster (GCS) is gone, and bounds how long the driver survives
-it.
+"""Detects the loss of the head of the Ray cluster (GCS) and ends a driver that blocks after it.
 
 Calls between the driver and running actors work without the head for a while. Calls that need the
 head block, and after 60 s Ray ends the process without a Python exception. A thread therefore
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 _GRACE_S = 30.0
 """Time from the detection to the forced end of the process, below the 60 s of Ray."""
 _EXIT_CODE = 1
@@ -41,11 +40,11 @@ class HeadMonitor:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the head was found gone. It stays True."""
+        """True once the loss of the head was detected; it stays True."""
         return self._lost.is_set()
 
     def describe_loss(self) -> str:
-        """One sentence each for the cause and its consequence."""
+        """Return the cause and its consequence, one sentence each."""
         return (
             f"the head of the Ray cluster (GCS, {self.address}) does not accept connections;"
             " without it no worker can be used. Its log is gcs_server.out of the Ray session."
@@ -57,7 +56,7 @@ class HeadMonitor:
         self._thread.join()
 
     def _watch(self) -> None:
-        while self._answers():
+        while self._is_reachable():
             if self._stopped.wait(_PERIOD_S):
                 return
         if self._stopped.is_set():
@@ -76,20 +75,23 @@ class HeadMonitor:
         )
         end_process()
 
-    def _answers(self) -> bool:
-        """Whether the head accepts a connection; tried several times, a second or more apart."""
-        for attempt in range(1, _ATTEMPTS + 1):
+    def _is_reachable(self) -> bool:
+        """Return True if the head accepts a connection at one of several attempts."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT_S).close()
                 return True
             except OSError:
-                if attempt < _ATTEMPTS and self._stopped.wait(float(attempt)):
+                # Waits 1 s, then 2 s: a busy head may refuse connections for a moment. After
+                # `stop` the result is not used.
+                if attempt < _MAX_ATTEMPTS and self._stopped.wait(float(attempt)):
                     return True
         return False
 
 
 def end_process() -> NoReturn:
     """End the process as a failed run without the exit handlers of Ray, which need the head."""
+    # `os._exit` flushes nothing.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Tells a hung worker from a slow one.
+"""Distinguishes a hung worker from a slow one by heartbeats.
 
 Every worker process has a thread that writes its last activity to the key-value store of the Ray
 cluster. The driver reads it while it waits for calls. If the activity advances the worker is slow;
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 _PREFIX = "nemo_like/heartbeat/"
 _MAX_PERIOD_S = 30.0
 _MIN_PERIOD_S = 0.5
-_MISSED = 3
-"""Heartbeats that are missing before a process counts as not responding."""
+_MAX_MISSED = 3
+"""Number of missing heartbeats after which a process counts as not responding."""
 _KEPT_S = 7 * 86400
 """Records of runs that were killed are removed by a later run on the same cluster after this."""
 _MAX_POLL_S = 5.0
-"""A lost head or a hung worker is noticed this long after the call that waits for it, at most."""
+"""Maximum delay between the loss of the head, or a missed deadline, and its detection."""
 
 
 def period_s(timeout_s: float) -> float:
-    """Seconds between heartbeats for a progress deadline of `timeout_s`."""
+    """Return the seconds between heartbeats for a progress deadline of `timeout_s`."""
     return min(_MAX_PERIOD_S, max(_MIN_PERIOD_S, timeout_s / 10))
 
 
@@ -48,6 +48,7 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             beat += 1
             last = activity.last()
             idle_s = time.monotonic() - last.time_s
+            # Only when it may be needed: the stack of a busy process is of no use and costs time.
             stack = activity.main_thread_stack() if idle_s > timeout_s / 2 else ""
             record = {
                 "beat": beat,
@@ -57,7 +58,7 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
                 "text": last.text,
                 "stack": stack,
             }
-            with suppress(Exception):  # the head is unreachable; the driver sees that by itself
+            with suppress(Exception):  # the head is unreachable; the driver detects that itself
                 internal_kv._internal_kv_put(
                     key.encode(), json.dumps(record).encode(), overwrite=True
                 )
@@ -76,15 +77,18 @@ class Silence:
     rank: int
     silent_s: float
     responds: bool
-    """Whether its process still sends heartbeats."""
+    """True if its process still sends heartbeats."""
     text: str
     """Its last activity."""
     stack: str = ""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What the driver knows of one worker; times are of the driver's monotonic clock."""
+class _LastReport:
+    """The last known progress of one worker; times are of the driver's monotonic clock.
+
+    The clocks of the nodes are not compared.
+    """
 
     count: int = -1
     progressed_s: float = 0.0
@@ -96,13 +100,13 @@ class _Seen:
 
 @dataclass
 class ProgressMonitor:
-    """The driver's side: watches the workers whose calls it waits for."""
+    """The driver's side: checks the progress of the workers whose calls it waits for."""
 
     group: str
     timeout_s: float
     """The progress deadline; 0 means none."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _reports: dict[int, _LastReport] = field(default_factory=dict)
     _next_check_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -112,37 +116,42 @@ class ProgressMonitor:
     @property
     def poll_s(self) -> float:
         """Seconds that the driver may wait between two checks."""
-        return min(_MAX_POLL_S, period_s(self.timeout_s)) if self.timeout_s > 0 else _MAX_POLL_S
+        if self.timeout_s <= 0:
+            return _MAX_POLL_S
+        return min(_MAX_POLL_S, period_s(self.timeout_s))
 
     def key(self, rank: int) -> str:
-        """Where the worker of `rank` reports."""
+        """Return the key under which the worker of `rank` reports."""
         return f"{_PREFIX}{self.group}-{self.token}/{rank}"
 
     def start_waiting(self, ranks: Iterable[int]) -> None:
-        """The deadline of these workers starts now."""
+        """Restart the deadline of these workers."""
         now = time.monotonic()
         for rank in ranks:
-            seen = self._seen.setdefault(rank, _Seen())
-            seen.progressed_s = seen.beat_s = now
+            report = self._reports.setdefault(rank, _LastReport())
+            report.progressed_s = now
+            report.beat_s = now
         self._next_check_s = now + self.poll_s
 
     def check(self, ranks: Iterable[int]) -> Silence | None:
-        """The worker that most likely hangs, if one of `ranks` is past the deadline."""
+        """Return the worker that most likely hangs, if one of `ranks` is past the deadline."""
         if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
             return None
         self._next_check_s = time.monotonic() + self.poll_s
-        return self.most_silent(ranks, at_least_s=self.timeout_s)
+        return self.longest_silence(ranks, min_silent_s=self.timeout_s)
 
-    def most_silent(self, ranks: Iterable[int], *, at_least_s: float) -> Silence | None:
-        """Of the workers without progress for so long, one that does not respond, else the most
-        silent.
+    def longest_silence(self, ranks: Iterable[int], *, min_silent_s: float) -> Silence | None:
+        """Return the worker with the longest silence of at least `min_silent_s`, if any.
+
+        A worker that does not respond comes first: the others may wait for it in a collective.
         """
         if self.timeout_s <= 0:
             return None
-        silences = [
-            silence for rank in ranks if (silence := self._look(rank)).silent_s >= at_least_s
-        ]
-        return max(silences, key=lambda one: (not one.responds, one.silent_s), default=None)
+        silences = [self._update(rank) for rank in ranks]
+        too_long = [silence for silence in silences if silence.silent_s >= min_silent_s]
+        return max(
+            too_long, key=lambda silence: (not silence.responds, silence.silent_s), default=None
+        )
 
     def close(self, num_ranks: int) -> None:
         """Remove the records of the group."""
@@ -151,22 +160,26 @@ class ProgressMonitor:
                 with suppress(Exception):  # the cluster is gone, and the records with it
                     internal_kv._internal_kv_del(self.key(rank).encode())
 
-    def _look(self, rank: int) -> Silence:
-        seen, now = self._seen.setdefault(rank, _Seen()), time.monotonic()
+    def _update(self, rank: int) -> Silence:
+        """Read the worker's record and return how long it has reported no progress."""
+        report = self._reports.setdefault(rank, _LastReport())
+        now = time.monotonic()
         record = _read(self.key(rank))
         if record is not None:
-            if record["count"] != seen.count:
-                seen.count, seen.progressed_s = record["count"], now
-            if record["beat"] != seen.beat:
-                seen.beat, seen.beat_s = record["beat"], now
-            seen.text, seen.stack = record["text"], record["stack"]
-        responds = now - seen.beat_s <= _MISSED * period_s(self.timeout_s)
+            if record["count"] != report.count:
+                report.count = record["count"]
+                report.progressed_s = now
+            if record["beat"] != report.beat:
+                report.beat = record["beat"]
+                report.beat_s = now
+            report.text = record["text"]
+            report.stack = record["stack"]
         return Silence(
             rank=rank,
-            silent_s=now - seen.progressed_s,
-            responds=responds,
-            text=seen.text,
-            stack=seen.stack,
+            silent_s=now - report.progressed_s,
+            responds=now - report.beat_s <= _MAX_MISSED * period_s(self.timeout_s),
+            text=report.text,
+            stack=report.stack,
         )
 
 
@@ -176,6 +189,7 @@ def _read(key: str) -> dict | None:
 
 
 def _remove_old_records() -> None:
+    """Remove the records of runs that were killed and could not remove them."""
     for key in internal_kv._internal_kv_list(_PREFIX.encode()):
         record = _read(key.decode())
         if record is not None and time.time() - record["unix_time_s"] > _KEPT_S:

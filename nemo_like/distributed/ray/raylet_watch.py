@@ -11,7 +11,7 @@ import select
 import threading
 import time
 
-from nemo_like.distributed.ray.session_guard import SessionFolder, remove_all_sessions
+from nemo_like.distributed.ray.session_guard import SessionDirectory, remove_all_sessions
 
 _MESSAGE_S = 0.2
 """Time for the guard to write its message before this process ends."""
@@ -20,10 +20,11 @@ _MESSAGE_S = 0.2
 class RayletWatch:
     """Exits with code 1 when a raylet that this process started ends. Waits in a thread."""
 
-    def __init__(self, session: SessionFolder, pid: int) -> None:
+    def __init__(self, session: SessionDirectory, pid: int) -> None:
         self._session = session
         self._raylet = os.pidfd_open(pid)
         session.watch_raylet(pid)
+        # A pipe instead of an event: `select` waits for it and for the raylet at the same time.
         self._stop_reader, self._stop_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="raylet_watch", daemon=True)
         self._thread.start()
@@ -40,9 +41,10 @@ class RayletWatch:
         self._raylet = -1
 
     def _run(self) -> None:
-        ended, _, _ = select.select([self._raylet, self._stop_reader], [], [])
-        if self._stop_reader in ended:
+        ready, _, _ = select.select([self._raylet, self._stop_reader], [], [])
+        if self._stop_reader in ready:
             return
         time.sleep(_MESSAGE_S)
         remove_all_sessions()
+        # `sys.exit` would end this thread only.
         os._exit(1)

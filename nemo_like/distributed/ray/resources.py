@@ -1,13 +1,18 @@
-"""What a run asks of a cluster, and the sentences for when there is no room. Pure;
-`virtual_cluster` asks Ray.
-"""
+"""Resource requests of a run, and messages about missing resources. Pure; does not use Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nemo_like.config.schema import ClusterConfig
+
+BundleSet = Literal["policy", "generation", "anywhere"]
+"""The bundles that a worker group uses; `anywhere` reserves none."""
+
+_TOLERANCE = 1e-5
+"""Ray stores resources to 1e-4; a sum of fractions must not fail by less than that."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -18,23 +23,26 @@ class Resources:
     gpus: float
 
     def times(self, count: int) -> Resources:
+        """Return `count` times these resources."""
         return Resources(self.cpus * count, self.gpus * count)
 
     def minus(self, other: Resources) -> Resources:
+        """Return the difference."""
         return Resources(self.cpus - other.cpus, self.gpus - other.gpus)
 
-    def holds(self, other: Resources) -> bool:
-        # Ray keeps resources to 1e-4; a sum of fractions must not fail by less than that.
-        return self.cpus + 1e-5 >= other.cpus and self.gpus + 1e-5 >= other.gpus
+    def fits(self, request: Resources) -> bool:
+        """Return True if these resources are enough for the request."""
+        has_cpus = self.cpus + _TOLERANCE >= request.cpus
+        has_gpus = self.gpus + _TOLERANCE >= request.gpus
+        return has_cpus and has_gpus
 
     def num_fitting(self, unit: Resources) -> int:
-        """How many of `unit` go in."""
-        counts = [
-            int((own + 1e-5) // asked)
-            for own, asked in ((self.cpus, unit.cpus), (self.gpus, unit.gpus))
-            if asked > 0
-        ]
-        return max(0, min(counts)) if counts else 0
+        """Return how many of `unit` fit; 0 for a unit of no resources."""
+        counts = []
+        for available, requested in ((self.cpus, unit.cpus), (self.gpus, unit.gpus)):
+            if requested > 0:
+                counts.append(int((available + _TOLERANCE) // requested))
+        return max(0, min(counts, default=0))
 
     def __str__(self) -> str:
         return f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
@@ -42,7 +50,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster: what it has, and what of it nobody has taken."""
+    """A machine of the cluster with its total and its free resources."""
 
     node_id: str
     name: str
@@ -50,80 +58,88 @@ class Node:
     free: Resources
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a run asks: `workers_per_node` bundles on each of `num_nodes` different nodes, and
-    `num_anywhere` on any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRequest:
+    """The bundles of a run: `workers_per_node` on each of `num_nodes` nodes, and unpinned ones.
 
     Example: two nodes of four CPU workers and one generator beside them are
-    `Demand(num_nodes=2, workers_per_node=4, num_anywhere=1, bundle=Resources(1, 0))`, nine bundles.
+    `ResourceRequest(num_nodes=2, workers_per_node=4, num_unpinned=1, bundle=Resources(1, 0))`, nine
+    bundles.
     """
 
     num_nodes: int
     workers_per_node: int
-    num_anywhere: int
+    num_unpinned: int
+    """Bundles that can be on any node."""
     bundle: Resources
 
     @classmethod
-    def of(cls, config: ClusterConfig, *, generates: bool) -> Demand:
-        """The demand of `cluster.*`; raises ValueError for numbers that name no place."""
+    def from_config(cls, config: ClusterConfig, *, generates: bool) -> ResourceRequest:
+        """Return the request of `cluster.*`. Raises ValueError for counts that are not above 0."""
+        workers_key = "gpus_per_node" if config.gpus_per_node else "workers_per_node"
         workers_per_node = config.gpus_per_node or config.workers_per_node
-        for key, value in (
-            ("num_nodes", config.num_nodes),
-            ("gpus_per_node" if config.gpus_per_node else "workers_per_node", workers_per_node),
-            ("cpus_per_worker", config.cpus_per_worker),
-        ):
+        counts = {
+            "num_nodes": config.num_nodes,
+            workers_key: workers_per_node,
+            "cpus_per_worker": config.cpus_per_worker,
+        }
+        for key, value in counts.items():
             if value <= 0:
                 raise ValueError(f"cluster.{key} is {value}; it must be above 0")
-        bundle = Resources(config.cpus_per_worker, 1.0 if config.gpus_per_node else 0.0)
         return cls(
-            config.num_nodes,
-            workers_per_node,
-            config.generation_workers if generates else 0,
-            bundle,
+            num_nodes=config.num_nodes,
+            workers_per_node=workers_per_node,
+            num_unpinned=config.generation_workers if generates else 0,
+            bundle=Resources(config.cpus_per_worker, 1.0 if config.gpus_per_node else 0.0),
         )
 
     @property
     def num_workers(self) -> int:
+        """Policy workers, which are pinned to the nodes."""
         return self.num_nodes * self.workers_per_node
 
     @property
     def per_node(self) -> Resources:
+        """The resources of the policy workers of one node."""
         return self.bundle.times(self.workers_per_node)
 
+    @property
+    def _workers_key(self) -> str:
+        return "gpus_per_node" if self.bundle.gpus else "workers_per_node"
+
     def fits(self, nodes: Sequence[Node]) -> bool:
-        """Whether these nodes would have room if nobody else used them."""
+        """Return True if the total resources of these nodes are enough, whoever uses them now."""
         left = [node.total for node in nodes]
-        fitting = sorted(
-            (index for index, room in enumerate(left) if room.holds(self.per_node)),
-            key=lambda i: left[i],
-        )
-        if len(fitting) < self.num_nodes:
+        candidates = [index for index, total in enumerate(left) if total.fits(self.per_node)]
+        if len(candidates) < self.num_nodes:
             return False
-        for index in fitting[: self.num_nodes]:
+        # The smallest sufficient nodes first, which leaves the most room for unpinned bundles.
+        candidates.sort(key=lambda index: left[index])
+        for index in candidates[: self.num_nodes]:
             left[index] = left[index].minus(self.per_node)
-        return sum(room.num_fitting(self.bundle) for room in left) >= self.num_anywhere
+        return sum(rest.num_fitting(self.bundle) for rest in left) >= self.num_unpinned
 
     def describe(self, nodes: Sequence[Node]) -> str:
-        """Needed and available, with the keys the numbers come from."""
-        key = "gpus_per_node" if self.bundle.gpus else "workers_per_node"
+        """Return needed and available resources, with the keys the numbers come from."""
+        plural = "s" if self.num_nodes > 1 else ""
         needed = (
             f"{self.num_workers} policy workers = cluster.num_nodes {self.num_nodes} x"
-            f" cluster.{key}"
-            f" {self.workers_per_node} (cluster.cpus_per_worker {self.bundle.cpus:g}), that is"
-            f" {self.per_node} on each of"
-            f" {self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+            f" cluster.{self._workers_key} {self.workers_per_node}"
+            f" (cluster.cpus_per_worker {self.bundle.cpus:g}), that is {self.per_node} on each of"
+            f" {self.num_nodes} node{plural}"
         )
-        if self.num_anywhere:
-            needed += f", and {self.bundle.times(self.num_anywhere)} for cluster.generation_workers {self.num_anywhere}"
+        if self.num_unpinned:
+            needed += (
+                f", and {self.bundle.times(self.num_unpinned)} for cluster.generation_workers"
+                f" {self.num_unpinned}"
+            )
         available = "; ".join(f"{node.name} has {node.free} free of {node.total}" for node in nodes)
         return f"needed: {needed}. Available: {available or 'no node'}"
 
     def advise(self, nodes: Sequence[Node]) -> str:
-        """Which key to change, with the largest value that these nodes could hold."""
+        """Return which key to change, with the largest value that fits these nodes."""
         if self.fits(nodes):
-            return "Others hold the missing part: stop them, wait, or ask for less."
-        key = "gpus_per_node" if self.bundle.gpus else "workers_per_node"
+            return "Other runs use the missing resources: stop them, wait, or request less."
         sizes = sorted((node.total.num_fitting(self.bundle) for node in nodes), reverse=True)
         if max(sizes, default=0) == 0:
             to_cpu = ", or set cluster.gpus_per_node to 0 to run on CPU" if self.bundle.gpus else ""
@@ -131,11 +147,15 @@ class Demand:
                 f"No node has {self.bundle} for one worker: lower cluster.cpus_per_worker{to_cpu}."
             )
         num_large_enough = sum(size >= self.workers_per_node for size in sizes)
-        ways = ["add nodes"]
+        options = ["add nodes"]
         if 0 < num_large_enough < self.num_nodes:
-            ways.append(f"lower cluster.num_nodes to {num_large_enough}")
-        if self.num_nodes <= len(sizes) and 0 < sizes[self.num_nodes - 1] < self.workers_per_node:
-            ways.append(f"lower cluster.{key} to {sizes[self.num_nodes - 1]}")
+            options.append(f"lower cluster.num_nodes to {num_large_enough}")
+        if self.num_nodes <= len(sizes):
+            # The num_nodes largest nodes all have room for as many workers as the smallest of them.
+            max_workers = sizes[self.num_nodes - 1]
+            if 0 < max_workers < self.workers_per_node:
+                options.append(f"lower cluster.{self._workers_key} to {max_workers}")
         if num_large_enough >= self.num_nodes:
-            ways.append(f"lower cluster.generation_workers or cluster.{key}")
-        return f"To go on, {', or '.join(ways)}."
+            # The policy workers fit, so the unpinned generation workers do not.
+            options.append(f"lower cluster.generation_workers or cluster.{self._workers_key}")
+        return f"To continue, {', or '.join(options)}."

@@ -1,9 +1,8 @@
-"""Cleans up the Ray session that a run starts for itself, also when the driver is killed.
+"""Removes the Ray session that a run starts for itself, also when the driver is killed.
 
-The session has a folder of its own. `guard` starts a process that waits for the end of the driver
-and then ends every process of the session and removes the folder. A lock on the folder is held
-while the driver or its guard lives, so that a folder whose owner is gone is recognized by the next
-run.
+The session has a directory of its own. `_guard` runs in a process that waits for the end of the
+driver, then kills every process of the session and removes the directory. The driver and its guard
+share a lock on the directory, so that the next run recognizes a directory whose owner is gone.
 
 This file runs as a script and uses the standard library only.
 """
@@ -37,34 +36,30 @@ _RAYLET_ENDED = (
 )
 
 
-_open_sessions: set[SessionFolder] = set()
+_open_sessions: set[SessionDirectory] = set()
 """Sessions that this process started and did not close."""
 
 
-class SessionFolder:
-    """The folder of one Ray session; `close` ends the session's processes and removes the
-    folder.
-    """
+class SessionDirectory:
+    """The directory of one Ray session, guarded by a process until `close`."""
 
     def __init__(self) -> None:
-        """Make the folder and start its guard; folders of runs that are gone are removed first."""
+        """Create the directory and start its guard; remove directories of runs that are gone."""
         base = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
         base.mkdir(parents=True, exist_ok=True)
         remove_stale(base)
         self.path = base / f"{_PREFIX}{secrets.token_hex(3)}"
-        made = Path(tempfile.mkdtemp(prefix="new_", dir=base))
-        self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # `remove_stale` of another run sees only the final name, so the directory gets it with
+        # its lock taken.
+        created = Path(tempfile.mkdtemp(prefix="new_", dir=base))
+        self._lock = os.open(created / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        made.rename(
-            self.path
-        )  # only now can `remove_stale` of another run see it, and it is locked
+        created.rename(self.path)
         self._guard = _start_guard(self.path, self._lock)
         _open_sessions.add(self)
 
     def close(self, keep_logs: Path | None = None) -> None:
-        """End the session's processes, copy its logs to `keep_logs` if given, and remove the
-        folder.
-        """
+        """Kill the session's processes, copy its logs to `keep_logs`, and remove the directory."""
         remove_session(self.path, keep_logs)
         _open_sessions.discard(self)
         self._guard.kill()
@@ -92,58 +87,67 @@ class SessionFolder:
             self._guard.stdin.flush()
 
 
-def remove_session(folder: Path, keep_logs: Path | None = None) -> None:
-    """Kill every process that belongs to the session in `folder`, and remove the folder."""
+def remove_session(directory: Path, keep_logs: Path | None = None) -> None:
+    """Kill every process that belongs to the session in `directory`, and remove the directory."""
     deadline = time.monotonic() + _END_S
-    while (pids := list(_session_pids(folder))) and time.monotonic() < deadline:
+    # Repeated: a process can start others between the listing and its end.
+    while (pids := list(_session_pids(directory))) and time.monotonic() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except OSError:  # it ended meanwhile
+            except OSError:  # it has ended since
                 continue
         time.sleep(0.05)
     if keep_logs is not None:
-        _copy_logs(folder, keep_logs)
-    shutil.rmtree(folder, ignore_errors=True)
+        _copy_logs(directory, keep_logs)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_all_sessions() -> None:
-    """Kill the processes of every session that this process started, and remove their folders."""
+    """Kill the processes of every session that this process started; remove their directories."""
     for session in list(_open_sessions):
         session.unwatch()
         remove_session(session.path)
 
 
-def gcs_pid(folder: Path) -> int | None:
-    """The pid of the head process (GCS) of the session in `folder`; None if it does not run."""
+def kept_logs_text(logs: Path | None) -> str:
+    """Return the part of an error message that locates the copied logs; empty if there are none."""
+    if logs is None or not logs.is_dir():
+        return ""
+    return f"; the logs of Ray are in {logs}"
+
+
+def gcs_pid(directory: Path) -> int | None:
+    """Return the pid of the session's head process (GCS); None if it does not run."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes()
-        except OSError:  # it ended
+        except OSError:  # it has ended
             continue
-        if b"gcs_server" in command.partition(b"\0")[0] and str(folder).encode() in command:
+        if b"gcs_server" in command.partition(b"\0")[0] and str(directory).encode() in command:
             return int(path.parent.name)
     return None
 
 
 def remove_stale(base: Path) -> None:
     """Remove the sessions in `base` whose driver and guard are gone, for example after a reboot."""
-    for folder in base.glob(f"{_PREFIX}*"):
+    for directory in base.glob(f"{_PREFIX}*"):
         try:
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # of another user, or being removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_session(folder)
-        except BlockingIOError:  # its owner lives
+            remove_session(directory)
+        except BlockingIOError:  # its owner is alive
             continue
         finally:
             os.close(lock)
 
 
-def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
+def _start_guard(directory: Path, lock: int) -> subprocess.Popen[bytes]:
+    # -I and -S: independent of the environment and of site-packages, and started sooner.
+    command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(directory)]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -154,44 +158,40 @@ def _start_guard(folder: Path, lock: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _session_pids(folder: Path) -> Iterator[int]:
-    """Ray processes with the folder in their command line or a file of it open, and those whose
-    output goes into it.
+def _session_pids(directory: Path) -> Iterator[int]:
+    """Yield the pids of the session's processes, except this one.
 
-    Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they keep
-    their log open.
+    These are Ray processes with the directory in their command line or with an open file of it, and
+    all processes whose output goes into it.
     """
-    inside = f"{folder}/"
+    prefix = f"{directory}/"
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             command = Path(entry.path, "cmdline").read_bytes()
             files = dict(_open_files(entry.path))
-        except OSError:  # it ended, or belongs to another user
+        except OSError:  # it has ended, or belongs to another user
             continue
+        writes_here = any(files.get(number, "").startswith(prefix) for number in (1, 2))
+        # Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they
+        # keep their log open.
         is_of_ray = command.startswith(b"ray::") or b"/ray/" in command
-        uses_folder = inside.encode() in command or any(
-            name.startswith(inside) for name in files.values()
-        )
-        if (is_of_ray and uses_folder) or any(
-            files.get(number, "").startswith(inside) for number in (1, 2)
-        ):
+        has_file_here = any(name.startswith(prefix) for name in files.values())
+        if writes_here or (is_of_ray and (prefix.encode() in command or has_file_here)):
             yield int(entry.name)
 
 
 def _open_files(process: str) -> Iterator[tuple[int, str]]:
-    """Descriptor and name of each open file of a process, given as its folder in /proc."""
+    """Yield descriptor and name of each open file of a process, given as its path in /proc."""
     for entry in os.scandir(f"{process}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed since
             yield int(entry.name), os.readlink(entry.path)
 
 
-def _copy_logs(folder: Path, target: Path) -> None:
-    """Copy the last megabyte of every log that is not empty; a full disk does not stop the
-    cleanup.
-    """
-    for log in folder.glob("session_2*/logs/*.*"):
+def _copy_logs(directory: Path, target: Path) -> None:
+    """Copy the last megabyte of every log that is not empty. Ignores a full disk."""
+    for log in directory.glob("session_2*/logs/*.*"):
         try:
             if log.suffix not in (".err", ".out", ".log") or log.stat().st_size == 0:
                 continue
@@ -200,16 +200,18 @@ def _copy_logs(folder: Path, target: Path) -> None:
                 file.seek(max(0, log.stat().st_size - _MAX_LOG_BYTES))
                 (target / log.name).write_bytes(file.read())
         except OSError:
+            # The removal of the session is more important than its logs.
             continue
 
 
-def _guard(driver_pid: int, folder: Path) -> None:
-    """Return when the driver is gone, after its session has been removed."""
+def _guard(driver_pid: int, directory: Path) -> None:
+    """Wait for the end of the driver and remove its session; report the end of its raylet."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     raylet: int | None = None
     raylet_pid = ""
-    # The pipe closes at the driver's end, unless a process that the driver forked still holds it.
+    # The pipe closes at the driver's end, unless a process that the driver forked still has it
+    # open; so the parent is checked as well.
     while os.getppid() == driver_pid:
         watched = [0] if raylet is None else [0, raylet]
         ready, _, _ = select.select(watched, [], [], _POLL_S)
@@ -223,11 +225,11 @@ def _guard(driver_pid: int, folder: Path) -> None:
             raylet = None
         if 0 in ready and not commands:
             break
-    remove_session(folder)
+    remove_session(directory)
 
 
 def _open_process(pid: int) -> int | None:
-    """A file descriptor that is readable once the process has ended; None if it has already."""
+    """Return a descriptor that is readable once the process has ended; None if it has already."""
     try:
         return os.pidfd_open(pid)
     except OSError:

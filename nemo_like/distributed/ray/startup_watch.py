@@ -1,8 +1,7 @@
-"""Ends the driver with a message if the head of a Ray that it starts dies before `ray.init`
-returns.
+"""Ends the driver with a message if the Ray head that it starts dies before `ray.init` returns.
 
-Ray's native code waits 60 s for the head and then ends the process without a message. Where Ray
-raises an exception instead, it does so within the grace period, and the exception says more.
+Ray's native code waits 60 s for the head and then ends the process without a message. If Ray
+raises an exception instead, it does so within the grace period, and the exception has more detail.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from nemo_like.distributed.ray.actor import process_state
-from nemo_like.distributed.ray.session_guard import SessionFolder, gcs_pid
+from nemo_like.distributed.ray.processes import has_ended
+from nemo_like.distributed.ray.session_guard import SessionDirectory, gcs_pid, kept_logs_text
 
 _PERIOD_S = 0.25
 _GRACE_S = 15.0
 
 
 class StartupWatch:
-    """Watches the head process of `session` from a thread, inside a `with` block around
-    `ray.init`.
-    """
+    """Watches the head process of `session` from a thread, in a `with` block around `ray.init`."""
 
-    def __init__(self, session: SessionFolder, logs: Path | None) -> None:
+    def __init__(self, session: SessionDirectory, logs: Path | None) -> None:
         """`logs` receives the logs of Ray if the head dies."""
         self._session = session
         self._logs = logs
@@ -47,23 +44,21 @@ class StartupWatch:
 
     def _run(self) -> None:
         pid = None
-        while pid is None or process_state(pid) not in ("", "Z", "X"):
+        # The head does not run yet when the watch starts; until then there is nothing to report.
+        while pid is None or not has_ended(pid):
             if self._stopped.wait(_PERIOD_S):
                 return
-            pid = gcs_pid(self._session.path) if pid is None else pid
+            if pid is None:
+                pid = gcs_pid(self._session.path)
         if self._stopped.wait(_GRACE_S):
             return
         self._session.close(self._logs)
-        kept = (
-            f"; the logs of Ray are in {self._logs}"
-            if self._logs is not None and self._logs.is_dir()
-            else ""
-        )
-        os.write(
-            2,
+        message = (
             f"error: the head of Ray (GCS, pid {pid}) ended while Ray was being started on this"
-            f" machine{kept}. All its"
-            " processes were stopped, and no file of the run has changed. Try again.\n".encode(),
+            f" machine{kept_logs_text(self._logs)}. All its processes were stopped, and no file of"
+            " the run has changed. Try again.\n"
         )
+        os.write(2, message.encode())
         logging.shutdown()
+        # The main thread is blocked in Ray's native code, which cannot be interrupted.
         os._exit(1)

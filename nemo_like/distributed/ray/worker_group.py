@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
@@ -28,25 +28,26 @@ from nemo_like.distributed.ray.failures import (
     kill_process,
 )
 from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
+from nemo_like.distributed.ray.resources import BundleSet
 from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
 from nemo_like.distributed.worker_group import Handle, WorkerContext
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 20.0
-"""How long a broken collective waits for what broke it. Ray takes up to about 15 s to notice that a
-node is gone.
+"""Time to wait for the root cause after a secondary failure.
+
+Ray takes up to about 15 s to detect the loss of a node.
 """
 
-
 _Pending = dict[ObjectRef[Raised | None], Handle]
-"""Calls that have not ended, by their outcomes."""
+"""Running calls, by the references to their outcomes."""
 
 
 class RayWorkerGroup:
     """One process per worker, in the bundles of a `RayVirtualCluster`.
 
-    As soon as one worker fails all are stopped: those that wait for it in a collective would hang
+    When one worker fails, all are stopped: those that wait for it in a collective would hang
     otherwise. The group cannot be used after that.
     """
 
@@ -58,11 +59,11 @@ class RayWorkerGroup:
         *,
         name: str,
         topology: Topology,
-        placement: Literal["policy", "generation", "anywhere"] = "policy",
+        bundles: BundleSet = "policy",
     ) -> None:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
-        `placement` says whose reserved resources they use; `anywhere` reserves none and spreads
+        `bundles` selects the reserved resources they use; `anywhere` reserves none and spreads
         them over the nodes. Raises ClusterError if they do not start, WorkerFailure if a
         constructor fails.
         """
@@ -71,29 +72,23 @@ class RayWorkerGroup:
         self._failure: WorkerFailure | None = None
         self._head = cluster.head
         config = cluster.config
-        bundles = _choose_bundles(cluster, placement, topology, name)
-        num_threads = 1 if placement == "anywhere" else max(1, int(config.cpus_per_worker))
+        bundle_of_rank = _choose_bundles(cluster, bundles, topology, name)
+        num_threads = 1 if bundles == "anywhere" else max(1, int(config.cpus_per_worker))
         self._collective_timeout_s = config.collective_timeout_s
         self._monitor = ProgressMonitor(name, config.progress_timeout_s)
         self._actors = [
             _start_actor(name, rank, bundle, num_threads, self._monitor)
-            for rank, bundle in enumerate(bundles)
+            for rank, bundle in enumerate(bundle_of_rank)
         ]
         try:
             self._locations = _locate(self._actors, name, config.placement_timeout_s)
-            contexts = self._contexts(bundles, num_threads, config.collective_timeout_s)
+            contexts = self._contexts(bundle_of_rank, num_threads, config.collective_timeout_s)
             kwargs_ref = ray.put(dict(kwargs))
-            built = [
-                self._submit(
-                    rank,
-                    "__init__",
-                    self._actors[rank].build,
-                    (worker_class, context, kwargs_ref),
-                    {},
-                )
-                for rank, context in enumerate(contexts)
-            ]
-            self.wait(built)
+            handles = []
+            for rank, context in enumerate(contexts):
+                args = (worker_class, context, kwargs_ref)
+                handles.append(self._submit(rank, "__init__", self._actors[rank].build, args, {}))
+            self.wait(handles)
         except BaseException:
             self.shutdown()
             raise
@@ -116,15 +111,17 @@ class RayWorkerGroup:
                 )
         self._raise_if_stopped()
         shared = {name: self._share(value) for name, value in common.items()}
-        items_of_dp_rank = [
-            tuple(self._share(items[dp]) for items in sharded) for dp in range(self.topology.dp)
-        ]
-        handles = [
-            self._call(rank, method, items_of_dp_rank[self.topology.dp_rank(rank)], shared)
-            for rank in range(self.world_size)
-        ]
+        # Stored once per dp rank: its replicas get the same reference.
+        args_of_dp_rank = []
+        for dp_rank in range(self.topology.dp):
+            args_of_dp_rank.append(tuple(self._share(items[dp_rank]) for items in sharded))
+        handles = []
+        for rank in range(self.world_size):
+            args = args_of_dp_rank[self.topology.dp_rank(rank)]
+            handles.append(self._call(rank, method, args, shared))
         self.wait(handles)
-        return self.get([handles[self.topology.output_rank(dp)] for dp in range(self.topology.dp)])
+        output_ranks = [self.topology.output_rank(dp_rank) for dp_rank in range(self.topology.dp)]
+        return self.get([handles[rank] for rank in output_ranks])
 
     def put(self, value: Any) -> Handle:
         return Handle(ray.put(value))
@@ -146,7 +143,7 @@ class RayWorkerGroup:
         while pending:
             failure = self._next_failure(pending, timeout_s=self._monitor.poll_s)
             if failure is not None:
-                self._stop(self._first_cause(failure, pending), pending)
+                self._stop(self._root_cause(failure, pending), pending)
             if pending:
                 self._check_progress(pending)
 
@@ -154,7 +151,8 @@ class RayWorkerGroup:
         self.wait(handles)
         try:
             return ray.get([handle.value for handle in handles])
-        except RayError:  # a value that cannot be pickled, or lost with the node that held it
+        except RayError:
+            # A value that cannot be pickled, or that was lost with its node.
             for handle in handles:
                 failure = failure_of(handle.value, handle.rank, handle.method)
                 if failure is not None:
@@ -178,22 +176,26 @@ class RayWorkerGroup:
     def _contexts(
         self, bundles: Sequence[Bundle | None], num_threads: int, collective_timeout_s: float
     ) -> list[WorkerContext]:
+        """Return the context of each rank; the rendezvous is on the node of rank 0."""
         address = self._locations[0].ip
         port = ray.get(self._actors[0].choose_port.remote())
         node_ids = [location.node_id for location in self._locations]
-        return [
-            WorkerContext(
+        host = f"[{address}]" if ":" in address else address  # IPv6
+        contexts = []
+        for rank, bundle in enumerate(bundles):
+            has_gpu = bundle is not None and bundle.num_gpus > 0
+            context = WorkerContext(
                 rank=rank,
                 world_size=self.world_size,
                 local_rank=node_ids[:rank].count(node_ids[rank]),
-                # Ray shows a worker no GPU but its own.
-                device="cuda:0" if bundle is not None and bundle.num_gpus else "cpu",
-                init_method=f"tcp://{f'[{address}]' if ':' in address else address}:{port}",
+                # Ray makes only the worker's own GPU visible to it.
+                device="cuda:0" if has_gpu else "cpu",
+                init_method=f"tcp://{host}:{port}",
                 collective_timeout_s=collective_timeout_s,
                 num_threads=num_threads,
             )
-            for rank, bundle in enumerate(bundles)
-        ]
+            contexts.append(context)
+        return contexts
 
     def _call(
         self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -212,12 +214,13 @@ class RayWorkerGroup:
         return Handle(value, outcome, rank, method)
 
     def _share(self, value: Any) -> Any:
-        """A reference that any number of workers can be given; plain scalars go by value."""
+        """Return a reference that can be passed to several workers; scalars are returned as is."""
         if isinstance(value, Handle):
             return value.value
-        return (
-            value if value is None or isinstance(value, (bool, int, float, str)) else ray.put(value)
-        )
+        # Ray sends small values with the call; an object in its store would cost more.
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return ray.put(value)
 
     def _raise_if_stopped(self) -> None:
         self._raise_if_head_lost()
@@ -227,25 +230,26 @@ class RayWorkerGroup:
             raise RuntimeError(f"the {self.name} group was shut down")
 
     def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
-        """Wait for a call to end, drop all that have ended from `pending`, and return a failure
-        among them, if any.
+        """Wait for a call to end and remove all ended calls from `pending`.
+
+        Returns one of their failures, primary failures first, or None.
         """
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
-        ended += [
-            ref
-            for ref in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]
-            if ref not in ended
-        ]
-        calls = [pending.pop(outcome) for outcome in ended]
-        failures = [
-            failure_of(outcome, call.rank, call.method)
-            for outcome, call in zip(ended, calls, strict=True)
-        ]
-        return min(filter(None, failures), key=lambda failure: failure.is_secondary, default=None)
+        # The failures of several workers often arrive together; the first is not always the cause.
+        also_ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        ended += [outcome for outcome in also_ended if outcome not in ended]
+        failures = []
+        for outcome in ended:
+            call = pending.pop(outcome)
+            failure = failure_of(outcome, call.rank, call.method)
+            if failure is not None:
+                failures.append(failure)
+        return min(failures, key=lambda failure: failure.is_secondary, default=None)
 
-    def _first_cause(self, failure: Failure, pending: _Pending) -> Failure:
-        """The failure that started it: a collective that broke in one worker is only the echo of
-        another's end.
+    def _root_cause(self, failure: Failure, pending: _Pending) -> Failure:
+        """Return the failure that caused a secondary one, if it arrives within the grace period.
+
+        A collective is aborted in all other workers when one worker ends.
         """
         deadline = time.monotonic() + GRACE_S
         while failure.is_secondary and pending and time.monotonic() < deadline:
@@ -255,9 +259,7 @@ class RayWorkerGroup:
         return failure
 
     def _check_progress(self, pending: _Pending) -> None:
-        """Raise WorkerHung for a worker past the progress deadline, WorkerFailure if the head is
-        gone.
-        """
+        """Raise WorkerHung after the progress deadline, WorkerFailure after the loss of the head."""
         self._raise_if_head_lost()
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:
@@ -273,9 +275,10 @@ class RayWorkerGroup:
 
     def _stop(self, failure: Failure, pending: _Pending | None = None) -> NoReturn:
         if failure.is_secondary and pending:
-            # The ranks that did not answer are those that the others waited for in vain.
-            at_least_s = 0.9 * self._collective_timeout_s
-            silence = self._monitor.most_silent(_ranks(pending), at_least_s=at_least_s)
+            # A collective timed out: the root cause is a rank whose call is still running. Its
+            # silence is about as long as the timeout; 0.9 is a margin.
+            min_silent_s = 0.9 * self._collective_timeout_s
+            silence = self._monitor.longest_silence(_ranks(pending), min_silent_s=min_silent_s)
             if silence is not None:
                 self._stop_hung(silence, pending)
         self._failure = explain(failure, self.name, self._locations[failure.rank])
@@ -285,71 +288,70 @@ class RayWorkerGroup:
     def _stop_hung(self, silence: Silence, pending: _Pending) -> NoReturn:
         location = self._locations[silence.rank]
         method = next(call.method for call in pending.values() if call.rank == silence.rank)
-        self._failure = hung = explain_hung(silence, self.name, method, location)
+        hung = explain_hung(silence, self.name, method, location)
+        self._failure = hung
         logger.info("%s\n%s", hung, silence.stack)
-        kill_process(location)  # a stopped process does not obey Ray
+        # Ray cannot end a stopped process (SIGSTOP).
+        kill_process(location)
         self.shutdown()
         raise hung
 
 
 def _choose_bundles(
-    cluster: RayVirtualCluster, placement: str, topology: Topology, name: str
+    cluster: RayVirtualCluster, bundles: BundleSet, topology: Topology, name: str
 ) -> Sequence[Bundle | None]:
-    if placement == "anywhere":
+    """Return the bundle of each rank; None for a worker without reserved resources."""
+    if bundles == "anywhere":
         return [None] * topology.world_size
-    bundles = cluster.policy_bundles if placement == "policy" else cluster.generation_bundles
-    if topology.world_size > len(bundles):
+    available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
+    if topology.world_size > len(available):
         raise ValueError(
-            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has room"
-            f" for {len(bundles)}"
+            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has"
+            f" bundles for {len(available)}"
         )
-    return bundles[: topology.world_size]
+    return available[: topology.world_size]
 
 
 def _ranks(pending: _Pending) -> set[int]:
     return {call.rank for call in pending.values()}
 
 
-def _method(pending: _Pending) -> str:
-    return next(iter(pending.values())).method
-
-
 def _start_actor(
     name: str, rank: int, bundle: Bundle | None, num_threads: int, monitor: ProgressMonitor
 ) -> Any:
-    """The one place where a worker meets Ray's scheduler."""
-    share = 1.0 / COLOCATED_GROUPS
-    return (
-        ray.remote(WorkerActor)
-        .options(
-            name=f"{name}-{rank}-{secrets.token_hex(4)}",
-            num_cpus=bundle.num_cpus * share if bundle else 0,
-            num_gpus=bundle.num_gpus * share if bundle else 0,
-            max_restarts=0,
-            scheduling_strategy=(
-                PlacementGroupSchedulingStrategy(
-                    bundle.placement_group, placement_group_bundle_index=bundle.index
-                )
-                if bundle
-                else "SPREAD"
-            ),
+    """Start the process of one worker in its bundle, or on any node without one."""
+    num_cpus = 0.0
+    num_gpus = 0.0
+    strategy: Any = "SPREAD"
+    if bundle is not None:
+        num_cpus = bundle.num_cpus / COLOCATED_GROUPS
+        num_gpus = bundle.num_gpus / COLOCATED_GROUPS
+        strategy = PlacementGroupSchedulingStrategy(
+            bundle.placement_group, placement_group_bundle_index=bundle.index
         )
-        .remote(f"{name}[{rank}]", num_threads, monitor.key(rank), monitor.timeout_s)
+    actor_class = ray.remote(WorkerActor).options(
+        # Names are unique on a cluster, which several runs may share.
+        name=f"{name}-{rank}-{secrets.token_hex(4)}",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        # A restarted worker would have lost its state.
+        max_restarts=0,
+        scheduling_strategy=strategy,
     )
+    label = f"{name}[{rank}]"
+    return actor_class.remote(label, num_threads, monitor.key(rank), monitor.timeout_s)
 
 
 def _locate(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Location, ...]:
-    """Where the actors run; raises ClusterError if they do not all start in time."""
+    """Return the locations of the actors. Raises ClusterError if one does not start in time."""
     locations = [actor.locate.remote() for actor in actors]
     started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)
     if missing:
         raise ClusterError(
             f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
-            f" {timeout_s:g} s (cluster.placement_timeout_s), although there is room; the logs of"
-            f" the Ray nodes (in"
-            " logs/ray of the run, or under /tmp/ray/session_latest/logs on the nodes of a cluster"
-            " that was"
-            " joined) say why a process does not start"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although the resources are reserved;"
+            " the logs of the Ray nodes have the reason (in logs/ray of the run, or under"
+            " /tmp/ray/session_latest/logs on the nodes of a cluster that was joined)"
         )
     try:
         return tuple(ray.get(locations))

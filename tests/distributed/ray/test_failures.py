@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nemo_like.distributed.advice import is_collective_error
-from nemo_like.distributed.ray.actor import Raised, count_oom_kills
+from nemo_like.distributed.ray.actor import Raised
 from nemo_like.distributed.ray.failures import Evidence, Failure, advise, diagnose, read_evidence
+from nemo_like.distributed.ray.processes import count_oom_kills
 
 LOST = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker"
 SIGKILL = f"{LOST} unexpectedly exits with a connection error code 2. Some common causes include: (1) the OOM killer"
@@ -67,7 +68,7 @@ def test_the_cause_is_told_from_the_traces(
 
 def test_without_evidence_no_cause_is_claimed() -> None:
     assert diagnose(SIGKILL, None, 0) is None
-    told, _ = diagnose(SIGKILL, Evidence(full_folder="/dev/shm"), 0) or ("", "")
+    told, _ = diagnose(SIGKILL, Evidence(full_directory="/dev/shm"), 0) or ("", "")
     assert "the disk of /dev/shm was full" in told
     told, _ = diagnose(SIGKILL, Evidence(process_state="S"), 0) or ("", "")
     assert "still ran" in told
@@ -121,7 +122,7 @@ def test_exceptions_with_a_known_way_out_have_advice() -> None:
 )
 def test_an_error_of_a_collective_is_secondary(error: Exception, is_collective: bool) -> None:
     assert is_collective_error(error) is is_collective
-    assert Failure(0, "train", Raised.of(error)).is_secondary is is_collective
+    assert Failure(0, "train", Raised.from_exception(error)).is_secondary is is_collective
 
 
 def test_kills_for_memory_are_counted() -> None:

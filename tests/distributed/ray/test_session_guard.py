@@ -17,8 +17,8 @@ from typing import TextIO
 
 import pytest
 
-from nemo_like.distributed.ray.failures import process_state
-from nemo_like.distributed.ray.session_guard import SessionFolder, remove_session
+from nemo_like.distributed.ray.processes import process_state
+from nemo_like.distributed.ray.session_guard import SessionDirectory, remove_session
 
 ROOT = Path(__file__).parents[3]
 
@@ -110,11 +110,12 @@ def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path, then: str) -> None:
         import os, signal
         import ray
         from nemo_like.config.schema import ClusterConfig
-        from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster, _raylet_pid
+        from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+        from nemo_like.distributed.ray.connection import raylet_pid
         cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
         cluster.shutdown()
         cluster = RayVirtualCluster(ClusterConfig(cpus_per_worker=0.1))
-        os.kill(_raylet_pid(), signal.SIGKILL)
+        os.kill(raylet_pid(), signal.SIGKILL)
         {then}
         """
     errors = tmp_path / "errors"
@@ -133,8 +134,8 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     driver = start_python(
         """
         import json, signal, subprocess, sys
-        from nemo_like.distributed.ray.session_guard import SessionFolder, remove_session
-        session = SessionFolder()
+        from nemo_like.distributed.ray.session_guard import SessionDirectory, remove_session
+        session = SessionDirectory()
         log = (session.path / "worker.err").open("w")
         worker = subprocess.Popen(["sleep", "1000"], stdout=log, stderr=log)
         print(json.dumps([str(session.path), worker.pid, session._guard.pid]), flush=True)
@@ -143,7 +144,7 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     )
     assert driver.stdout is not None
     folder, worker, guard = json.loads(driver.stdout.readline())
-    other = SessionFolder()
+    other = SessionDirectory()
     assert Path(folder).is_dir(), "a session whose driver lives is left alone"
     for pid in (guard, driver.pid):
         os.kill(pid, signal.SIGKILL)
@@ -152,7 +153,7 @@ def test_a_session_whose_guard_is_gone_too_is_removed_by_the_next_run(
     assert Path(folder).is_dir()
     assert is_running(worker)
 
-    third = SessionFolder()
+    third = SessionDirectory()
     assert not Path(folder).exists()
     assert not is_running(worker)
     assert other.path.is_dir()

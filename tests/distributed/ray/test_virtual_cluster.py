@@ -80,17 +80,15 @@ def test_more_workers_than_the_cluster_has_are_waited_for_and_given_up(two_nodes
         )
     assert 3 <= time.monotonic() - start < 10
     message = str(caught.value)
-    assert "gave up after 3 s (cluster.placement_timeout_s)" in message
+    assert "timed out after 3 s (cluster.placement_timeout_s)" in message
     assert (
         "6 policy workers = cluster.num_nodes 2 x cluster.workers_per_node 3"
         " (cluster.cpus_per_worker 1)" in message
     )
     assert message.count("has 2 CPU + 2 GPU free of 2 CPU + 2 GPU") == 2
-    assert message.endswith("To go on, add nodes, or lower cluster.workers_per_node to 2.")
+    assert message.endswith("To continue, add nodes, or lower cluster.workers_per_node to 2.")
     assert reports
-    assert (
-        "waiting for room on the Ray cluster, for which nodes must join the cluster" in reports[0]
-    )
+    assert "waiting for resources on the Ray cluster, to which nodes must be added" in reports[0]
 
 
 def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
@@ -104,7 +102,7 @@ def test_room_that_others_give_back_is_taken(two_nodes: Cluster) -> None:
         assert second.num_policy_workers == 2
     timer.join()
     assert "has 0 CPU + 2 GPU free of 2 CPU + 2 GPU" in reports[0]
-    assert "must join" not in reports[0]
+    assert "must be added" not in reports[0]
 
 
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -172,7 +170,9 @@ def test_a_ray_started_here_is_on_loopback_and_refuses_at_once_what_it_can_never
     done = run_python(script)
     assert done.returncode == 0, done.stderr
     error, after = done.stdout.strip().splitlines()
-    assert error.startswith("no room for the workers: this machine is the whole cluster")
+    assert error.startswith(
+        "not enough resources for the workers: this machine is the only node of the cluster"
+    )
     assert "needed: 100000 policy workers" in error
     assert "Available: 127.0.0.1 has " in error
     assert "lower cluster.workers_per_node to " in error

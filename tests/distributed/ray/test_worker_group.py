@@ -114,7 +114,7 @@ def test_an_argument_per_dp_rank_is_required(group: RayWorkerGroup) -> None:
 
 def test_a_group_takes_no_more_workers_than_there_is_room_for(cluster: RayVirtualCluster) -> None:
     with pytest.raises(
-        ValueError, match=r"policy group has 8 workers .*the cluster has room for 4"
+        ValueError, match=r"policy group has 8 workers .*the cluster has bundles for 4"
     ):
         plain_group(cluster, Topology(dp=8))
 
@@ -123,7 +123,7 @@ def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(
     cluster: RayVirtualCluster,
 ) -> None:
     rewards = RayWorkerGroup(
-        cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), placement="anywhere"
+        cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), bundles="anywhere"
     )
     assert rewards.run_all_workers("multiply", 1) == [0, 1]
     rewards.shutdown()
@@ -137,7 +137,7 @@ def test_each_gpu_has_one_policy_worker_and_the_generator_beside_it(group: RayWo
     with RayVirtualCluster(ClusterConfig(gpus_per_node=2, cpus_per_worker=0.25)) as cluster:
         policy = plain_group(cluster, topology)
         generation = RayWorkerGroup(
-            cluster, PlainWorker, {}, name="generation", topology=topology, placement="generation"
+            cluster, PlainWorker, {}, name="generation", topology=topology, bundles="generation"
         )
         seen = policy.run_all_workers("describe")
         assert [context.device for context, *_ in seen] == ["cuda:0"] * 2

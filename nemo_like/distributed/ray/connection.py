@@ -1,0 +1,184 @@
+"""Connects this process to a Ray cluster: joins that of `RAY_ADDRESS`, or starts one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
+
+from nemo_like.distributed.errors import ClusterError
+from nemo_like.distributed.ray.head_monitor import HeadMonitor
+from nemo_like.distributed.ray.session_guard import SessionDirectory, kept_logs_text
+from nemo_like.distributed.ray.startup_watch import StartupWatch
+
+_CONNECT_S = 10.0
+_MAX_ATTEMPTS = 3
+"""Ray gives its processes 30 s to start, which a busy machine may exceed."""
+
+
+def connect(logs: Path | None) -> SessionDirectory | None:
+    """Join the cluster of RAY_ADDRESS, or start one and return its directory.
+
+    If the start fails, the logs of Ray are copied to `logs`. Raises ClusterError.
+    """
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        return _start(logs)
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS is {address}, not the address of a cluster's head (host:port, or auto)."
+            " To run on the cluster behind that URL use `ray job submit`, as ray_jobs/submit.sh"
+            " does; to run on this machine, unset it"
+        )
+    try:
+        _join(address)
+    except Exception as error:  # Ray raises RuntimeError, ValueError, OSError and types of its own
+        ray.shutdown()
+        advice = (
+            "The head must run (check with `ray status` there; after it ended, start it again or"
+            " unset RAY_ADDRESS), and if it was started with RAY_AUTH_MODE=token this needs"
+            " RAY_AUTH_MODE=token and the same token, in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        )
+        if "ersion mismatch" in str(error):
+            advice = "Install the same versions of Ray and Python here and on the cluster"
+        raise ClusterError(
+            f"cannot connect to the Ray cluster of RAY_ADDRESS={address}: {_one_line(error)}."
+            f" {advice}"
+        ) from error
+    return None
+
+
+def raylet_pid() -> int:
+    """Return the pid of the raylet that this process started."""
+    node: Any = ray_worker._global_node
+    assert node is not None, "a Ray was started"
+    return node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
+
+
+def _join(address: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(_keep_sigterm_handler())
+        if address != "auto":
+            _check_listening(address)
+            # If the head dies now, Ray ends the process after 60 s without a message; the
+            # monitor does so earlier.
+            stack.callback(HeadMonitor(address).stop)
+        ray.init(address=address, logging_level=logging.ERROR)
+
+
+def _start(logs: Path | None) -> SessionDirectory:
+    """Start a Ray cluster on this machine that ends with this process."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    attempt = 1
+    while True:
+        try:
+            session = SessionDirectory()
+        except OSError as error:
+            raise ClusterError(
+                "Ray cannot be started on this machine: its directory cannot be created"
+                f" ({error}). Free some space there, or set RAY_TMPDIR to a short path that can be"
+                " written"
+            ) from error
+        try:
+            _start_session(session, logs)
+        except BaseException as error:
+            ray.shutdown()
+            session.close(logs)
+            if not isinstance(error, Exception):
+                raise
+            if "timed out during startup" in str(error) and attempt < _MAX_ATTEMPTS:
+                attempt += 1
+                continue
+            raise ClusterError(
+                f"Ray could not be started on this machine (attempt {attempt}):"
+                f" {_one_line(error)}{kept_logs_text(logs)}."
+                " All its processes were stopped. Try again when the machine is less busy, or run"
+                " without Ray with cluster.backend=local (one worker)"
+            ) from error
+        return session
+
+
+def _start_session(session: SessionDirectory, logs: Path | None) -> None:
+    with (
+        _loopback_only(),
+        _keep_sigterm_handler(),
+        _blocked(signal.SIGINT, signal.SIGHUP),
+        StartupWatch(session, logs),
+    ):
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(session.path),
+        )
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Block these signals in processes that start inside the block.
+
+    In this process they are delivered after the block. Ctrl-C and the end of a terminal reach every
+    process of the terminal's foreground group. Workers must survive them, so that the driver can
+    finish the step and save. Processes inherit the mask.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Prevent Ray from setting a SIGTERM handler: its own ends the driver without a message."""
+    replaced = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = replaced
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Have a Ray that starts inside the block listen on 127.0.0.1 alone."""
+    # Ray replaces a loopback address by the machine's own, except when it is configured not to
+    # form clusters, as on a laptop. Its processes read that from the environment; this process
+    # has read it already, so the constant is set as well.
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    environment_before = os.environ.get(name)
+    constant_before = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant_before
+        os.environ.pop(name)
+        if environment_before is not None:
+            os.environ[name] = environment_before
+
+
+def _check_listening(address: str) -> None:
+    """Raise OSError or ValueError for an address without a server; Ray would retry for minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError("it is not of the form host:port")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
+def _one_line(error: Exception) -> str:
+    """Return the message without terminal colours and line breaks."""
+    text = re.sub(r"\x1b\[\d+m", "", str(error)) or type(error).__name__
+    return " ".join(text.split()).rstrip(".")

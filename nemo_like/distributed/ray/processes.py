@@ -1,0 +1,51 @@
+"""State of processes and machines from /proc and cgroup files; standard library only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_OOM_KILL_FILES = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
+"""The counter of the control group (a container) first, then that of the machine."""
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process (R, S, D, T, Z; see proc(5)); empty if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # The state follows the name of the process, in parentheses, which may have spaces.
+    return text.rpartition(")")[2].split()[0]
+
+
+def has_ended(pid: int) -> bool:
+    """Return True for a process that is gone, or a zombie that its parent has not waited for."""
+    return process_state(pid) in ("", "Z", "X")
+
+
+def count_oom_kills() -> int:
+    """Return the number of processes that the kernel killed for memory; 0 if it is not reported.
+
+    The count is that of this control group, or else of this machine, since its start.
+    """
+    for name in _OOM_KILL_FILES:
+        path = Path(name)
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines():
+            key, count = line.split()
+            if key == "oom_kill":
+                return int(count)
+    return 0
+
+
+def machine_id() -> str:
+    """Return an identifier of this machine and of this process's pid and mount namespaces.
+
+    Between processes with equal identifiers, process ids and paths have the same meaning.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    pid_namespace = os.readlink("/proc/self/ns/pid")
+    mount_namespace = os.readlink("/proc/self/ns/mnt")
+    return f"{boot_id} {pid_namespace} {mount_namespace}"
