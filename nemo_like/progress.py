@@ -128,13 +128,13 @@ class Progress:
         finally:
             self._phases.remove(phase)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one message above the bars, as it is except for control characters."""
         self._console.print(Text(self._printable(text)))
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the one-line summary of a step; what a `Tracker` calls for its console line."""
-        self.say(step_line(step, metrics, self._num_steps))
+        self.print_line(step_line(step, metrics, self._num_steps))
 
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
         """Print decoded samples; trained text is green on a terminal and stands in ⟦ ⟧
@@ -145,7 +145,7 @@ class Progress:
             if self._is_terminal:
                 self._console.print(self._panel(sample, heading), soft_wrap=False)
             else:
-                self.say(sample_text(sample, heading))
+                self.print_line(sample_text(sample, heading))
 
     def _shown(self) -> AbstractContextManager[object]:
         if self._is_terminal:
@@ -159,7 +159,7 @@ class Progress:
 
         def tick() -> None:
             while not stopped.wait(self._interval_s):
-                self.say(
+                self.print_line(
                     " | ".join(f"{phase.name}: {phase.status()}" for phase in list(self._phases))
                 )
 

@@ -144,7 +144,7 @@ def test_a_phase_that_raises_is_gone_and_its_thread_too() -> None:
 
 def test_long_lines_are_not_wrapped_in_a_log() -> None:
     stream = io.StringIO()
-    Progress(stream).say("x" * 500)
+    Progress(stream).print_line("x" * 500)
     assert stream.getvalue() == "x" * 500 + "\n"
 
 
@@ -176,7 +176,7 @@ def test_terminal_shows_bars_lines_above_them_and_leaves_only_the_lines() -> Non
             steps.advance(1)
             time.sleep(0.6)  # two refreshes
             progress.show_step(1, {"policy/loss": 0.5})
-        progress.say("done")
+        progress.print_line("done")
 
     text = without_styles(on_terminal(show))
     assert re.search(r"grpo +━+.* 1/3 steps, 0:00", text)

@@ -33,9 +33,9 @@ class Report:
 
     def show(self, progress: Progress) -> None:
         """The same through `progress`, which colours what is trained on a terminal."""
-        progress.say("\n".join(self._lines()))
+        progress.print_line("\n".join(self._lines()))
         progress.show_samples(self.samples, "sample")
-        progress.say("\n".join(self._verdict()))
+        progress.print_line("\n".join(self._verdict()))
 
     def _lines(self) -> Iterator[str]:
         for title, lines in self.sections.items():

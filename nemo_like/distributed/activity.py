@@ -1,8 +1,9 @@
-"""What this process is working on, for the detection of hung workers.
+"""The current activity of this process, for the detection of hung workers.
 
-Work that makes progress calls `note` for every microbatch, decoding step and reward sample. A
-monitor compares the number of notes: a slow worker adds notes, a hung one does not. It is a module
-because a process holds one worker; a local run, which holds several, runs one call at a time.
+Code that makes progress calls `note` for every microbatch, decoding step and reward sample. A
+monitor compares the number of notes: a slow worker adds notes, a hung one does not. The state is a
+module variable because a process has one worker; a local run has several, but runs one call at a
+time.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ _last = Activity(0, time.monotonic(), "started")
 def note(text: str) -> None:
     """Record progress. Costs well under a microsecond, so it fits into inner loops."""
     global _last
+    # One assignment, so that a reader in another thread sees either the old or the new note.
     _last = Activity(_last.count + 1, time.monotonic(), text)
 
 
 def last() -> Activity:
-    """The last note."""
+    """Return the last note."""
     return _last
 
 
 def main_thread_stack() -> str:
-    """The Python stack of the main thread, innermost call last."""
+    """Return the Python stack of the main thread, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+    if frame is None:
+        return ""
+    return "".join(traceback.format_stack(frame))

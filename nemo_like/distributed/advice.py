@@ -1,4 +1,4 @@
-"""What a user can change after an exception in a worker."""
+"""Advice for known exceptions in a worker: the settings that the user can change."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ import re
 
 SAVE_MEMORY = (
     "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens,"
-    " policy.dynamic_batching.train_mb_tokens,"
-    " or policy.train_micro_batch_size without either; for scoring their logprob_ twins), turn"
-    " policy.activation_checkpointing on, or put fewer workers on a node"
-    " (cluster.workers_per_node)."
+    " policy.dynamic_batching.train_mb_tokens, or policy.train_micro_batch_size without either; for"
+    " log-probs the logprob_ settings), turn policy.activation_checkpointing on, or put fewer"
+    " workers on a node (cluster.workers_per_node)."
 )
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"
     r" out",
     re.IGNORECASE,
 )
+_DISTRIBUTED_ERRORS = {"DistError", "DistBackendError", "DistNetworkError"}
+"""Names of torch.distributed's exceptions, which include those of NCCL."""
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether `error` comes from torch.distributed's communication rather than from the worker's
-    own work.
+    """Return True for an exception of torch.distributed's communication.
+
+    Types are compared by name, so that the driver does not import torch.
     """
-    if any(
-        kind.__name__ in ("DistError", "DistBackendError", "DistNetworkError")
-        for kind in type(error).__mro__
-    ):
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _DISTRIBUTED_ERRORS:
         return True
+    # Gloo raises plain RuntimeErrors, which only their text identifies.
     return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
 
 
 def advise(error: Exception) -> str:
-    """What to change for an exception that has a known way out; empty for others."""
+    """Return the settings to change for a known exception; empty for others."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return SAVE_MEMORY
     if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
-        return "A worker waited in vain for the others; if they were only slow, raise cluster.collective_timeout_s."
+        return (
+            "A worker waited for the others until the timeout; if they were only slow, raise"
+            " cluster.collective_timeout_s."
+        )
     return ""

@@ -1,8 +1,6 @@
-"""The arguments of `BatchedDataDict.shard_by_batch_size`, as people know them, and the plan they
-ask for.
-"""
+"""The arguments of `BatchedDataDict.shard_by_batch_size`, with NeMo RL's keys, as a `PlanSpec`."""
 
-# No postponed annotations here: `NotRequired` is only seen in real ones.
+# No postponed annotations here: `__required_keys__` ignores `NotRequired` in strings.
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -10,10 +8,10 @@ from nemo_like.data.planning.plan import PlanSpec
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Rows of like length padded together under a token budget."""
+    """Rows of similar length padded to microbatches under a token limit."""
 
     max_tokens_per_microbatch: int
-    """Most tokens of a microbatch, rows x padded length."""
+    """Maximum tokens of a microbatch, rows x padded length."""
     sequence_length_round: int
     """The padded length of a microbatch is a multiple of this."""
     input_key: str
@@ -23,10 +21,10 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """Rows packed end to end under a token budget."""
+    """Rows packed to microbatches under a token limit."""
 
     max_tokens_per_microbatch: int
-    """Most tokens of a microbatch: the bin capacity."""
+    """Maximum tokens of a microbatch: the bin capacity."""
     input_key: str
     """The column of token ids."""
     input_lengths_key: str
@@ -34,15 +32,13 @@ class SequencePackingArgs(TypedDict):
     algorithm: str
     """Name of the bin packer, see `PackingAlgorithm`."""
     sequence_length_pad_multiple: int
-    """Each row counts as rounded up to a multiple of this."""
+    """Row lengths are rounded up to a multiple of this."""
     microbatch_order: NotRequired[Literal["packer", "largest_first"]]
-    """`packer` if left out."""
+    """Default: `packer`."""
 
 
 def packing_spec(args: SequencePackingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
-    """What the planner is asked for packed microbatches. Raises ValueError for a missing or an
-    unknown key.
-    """
+    """Return the spec of packed microbatches. Raises ValueError for a missing or unknown key."""
     _check_keys("sequence_packing_args", args, SequencePackingArgs)
     return PlanSpec(
         layout="packed",
@@ -56,9 +52,7 @@ def packing_spec(args: SequencePackingArgs, num_ranks: int, global_batch_size: i
 
 
 def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: int) -> PlanSpec:
-    """What the planner is asked for padded microbatches. Raises ValueError for a missing or an
-    unknown key.
-    """
+    """Return the spec of padded microbatches. Raises ValueError for a missing or unknown key."""
     _check_keys("dynamic_batching_args", args, DynamicBatchingArgs)
     return PlanSpec(
         layout="padded",
@@ -70,10 +64,8 @@ def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: i
 
 
 def _check_keys(name: str, args: Mapping[str, Any], kind: Any) -> None:
-    missing, unknown = (
-        sorted(kind.__required_keys__ - set(args)),
-        sorted(set(args) - set(kind.__annotations__)),
-    )
+    missing = sorted(kind.__required_keys__ - set(args))
+    unknown = sorted(set(args) - set(kind.__annotations__))
     if missing or unknown:
         raise ValueError(
             f"{name}: missing keys {missing}, unknown keys {unknown}; the keys are"

@@ -1,18 +1,14 @@
-"""What can go wrong between the driver, its workers and the cluster, each as one paragraph a user
-can act on.
-"""
+"""Exceptions of the cluster and of workers, with the cause and the setting to change."""
 
 from __future__ import annotations
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be reached, or has no room for what `cluster.*` asks."""
+    """The cluster cannot be reached, or has not the resources that `cluster.*` requests."""
 
 
 class WorkerFailure(RuntimeError):
-    """A worker of a group failed and the rest of the group was stopped. `str()` is the paragraph to
-    show.
-    """
+    """A worker of a group failed and the other workers were stopped. `str()` is for the user."""
 
     def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
         super().__init__(message)
@@ -22,9 +18,7 @@ class WorkerFailure(RuntimeError):
 
 
 class WorkerError(WorkerFailure):
-    """A worker raised. `cause` is its exception, `traceback_text` where in the worker it came
-    from.
-    """
+    """A worker raised `cause`; `traceback_text` is the traceback in the worker."""
 
     def __init__(
         self,
@@ -36,19 +30,21 @@ class WorkerError(WorkerFailure):
         traceback_text: str,
         advice: str = "",
     ) -> None:
-        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        message = f"worker {rank} of the {group} group failed in `{method}`: {what}"
-        super().__init__(
-            f"{message}\n{advice}" if advice else message, group=group, rank=rank, method=method
-        )
+        message = f"worker {rank} of the {group} group failed in `{method}`: {type(cause).__name__}"
+        if str(cause):
+            message += f": {cause}"
+        if advice:
+            message += f"\n{advice}"
+        super().__init__(message, group=group, rank=rank, method=method)
         self.cause = cause
         self.traceback_text = traceback_text
         self.add_note(f"In the worker:\n{traceback_text}")
 
 
 class WorkerHung(WorkerFailure):
-    """A worker reported no progress for too long and was killed. `stack` is where it was, if
-    known.
+    """A worker reported no progress for too long and was killed.
+
+    `stack` is the stack of its main thread, empty if unknown.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class WorkerHung(WorkerFailure):
 
 
 class WorkerDied(WorkerFailure):
-    """A worker's process ended. `cause` says how, `log_tail` holds the last lines it wrote."""
+    """A worker's process ended. `log_tail` has the last lines of its standard error."""
 
     def __init__(
         self,
@@ -97,8 +93,7 @@ class WorkerDied(WorkerFailure):
     ) -> None:
         super().__init__(
             f"worker {rank} of the {group} group (pid {pid} on node {node}) died in `{method}`:"
-            f" {cause}. {advice} The"
-            " other workers of the group were stopped.",
+            f" {cause}. {advice} The other workers of the group were stopped.",
             group=group,
             rank=rank,
             method=method,
@@ -108,4 +103,4 @@ class WorkerDied(WorkerFailure):
         self.cause = cause
         self.log_tail = log_tail
         if log_tail:
-            self.add_note(f"The last lines it wrote:\n{log_tail}")
+            self.add_note(f"The last lines of its log:\n{log_tail}")

@@ -1,4 +1,4 @@
-"""The calls of a worker group for one worker in this process: no Ray, no copies, one rank."""
+"""A worker group of one worker in this process: no Ray, no copies, one rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def local_context(
     num_threads: int | None = None,
     collective_timeout_s: float = 600.0,
 ) -> WorkerContext:
-    """The context of a group of one, whose rendezvous is in memory. `num_threads` None means every
-    core.
-    """
+    """Return the context of a group of one rank; `num_threads` None means every core."""
     return WorkerContext(
         rank=0,
         world_size=1,
@@ -42,9 +40,7 @@ def local_context(
 
 
 class LocalGroup:
-    """One worker in this process. Arguments and results are the objects themselves, so a handle
-    holds the value.
-    """
+    """One worker in this process. Arguments and results are not copied; a handle has the value."""
 
     topology = Topology()
     world_size = 1
@@ -67,6 +63,7 @@ class LocalGroup:
                 target=self._watch, args=(progress_timeout_s,), daemon=True, name=f"watch-{name}"
             )
             watch.start()
+        # Several local groups share the process; the one whose worker joined leaves.
         was_joined = process_groups.is_joined()
         self._worker = self._guard("__init__", worker_class, context, **kwargs)
         self._joined = process_groups.is_joined() and not was_joined
@@ -81,7 +78,7 @@ class LocalGroup:
             if len(items) != 1:
                 raise ValueError(
                     f"argument {position} of {method} has {len(items)} items; the {self.name} group"
-                    f" has dp 1"
+                    " has dp 1"
                 )
         return self.run_all_workers(method, *(items[0] for items in sharded), **common)
 
@@ -93,23 +90,17 @@ class LocalGroup:
             raise RuntimeError(f"the {self.name} group was shut down")
         arguments = [_value(argument) for argument in args]
         keywords = {name: _value(argument) for name, argument in kwargs.items()}
-        return [
-            Handle(
-                self._guard(method, getattr(self._worker, method), *arguments, **keywords),
-                None,
-                0,
-                method,
-            )
-        ]
+        result = self._guard(method, getattr(self._worker, method), *arguments, **keywords)
+        return [Handle(result, None, 0, method)]
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Nothing: a call is done when `submit_all` returns."""
+        """Do nothing: a call is done when `submit_all` returns."""
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         return [handle.value for handle in handles]
 
     def shutdown(self) -> None:
-        """Drop the worker and leave its process group, if it joined one."""
+        """Release the worker and leave its process group, if it joined one."""
         self._worker = None
         self._closed.set()
         if self._joined:
@@ -119,6 +110,7 @@ class LocalGroup:
     def _guard(
         self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Call `function`; convert its exception to WorkerError."""
         activity.note(method)
         self._calls.append(method)
         try:
@@ -137,9 +129,7 @@ class LocalGroup:
             self._calls.pop()
 
     def _watch(self, timeout_s: float) -> None:
-        """End the process when a call makes no progress: nothing else can end one in this
-        process.
-        """
+        """End the process when a call makes no progress, because a thread cannot interrupt it."""
         while not self._closed.wait(min(1.0, timeout_s / 4)):
             last = activity.last()
             silent_s = time.monotonic() - last.time_s

@@ -1,4 +1,4 @@
-"""A worker's process group and device mesh. Seeds are the worker's own business."""
+"""A worker's process group and device mesh. Does not set seeds."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def init_process_group(context: WorkerContext) -> torch.device:
-    """Join the group's process group, with gloo for CPU tensors and NCCL for CUDA ones; returns
-    this worker's device.
+    """Join the process group of the worker group and return this worker's device.
 
-    Collectives fail after `context.collective_timeout_s`. Raises RuntimeError if this process is in
-    a process group.
+    CPU tensors use gloo, CUDA tensors NCCL. Collectives fail after `context.collective_timeout_s`.
+    Raises RuntimeError if this process is in a process group.
     """
     if is_joined():
         raise RuntimeError(
-            "this process already belongs to a process group; call mesh.destroy() first"
+            "this process already belongs to a process group; call process_groups.destroy() first"
         )
     torch.set_num_threads(context.num_threads)
     device = torch.device(context.device)
@@ -51,14 +50,12 @@ def init_process_group(context: WorkerContext) -> torch.device:
 
 
 def build_device_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks with the axes pp, dp, cp, tp; `mesh["dp"]` is the sub-mesh of one
-    axis.
-    """
+    """Return the mesh of all ranks, [pp, dp, cp, tp]; `mesh["dp"]` is the mesh of one axis."""
     return init_device_mesh(device_type, tuple(topology.shape), mesh_dim_names=AXES)
 
 
 def is_joined() -> bool:
-    """Whether this process is in a process group."""
+    """Return True if this process is in a process group."""
     return dist.is_initialized()
 
 
@@ -69,23 +66,23 @@ def destroy() -> None:
 
 
 def _store(context: WorkerContext, timeout: timedelta) -> Store | None:
-    """The store through which the ranks find each other; None leaves it to torch (`file://`)."""
+    """Return the store of the rendezvous; None if torch creates it (`file://`)."""
     if context.init_method == IN_MEMORY:
         return HashStore()
-    return _tcp_store(context, timeout) if context.init_method.startswith("tcp://") else None
+    if context.init_method.startswith("tcp://"):
+        return _tcp_store(context, timeout)
+    return None
 
 
 def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
-    """The store on rank 0 through which the ranks find each other.
-
-    It is bound to the address of `init_method` alone; left to torch it would listen on every
-    interface.
-    """
+    """Return the store of the rendezvous, which rank 0 serves at the address of `init_method`."""
     url = urlsplit(context.init_method)
-    host, port = str(url.hostname), url.port or 0
+    host = str(url.hostname)
+    port = url.port or 0
     if context.rank > 0:
         return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # torch's own server socket would listen on every interface.
     server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))
     return TCPStore(
         host,
@@ -100,9 +97,8 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
 def _bind_gloo(init_method: str) -> None:
     """Have gloo use the network interface that reaches the rendezvous.
 
-    Left alone it uses the address of the host's name, which on many machines is 127.0.0.1 or
-    127.0.1.1, out of reach of workers on other nodes. A `GLOO_SOCKET_IFNAME` that is set already is
-    kept.
+    By default it uses the address of the host name, which on many machines is 127.0.0.1 or
+    127.0.1.1 and cannot be reached from other nodes. An existing `GLOO_SOCKET_IFNAME` is kept.
     """
     url = urlsplit(init_method)
     if url.scheme != "tcp" or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -113,9 +109,7 @@ def _bind_gloo(init_method: str) -> None:
 
 
 def _interface_towards(host: str, port: int) -> str | None:
-    """The name of the interface whose IPv4 address is used to reach `host`; None if there is none
-    such (IPv6).
-    """
+    """Return the interface whose IPv4 address reaches `host`; None for IPv6."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     if family != socket.AF_INET:
         return None
@@ -129,8 +123,11 @@ def _interface_towards(host: str, port: int) -> str | None:
 
 
 def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """Return the IPv4 address of an interface, see netdevice(7)."""
     request = struct.pack("256s", interface.encode()[:15])
     try:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     except OSError:  # an interface without an IPv4 address
         return None
+    # struct ifreq: 16 bytes of name, then a sockaddr_in with the address after family and port.
+    return socket.inet_ntoa(reply[20:24])

@@ -1,5 +1,4 @@
-"""What a driver and its workers agree on: a worker's context, handles, and the calls of a worker
-group. No Ray.
+"""The interface of driver and workers: context, handles and the worker-group protocol. No Ray.
 
 A worker is a plain class, `Worker(context, **kwargs)`. A group constructs one per rank and calls
 its methods by name: `local_group.LocalGroup` in this process, `ray.worker_group.RayWorkerGroup` in
@@ -21,7 +20,7 @@ IN_MEMORY = "memory://"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker knows of its place.
+    """The rank, device and rendezvous of a worker.
 
     Example: the second of two workers on one node of a CPU cluster has rank 1, world_size 2,
     local_rank 1, device "cpu" and init_method "tcp://10.0.0.5:23117".
@@ -30,13 +29,11 @@ class WorkerContext:
     rank: int
     world_size: int
     local_rank: int
-    """Position among the group's workers on the same node."""
+    """Index among the group's workers on the same node."""
     device: str
-    """"cpu" or "cuda:0"; a worker sees no GPU but its own."""
+    """"cpu" or "cuda:0"; only the worker's own GPU is visible to it."""
     init_method: str
-    """The rendezvous of the group: `tcp://address:port`, `file://path`, or `IN_MEMORY` for one
-    rank.
-    """
+    """The rendezvous: `tcp://address:port`, `file://path`, or `IN_MEMORY` for one rank."""
     collective_timeout_s: float
     num_threads: int
     """CPU threads of this worker."""
@@ -44,21 +41,23 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """A value that stays where it was made, and a call's promise of one. Any group takes it as a
-    top-level argument.
+    """A reference to a value, or to the result of a running call.
+
+    Every method of a group accepts it as a top-level argument.
     """
 
     value: Any
-    """Ray's reference to the value; in a LocalGroup the value itself."""
+    """Ray's reference to the value; the value itself in a LocalGroup."""
     outcome: Any = None
-    """Ray's reference to whether the call raised; None for what was `put`."""
+    """Ray's reference to the exception of the call, if any; None for a value that was `put`."""
     rank: int = -1
     method: str = "put"
 
 
 class WorkerGroup(Protocol):
-    """What a driver may ask of workers. Every call raises WorkerFailure if a worker fails, and
-    stops the group.
+    """The calls of a driver to its workers.
+
+    Every call raises WorkerFailure if a worker fails, and stops the group.
     """
 
     name: str
@@ -68,17 +67,17 @@ class WorkerGroup(Protocol):
     def world_size(self) -> int: ...
 
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same call on every worker; results in rank order."""
+        """Call a method on every worker; return the results in rank order."""
         ...
 
     def run_all_workers_sharded_data(
         self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
-        """Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
-        get the same one.
+        """Call a method with data that is sharded over the data-parallel ranks.
 
-        Returns one result per dp rank, that of its output rank; the other ranks' results are not
-        fetched.
+        Every positional argument has one item, or handle, per dp rank; all replicas of a dp rank
+        get the same item. Returns one result per dp rank, that of its output rank; the results of
+        the other ranks are not fetched.
         """
         ...
 
@@ -87,17 +86,18 @@ class WorkerGroup(Protocol):
         ...
 
     def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
-        """Start the same call on every worker and return at once, in rank order; `wait` for or
-        `get` every handle.
+        """Start a call on every worker; return the handles in rank order at once.
+
+        Call `wait` or `get` with every handle.
         """
         ...
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Return when every call is done. Fetches no value."""
+        """Wait until every call is done, without fetching values."""
         ...
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
-        """The values, once every call is done."""
+        """Wait until every call is done and return the values."""
         ...
 
     def shutdown(self) -> None:
@@ -107,9 +107,9 @@ class WorkerGroup(Protocol):
 
 @contextmanager
 def onloaded(group: WorkerGroup) -> Iterator[None]:
-    """The group's model is on its devices inside, and in host memory outside."""
+    """Keep the group's model on its devices inside the block, and in host memory outside."""
     group.run_all_workers("onload")
     yield
-    # Not after an exception: the run is over then, and a call would wait behind whatever a worker
-    # is still doing.
+    # Not after an exception: the run has ended then, and the call would wait for the running call
+    # of every worker.
     group.run_all_workers("offload")

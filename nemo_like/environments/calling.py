@@ -1,4 +1,4 @@
-"""Calls of user code: reward functions, sync or async. What they do wrong becomes a `BadReward`."""
+"""Calls reward functions, which are user code, sync or async; their errors become `BadReward`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nemo_like.distributed import activity
 from nemo_like.environments.reward import RewardFunction, RewardSample
 
 _MAX_CONCURRENT = 32
-"""Samples that an async function works on at the same time."""
+"""Maximum number of concurrent calls of an async function."""
 _MAX_VALUE_SHOWN = 200
 
 
 class BadReward(Exception):
-    """A reward function failed on `sample`; `str()` is what it did, e.g. "returned None, ..."."""
+    """A reward function failed on `sample`; `str()` is the problem, e.g. "returned None, ..."."""
 
     def __init__(self, problem: str, sample: RewardSample) -> None:
         super().__init__(problem)
@@ -31,15 +31,16 @@ class BadReward(Exception):
 def score_samples(
     function: RewardFunction, samples: Sequence[RewardSample], label: str
 ) -> list[float]:
-    """The reward of each sample; `label` names the function in the worker's activity.
+    """Return the reward of each sample; `label` names the function in the worker's activity.
 
-    An async function works on several samples concurrently. Raises BadReward for what it raises,
-    for sys.exit and os._exit, and for anything but one finite number per sample.
+    An async function is called for several samples concurrently. Raises BadReward for its
+    exceptions, for sys.exit and os._exit, and for a value that is not one finite number.
     """
     if iscoroutinefunction(function):
         return asyncio.run(_score_concurrently(function, samples, label))
     rewards = []
     for index, sample in enumerate(samples):
+        # A slow reward function is progress, sample by sample, and not a hung worker.
         activity.note(f"{label}, sample {index + 1} of {len(samples)}")
         with _reported(sample), _exit_refused():
             value = function(sample)
@@ -70,6 +71,7 @@ async def _score_concurrently(
         try:
             return list(await asyncio.gather(*tasks))
         finally:
+            # After the first failure the others must not run on outside of this block.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -81,7 +83,7 @@ async def _result_of(value: Awaitable[Any]) -> Any:
 
 @contextmanager
 def _reported(sample: RewardSample) -> Iterator[None]:
-    """Turn what user code raises into a BadReward; Ctrl-C and the end of the run pass."""
+    """Convert exceptions of user code to BadReward, but not Ctrl-C and the end of the run."""
     try:
         yield
     except SystemExit as error:
@@ -91,6 +93,7 @@ def _reported(sample: RewardSample) -> Iterator[None]:
         problem = f"called os._exit({error}), which would end the run,"
         raise BadReward(problem, sample) from error
     except asyncio.CancelledError:
+        # Another sample failed, and its BadReward is the one to report.
         raise
     except Exception as error:
         raise BadReward(f"raised {type(error).__name__}: {error}", sample) from error
@@ -102,10 +105,13 @@ class _OsExit(BaseException):
 
 @contextmanager
 def _exit_refused() -> Iterator[None]:
-    """Inside, os._exit raises in this thread; it works in other threads and in forked processes."""
-    exit_process, pid, thread = os._exit, os.getpid(), threading.get_ident()
+    """Have os._exit raise inside the block, in this thread of this process only."""
+    exit_process = os._exit
+    pid = os.getpid()
+    thread = threading.get_ident()
 
     def refuse(status: int) -> NoReturn:
+        # Other threads and forked processes end themselves by os._exit on purpose.
         if os.getpid() == pid and threading.get_ident() == thread:
             raise _OsExit(status)
         exit_process(status)
@@ -118,7 +124,8 @@ def _exit_refused() -> Iterator[None]:
 
 
 def _number(value: Any, sample: RewardSample) -> float:
-    """`value` as a float. A NumPy or torch scalar counts as a number, a text does not."""
+    """Convert a reward to float. NumPy and torch scalars are numbers, a text is not."""
+    # The libraries are not imported for the check; both have `ndim` and `item`.
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, numbers.Real):

@@ -24,9 +24,7 @@ from types import FrameType
 CPU_LIMIT_S = 2.0
 """CPU time of one comparison, after which it counts as unequal."""
 _HARD_CPU_LIMIT_S = 3.0
-"""CPU time after which the kernel ends the child: computations that do not return to the
-interpreter.
-"""
+"""CPU time after which the kernel ends the child, also in code that does not return to Python."""
 _WALL_LIMIT_S = 30.0
 _START_LIMIT_S = 180.0
 _MEMORY_LIMIT_BYTES = 4 * 2**30
@@ -34,9 +32,7 @@ _SERVE = "from nemo_like.environments.comparison import serve; serve()"
 
 
 class AnswerComparer:
-    """Compares answers in one child process, which starts with the first comparison and again after
-    it was ended.
-    """
+    """Compares answers in one child process, which is started on demand."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,15 +40,16 @@ class AnswerComparer:
         self._owner = 0
 
     def is_equal(self, gold: str, predicted: str) -> bool:
-        """Whether math-verify finds the answers equal; False if that takes too long, too much
-        memory or fails.
+        """Return True if math-verify finds the answers equal.
 
-        Raises RuntimeError if the child process cannot be started.
+        A comparison that fails, or exceeds a limit on time or memory, returns False. Raises
+        RuntimeError if the child process cannot be started.
         """
         with self._lock:
             child = self._running_child()
-            reply = self._ask(child, gold, predicted)
+            reply = self._request(child, gold, predicted)
             if not reply:
+                # It may still compute; the next comparison starts another child.
                 self._end()
             return reply == b"1\n"
 
@@ -62,7 +59,7 @@ class AnswerComparer:
             self._end()
 
     def _running_child(self) -> subprocess.Popen[bytes]:
-        # A forked process must not talk to the child of its parent.
+        # A forked process must not use the child of its parent: their replies would mix.
         if self._child is not None and self._owner == os.getpid() and self._child.poll() is None:
             return self._child
         if self._owner == os.getpid():
@@ -80,18 +77,18 @@ class AnswerComparer:
             raise RuntimeError(
                 f"the process that compares answers cannot be started: {error}"
             ) from error
-        self._child, self._owner = child, os.getpid()
+        self._child = child
+        self._owner = os.getpid()
         if _read_line(child, _START_LIMIT_S) != b"ready\n":
             self._end()
             raise RuntimeError(
-                f"the process that compares answers did not start within {_START_LIMIT_S:g} s; see"
-                f" whether"
-                f" `{sys.executable} -c 'import math_verify'` works"
+                f"the process that compares answers did not start within {_START_LIMIT_S:g} s;"
+                f" check that `{sys.executable} -c 'import math_verify'` works"
             )
         return child
 
-    def _ask(self, child: subprocess.Popen[bytes], gold: str, predicted: str) -> bytes:
-        """The child's reply; empty if it ended or exceeded the time limit."""
+    def _request(self, child: subprocess.Popen[bytes], gold: str, predicted: str) -> bytes:
+        """Return the child's reply; empty if it ended or exceeded the time limit."""
         assert child.stdin is not None
         try:
             child.stdin.write(json.dumps([gold, predicted]).encode("ascii") + b"\n")
@@ -101,7 +98,8 @@ class AnswerComparer:
         return _read_line(child, _WALL_LIMIT_S)
 
     def _end(self) -> None:
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is None or self._owner != os.getpid():
             return
         child.kill()
@@ -113,9 +111,10 @@ class AnswerComparer:
 
 
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """One line of the child's output; empty if it ends or the limit passes first."""
+    """Read one line of the child's output; empty if it ends or the limit passes first."""
     assert child.stdout is not None
-    line, deadline = b"", time.monotonic() + limit_s
+    line = b""
+    deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
@@ -133,20 +132,21 @@ class _OutOfTime(BaseException):
 
 
 def serve() -> None:
-    """The child process: answers `[gold, predicted]`, one JSON line each, with `1` or `0`, until
-    its input ends.
-    """
+    """Run the child process: reply `1` or `0` to each JSON line `[gold, predicted]`."""
+    # Ctrl-C is for the driver, which ends the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGVTALRM, _raise_out_of_time)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is not a reply
+    # Output of the libraries must not be read as a reply.
+    os.dup2(2, 1)
 
     import logging
 
-    import math_verify  # noqa: F401 (slow; imported before the first comparison's time counts)
+    # Slow, so it is imported before the time of the first comparison starts.
+    import math_verify  # noqa: F401
 
     logging.disable()
     replies.write(b"ready\n")
@@ -162,15 +162,14 @@ def _raise_out_of_time(number: int, frame: FrameType | None) -> None:
 def _is_equal_within_limit(gold: str, predicted: str) -> bool:
     try:
         signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_LIMIT_S)
+        # Repeated every 0.5 s, in case a library handles the first exception.
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S, 0.5)
         try:
             return _is_equal(gold, predicted)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except (
-        Exception,
-        _OutOfTime,
-    ):  # whatever a library does with such an answer, it is not the right one
+    except (Exception, _OutOfTime):
+        # An answer that the libraries cannot handle is not the right one.
         return False
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -180,11 +179,10 @@ def _is_equal_within_limit(gold: str, predicted: str) -> bool:
 def _is_equal(gold: str, predicted: str) -> bool:
     from math_verify import parse, verify
 
-    # The limits of the libraries are off (0): they use the real-time timer and interrupt less than
-    # the ones here.
-    gold_values, predicted_values = (
-        parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (gold, predicted)
-    )
+    # The limits of the libraries are off (0): they use the real-time timer, which counts waiting
+    # time as well, and interrupt less than the limits here.
+    gold_values = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
+    predicted_values = parse(f"\\boxed{{{predicted}}}", parsing_timeout=0)
     return bool(verify(gold_values, predicted_values, timeout_seconds=0))
 
 

@@ -1,5 +1,4 @@
-"""Rewards for problems whose answer can be checked: is the stated answer right, and is one stated
-at all.
+"""Rewards for problems with verifiable answers: a correct answer, and a marked answer.
 
 Numbers are compared exactly; anything else (fractions, roots, expressions, sets) goes to the
 math-verify library.
@@ -12,17 +11,13 @@ from decimal import Decimal
 from functools import lru_cache
 
 from nemo_like.environments.answers import (
-    Quantity,
-    as_number,
-    as_quantity,
-    bare,
     final_answer,
     last_number,
     marked_answer,
-    normalize,
     num_marked_answers,
 )
 from nemo_like.environments.comparison import shared_comparer
+from nemo_like.environments.quantities import Quantity, as_number, as_quantity, bare, normalize
 from nemo_like.environments.reward import RewardSample
 
 __all__ = [
@@ -36,7 +31,7 @@ __all__ = [
 ]
 
 _MAX_ANSWER_CHARACTERS = 300
-"""A longer "answer" is a text that never got to one."""
+"""A longer text has no answer, and would take math-verify long."""
 _WORDS = re.compile(
     r"(?!.*\b(?:sin|cos|tan|log|exp|sqrt|inf|infinity)\b)(?=.*[^\W\d_]{3})[^\W\d_]+(?:["
     r" '.-]+[^\W\d_]+)*"
@@ -45,12 +40,11 @@ _DATE = re.compile(r"\d+(?:-\d+){2,}|\d+(?:/\d+){2,}|\d+:\d+.*")
 
 
 def answer_reward(sample: RewardSample) -> float:
-    r"""1 if the completion's answer equals the row's, else 0. Raises ValueError for a row without
-    an answer.
+    r"""Return 1 if the completion's answer equals the row's, else 0.
 
     The completion's answer is the last one marked by `\boxed{}`, `<answer></answer>` or `####`, or
-    else what follows "the answer is" or "Answer:", or else the last number. A row's answer without
-    a mark is taken whole.
+    else the text after "the answer is" or "Answer:", or else the last number. A row's answer
+    without a mark is used unchanged. Raises ValueError for a row without an answer.
     """
     if sample.answer is None:
         raise ValueError("the row has no answer; answer_reward needs data with an `answer` column")
@@ -60,29 +54,34 @@ def answer_reward(sample: RewardSample) -> float:
 
 
 def format_reward(sample: RewardSample) -> float:
-    r"""1 if the completion states exactly one marked answer (`#### x`, `\boxed{x}`,
-    `<answer>x</answer>`), else 0.
+    r"""Return 1 if the completion has exactly one marked answer, else 0.
+
+    The marks are `#### x`, `\boxed{x}` and `<answer>x</answer>`.
     """
     return float(num_marked_answers(sample.completion) == 1)
 
 
 def answers_equal(gold: str, predicted: str) -> bool:
-    r"""Whether two answers mean the same. Example: "1,000" and "1000.0"; "\frac{1}{2}" and "0.5";
-    "(1,2)" and "(1, 2)".
+    r"""Return True if two answers have the same meaning.
+
+    Examples: "1,000" and "1000.0"; "\frac{1}{2}" and "0.5"; "(1,2)" and "(1, 2)".
 
     Two numbers are equal if their values are and no units differ; `50%` equals `50` and `0.5`.
     Words are compared as text, without regard to case. The rest goes to math-verify, in a process
     with limits on time and memory (see `comparison`); an answer that exceeds them is unequal. Works
     in any thread.
     """
-    gold, predicted = bare(normalize(gold)), bare(normalize(predicted))
+    gold = bare(normalize(gold))
+    predicted = bare(normalize(predicted))
     if gold == predicted:
         return True
-    gold_quantity, predicted_quantity = as_quantity(gold), as_quantity(predicted)
+    gold_quantity = as_quantity(gold)
+    predicted_quantity = as_quantity(predicted)
     if gold_quantity is not None and predicted_quantity is not None:
         return _quantities_equal(gold_quantity, predicted_quantity)
     if max(len(gold), len(predicted)) > _MAX_ANSWER_CHARACTERS:
         return False
+    # math-verify would read words as products of letters, and dates as differences.
     if any(_WORDS.fullmatch(answer) or _DATE.fullmatch(answer) for answer in (gold, predicted)):
         return gold.casefold() == predicted.casefold()
     return _is_equal_expression(gold, predicted)
@@ -100,7 +99,7 @@ def _quantities_equal(gold: Quantity, predicted: Quantity) -> bool:
 
 
 def _hundredth(value: Decimal) -> Decimal:
-    """Exact: arithmetic on a Decimal would round it to the precision of the context."""
+    """Divide by 100 exactly: Decimal arithmetic rounds to the precision of the context."""
     sign, digits, exponent = value.as_tuple()
     assert isinstance(exponent, int), "a Decimal made from digits is finite"
     return Decimal((sign, digits, exponent - 2))

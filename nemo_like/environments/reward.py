@@ -1,5 +1,4 @@
-"""What a reward function sees, and `RewardEnvironment`, which has the configured ones score
-completions.
+"""The input of reward functions, and `RewardEnvironment`, which scores completions with them.
 
 A reward is a plain or async function of a `RewardSample` that returns a number, named by import
 path in the YAML. There is nothing to register.
@@ -17,7 +16,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 
-if TYPE_CHECKING:  # imports Ray, which a reward function does not need
+if TYPE_CHECKING:
     from nemo_like.distributed.worker_group import WorkerGroup
 
 _MAX_TEXT_SHOWN = 500
@@ -25,7 +24,7 @@ _MAX_TEXT_SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
-    """One completion to judge.
+    """One completion to score.
 
     Example: `RewardSample(prompt="2+2=?", completion="#### 4", answer="4", row={"prompt": "2+2=?",
     "answer": "4"})`.
@@ -34,11 +33,11 @@ class RewardSample:
     prompt: str
     """The question as the data file has it, without the chat template."""
     completion: str
-    """What the model wrote, special tokens removed."""
+    """The text that the model generated, special tokens removed."""
     answer: str | None = None
     """The data row's answer, if it has one."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The data file's whole row."""
+    """All columns of the row in the data file."""
 
     def __str__(self) -> str:
         fields = {"prompt": self.prompt, "completion": self.completion, "answer": self.answer}
@@ -50,17 +49,18 @@ RewardFunction = Callable[[RewardSample], Any]
 
 
 class RewardError(Exception):
-    """A reward function failed; the message shows the function, what went wrong and the sample."""
+    """A reward function failed; the message has the function, the problem and the sample."""
 
     @classmethod
-    def of(cls, name: str, path: str, problem: str, sample: RewardSample) -> RewardError:
-        """A failure of `reward.functions.<name>`, whose import path is `path`."""
+    def from_sample(cls, name: str, path: str, problem: str, sample: RewardSample) -> RewardError:
+        """Return the error of `reward.functions.<name>`, whose import path is `path`."""
         return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
 
 
 class RewardEnvironment:
-    """Scores completions on a group of `RewardWorker`; the reward is the weighted sum of the
-    functions' values.
+    """Scores completions on a group of `RewardWorker`.
+
+    The reward is the weighted sum of the values of the configured functions.
     """
 
     def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
@@ -73,8 +73,9 @@ class RewardEnvironment:
         self._weights = {name: function.weight for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The reward of each sample, float32 [B], and the unweighted value of each function by
-        name, float32 [B].
+        """Return the rewards, float32 [B], and the unweighted values of each function, float32 [B].
+
+        The functions run on all reward workers, each on a contiguous chunk of the samples.
         """
         bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
@@ -82,13 +83,13 @@ class RewardEnvironment:
         components = {
             name: np.concatenate([part[name] for part in parts]) for name in self._weights
         }
-        reward = sum(
-            (self._weights[name] * values for name, values in components.items()),
-            np.zeros(len(samples)),
-        )
+        reward = np.zeros(len(samples))
+        for name, values in components.items():
+            reward = reward + self._weights[name] * values
         return reward.astype(np.float32), components
 
     def shutdown(self) -> None:
+        """Stop the reward workers."""
         self.group.shutdown()
 
 

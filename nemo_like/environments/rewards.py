@@ -1,4 +1,4 @@
-"""Running reward functions: they are found by import path and called on samples."""
+"""Loads reward functions by import path; the worker that calls them on samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.reward import RewardError, RewardFunction, RewardSample
 
-if TYPE_CHECKING:  # imports Ray, which loading a function does not need
+if TYPE_CHECKING:
     from nemo_like.distributed.worker_group import WorkerContext
 
 
@@ -22,8 +22,7 @@ def load_reward_functions(
 ) -> dict[str, RewardFunction]:
     """Import every function of `reward.functions`.
 
-    Raises ConfigError, naming `reward.functions.<name>.path`, for what cannot be imported or
-    called.
+    Raises ConfigError, with the key, for a path that cannot be imported or called.
     """
     return {
         name: _import_function(f"reward.functions.{name}.path", function.path)
@@ -41,8 +40,9 @@ class RewardWorker:
         self._paths = {name: function.path for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
-        """float32 [B] by function name. Raises RewardError, showing the sample, if a function fails
-        on it.
+        """Return the values of every function, float32 [B], by name.
+
+        Raises RewardError, with the sample, if a function fails.
         """
         return {name: self._score(name, samples) for name in self._functions}
 
@@ -51,35 +51,35 @@ class RewardWorker:
         try:
             rewards = score_samples(self._functions[name], samples, label)
         except BadReward as error:
-            raise RewardError.of(name, self._paths[name], str(error), error.sample) from error
+            raise RewardError.from_sample(
+                name, self._paths[name], str(error), error.sample
+            ) from error
         return np.array(rewards, dtype=np.float32)
 
 
 def _import_function(key: str, path: str) -> RewardFunction:
+    """Import `module.function`; `key` begins the error message."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
         raise ConfigError(
             f"{key} is {path!r}; write module.function, e.g."
-            f" nemo_like.environments.math.answer_reward"
+            " nemo_like.environments.math.answer_reward"
         )
     try:
         module = importlib.import_module(module_name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:
+        # The import of a user's module can fail in any way.
         raise ConfigError(
             f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
-            f" {error}. If it is"
-            " a file of your own, put its directory on PYTHONPATH (on every node)"
+            f" {error}. If it is a file of your own, put its directory on PYTHONPATH (on every"
+            " node)"
         ) from error
     function = getattr(module, attribute, None)
     if function is None:
-        names = sorted(
-            name
-            for name, value in vars(module).items()
-            if callable(value) and not name.startswith("_")
-        )
+        names = []
+        for name, value in sorted(vars(module).items()):
+            if callable(value) and not name.startswith("_"):
+                names.append(name)
         raise ConfigError(
             f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has"
             f" {', '.join(names) or 'no functions'}"
@@ -87,6 +87,6 @@ def _import_function(key: str, path: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(
             f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function"
-            f" of one RewardSample"
+            " of one RewardSample"
         )
     return cast(RewardFunction, function)

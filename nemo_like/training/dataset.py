@@ -1,4 +1,4 @@
-"""The rows and prompts of a run: read from files, encoded with the tokenizer, shuffled by a loader."""
+"""The rows and prompts of a run: read from files, encoded, and shuffled by a loader."""
 
 from __future__ import annotations
 

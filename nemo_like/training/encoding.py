@@ -1,4 +1,4 @@
-"""Encodes the rows of a file to token ids, ahead of the steps, and applies `policy.oversize_rows`."""
+"""Encodes rows to token ids, ahead of the steps, and applies `policy.oversize_rows`."""
 
 from __future__ import annotations
 
@@ -159,13 +159,13 @@ def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) ->
     with progress.phase("encoding rows", rows.num_started) as phase:
         is_done = rows.finish(phase.advance, timeout_s)
     if not is_done:
-        progress.say(
+        progress.print_line(
             f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after"
             " data.encoding_timeout_s; the others are encoded and checked during training"
         )
     dropped = np.flatnonzero(~rows.is_kept)
     if len(dropped):
-        progress.say(
+        progress.print_line(
             f"policy.oversize_rows=drop skips {len(dropped):,} of {len(rows):,} rows; the first is"
             f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"

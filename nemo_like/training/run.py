@@ -111,7 +111,7 @@ class TrainingRun:
         if self.resumed is not None:
             resumed_step = self._load(self.resumed, loader)
         elif self.config.resume:
-            self.progress.say(
+            self.progress.print_line(
                 f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0"
             )
         start_run(self.directory, self.resolved, resumed_step)
@@ -141,7 +141,7 @@ class TrainingRun:
                 f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
             ) from error
         self.counters.update(state.counters)
-        self.progress.say(f"resumed from {checkpoint.path}")
+        self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
 
     def sync_weights(self, version: int) -> None:
@@ -157,7 +157,7 @@ class TrainingRun:
             plan = self.policy.plan(batch["length"])
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
-            self.progress.say(str(plan))
+            self.progress.print_line(str(plan))
         record = {"step": step + 1, "lengths": batch["length"].tolist()}
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("shard"):
@@ -284,7 +284,7 @@ class TrainingRun:
         text = f"done: {step} steps, run directory {self.directory.path}"
         if export is not None:
             text += f", model {export}"
-        self.progress.say(text)
+        self.progress.print_line(text)
         return RunResult(self.directory, step, self.last, self.first, export)
 
     def _export(self) -> Path:

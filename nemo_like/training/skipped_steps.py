@@ -71,7 +71,7 @@ def train(run: TrainingRun, sharded: ShardedBatch, trained: TrainedBatch, loss: 
         path = run.directory.skipped(trained.step)
         _write_records(path, records, trained.step)
         summary = _summary(records, sum(skipped), len(steps))
-        run.progress.say(f"step {trained.step}: {summary}; see {path}")
+        run.progress.print_line(f"step {trained.step}: {summary}; see {path}")
     return merge_metrics(steps)
 
 

@@ -192,7 +192,9 @@ def _ray_starter(
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 
     cluster = closing.enter_context(
-        RayVirtualCluster(config.cluster, generates=generates, report=progress.say, logs=logs)
+        RayVirtualCluster(
+            config.cluster, generates=generates, report=progress.print_line, logs=logs
+        )
     )
     groups: dict[str, tuple[BundleSet, Topology]] = {
         "policy": ("policy", policy_topology(config)),

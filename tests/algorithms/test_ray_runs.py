@@ -91,7 +91,7 @@ def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
     paragraph = next(line for line in errors.splitlines() if line.startswith("error: "))
     for word in ("worker", "policy", "pid", "resume=true"):
         assert word in paragraph, errors
-    assert "Traceback" not in errors.split("The last lines it wrote")[0]
+    assert "Traceback" not in errors.split("The last lines of its log")[0]
 
     resumed = subprocess.run(
         command(config, "resume=true"),

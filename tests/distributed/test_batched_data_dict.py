@@ -18,8 +18,8 @@ from nemo_like.distributed.batched_data_dict import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     SlicedDataDict,
-    unshard,
 )
+from nemo_like.distributed.unshard import unshard
 
 ALGORITHMS = [
     "modified_first_fit_decreasing",
@@ -440,7 +440,7 @@ def test_iterators_need_one_global_batch_and_a_plan() -> None:
 def test_make_microbatch_iterator_has_one_size() -> None:
     microbatches = list(make_batch([1] * 6).make_microbatch_iterator(2))
     assert [row_ids(microbatch) for microbatch in microbatches] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="6 rows are not a whole number of microbatches of 4"):
+    with pytest.raises(ValueError, match="6 rows are not a multiple of the microbatch size 4"):
         make_batch([1] * 6).make_microbatch_iterator(4)
 
 

@@ -51,10 +51,9 @@ def test_each_dp_rank_has_its_replicas_and_one_output_rank(topology: Topology) -
     for dp_rank in range(topology.dp):
         replicas = topology.replicas(dp_rank)
         assert len(replicas) == topology.pp * topology.cp * topology.tp
-        assert [rank for rank in replicas if topology.is_output_rank(rank)] == [
-            topology.output_rank(dp_rank)
-        ]
-        assert topology.coordinates(topology.output_rank(dp_rank)).pp == topology.pp - 1
+        assert topology.output_rank(dp_rank) in replicas
+        output = topology.coordinates(topology.output_rank(dp_rank))
+        assert (output.pp, output.cp, output.tp) == (topology.pp - 1, 0, 0)
     assert sorted(rank for dp in range(topology.dp) for rank in topology.replicas(dp)) == list(
         range(topology.world_size)
     )
@@ -67,7 +66,7 @@ def test_the_documented_example() -> None:
     assert topology.groups("tp") == ((0, 1), (2, 3))
     assert topology.groups("dp") == ((0, 2), (1, 3))
     assert topology.groups("dp", "tp") == ((0, 1, 2, 3),)
-    assert [topology.is_output_rank(rank) for rank in range(4)] == [True, False, True, False]
+    assert [topology.output_rank(dp_rank) for dp_rank in range(2)] == [0, 2]
     assert str(topology) == "pp 1 x dp 2 x cp 1 x tp 2"
 
 

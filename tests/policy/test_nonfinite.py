@@ -128,7 +128,7 @@ def check(
         worker.save(out / "refused")
     return Outcome(
         dp_rank=dp_rank,
-        is_output_rank=topology.is_output_rank(context.rank),
+        is_output_rank=topology.output_rank(dp_rank) == context.rank,
         rows=plan.rows_of_rank(dp_rank).tolist(),
         metrics=metrics,
         skipped=skipped,

@@ -259,7 +259,7 @@ class RayWorkerGroup:
         return failure
 
     def _check_progress(self, pending: _Pending) -> None:
-        """Raise WorkerHung after the progress deadline, WorkerFailure after the loss of the head."""
+        """Raise WorkerHung after the progress deadline, WorkerFailure if the head is lost."""
         self._raise_if_head_lost()
         silence = self._monitor.check(_ranks(pending))
         if silence is not None:

@@ -143,7 +143,7 @@ def test_a_node_that_joins_is_taken(two_nodes: Cluster) -> None:
     config = ClusterConfig(num_nodes=1, workers_per_node=3, placement_timeout_s=60)
     with ThreadPoolExecutor() as waiting:
         future = waiting.submit(RayVirtualCluster, config, report=reports.put)
-        assert "for which nodes must join the cluster" in reports.get(timeout=30)
+        assert "to which nodes must be added" in reports.get(timeout=30)
         joined = two_nodes.add_node(num_cpus=3)
         with future.result(timeout=60) as cluster:
             assert cluster.num_policy_workers == 3
