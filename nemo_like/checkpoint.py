@@ -1,17 +1,16 @@
-"""Step folders that are complete or absent: written aside, listed in a manifest, renamed, named by
-`latest`.
+"""Crash-safe checkpoint directories: write to a temporary name, write the manifest, rename.
 
 The order of a save, each line durable before the next begins:
 
 1. the caller and the policy's ranks write their files into `checkpoints/.writing_step_<N>`;
 2. the driver checks that it sees every file that the ranks report, with its size, and writes
    `manifest.json` last;
-3. the folder is renamed to `checkpoints/step_<N>`;
-4. `<run>/latest` is replaced by a file that names it;
-5. only now are older folders removed, down to `keep_latest`.
+3. the directory is renamed to `checkpoints/step_<N>`;
+4. `<run>/latest` is replaced by a file with its name;
+5. only now are older checkpoints removed, down to `keep_latest`.
 
-So after a kill anywhere, `latest` names a complete checkpoint or does not exist. State is JSON;
-nothing is unpickled.
+So after a kill at any point, `latest` refers to a complete checkpoint or does not exist. State is
+JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ _STEP = r"(0|[1-9][0-9]{0,17})"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a resumed loop needs besides the policy's own files; plain JSON values, floats restored
-    exactly.
+    """The state of the training loop, beside the policy's own files; plain JSON values.
+
+    Floats are restored exactly.
 
     Example: `TrainingState(step=20, loader={"epoch": 1, "cursor": 64}, counters={"num_tokens":
     81920.0})`.
@@ -78,25 +78,26 @@ class TrainingState:
     counters: dict[str, float] = field(default_factory=dict)
     """Totals since the start of the run, such as tokens seen."""
 
-    def save(self, folder: Path) -> None:
-        """Write `training_state.json`; raises ValueError if something in it has no JSON form."""
-        write_json(folder / _STATE, asdict(self))
+    def save(self, directory: Path) -> None:
+        """Write `training_state.json`. Raises ValueError for a value that JSON does not support."""
+        write_json(directory / _STATE, asdict(self))
 
     @staticmethod
-    def load(folder: Path) -> TrainingState:
-        """Read `training_state.json`; raises CheckpointError if it is missing or has other keys."""
-        path = folder / _STATE
+    def load(directory: Path) -> TrainingState:
+        """Read `training_state.json`. Raises CheckpointError if it is missing or has other keys."""
+        path = directory / _STATE
         values = read_json(path)
         expected = {known.name: known.type for known in fields(TrainingState)}
         if not isinstance(values, dict) or set(values) != set(expected):
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise CheckpointError(
                 f"{path} has {str(found)[:200]} where {sorted(expected)} are expected; another"
-                f" version wrote it"
+                " version wrote it"
             )
         for name, value in values.items():
-            wanted = int if name == "step" else dict
-            if not isinstance(value, wanted) or isinstance(value, bool):
+            expected_type = int if name == "step" else dict
+            # bool is a subclass of int.
+            if not isinstance(value, expected_type) or isinstance(value, bool):
                 raise CheckpointError(
                     f"{path} has a {type(value).__name__} under {name!r}; it is damaged"
                 )
@@ -105,40 +106,38 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete step folder."""
+    """A complete checkpoint directory."""
 
     step: int
     path: Path
 
     def state(self) -> TrainingState:
-        """The loop's state saved with it."""
+        """Read the state of the training loop."""
         return TrainingState.load(self.path)
 
 
 class OpenCheckpoint:
-    """A step folder while it is written. `path` is the folder; every rank's files must be reported
-    with `add`.
-    """
+    """A checkpoint directory while it is written; report every rank's files with `add`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reported: dict[str, FileRecord] = {}
 
-    def add(self, subfolder: str, reports: Sequence[Mapping[str, FileRecord]]) -> None:
-        """Take over what each rank wrote into `subfolder`: file name -> size and checksum."""
+    def add(self, subdirectory: str, reports: Sequence[Mapping[str, FileRecord]]) -> None:
+        """Add the files that each rank wrote into `subdirectory`: name -> size and checksum."""
         for rank, report in enumerate(reports):
             for name, record in report.items():
-                key = f"{subfolder}/{name}"
+                key = f"{subdirectory}/{name}"
                 if key in self.reported:
                     raise CheckpointError(
                         f"rank {rank} and an earlier rank both wrote {key}; {self.path} is"
-                        f" discarded"
+                        " discarded"
                     )
                 self.reported[key] = record
 
 
 class Checkpointer:
-    """Saves and finds the checkpoints of one run; a single process, the driver, owns it."""
+    """Saves and finds the checkpoints of one run. Only one process, the driver, may use it."""
 
     def __init__(self, run_path: Path, config: CheckpointingConfig) -> None:
         if config.keep_latest < 1:
@@ -151,40 +150,40 @@ class Checkpointer:
         self._verified_step: int | None = None
 
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether `step` is due: every `save_period` steps and at the end, unless `latest` is this
-        step already.
-        """
-        is_due = is_last or (self.config.save_period > 0 and step % self.config.save_period == 0)
+        """Return True every `save_period` steps and at the end, unless `latest` is this step."""
+        period = self.config.save_period
+        is_due = is_last or (period > 0 and step % period == 0)
         return self.config.enabled and is_due and not self._is_latest(step)
 
     @contextmanager
     def writing(self, step: int, *, prunes: bool = True) -> Iterator[OpenCheckpoint]:
-        """Give an empty folder; when the block ends it becomes checkpoint `step`, when the block
-        raises it is removed.
+        """Create an empty directory that becomes checkpoint `step` when the block ends.
 
-        All processes that write into the folder must be done with it when the block ends, and
-        report their files. Raises CheckpointError if a file cannot be written or is not what was
-        reported, and ValueError if `latest` is this very step; earlier checkpoints stay as they
-        were in both cases. `prunes=False` keeps the older checkpoints, whatever `keep_latest` is,
-        until the next one that prunes.
+        All processes that write into the directory must have finished when the block ends, and
+        their files must be reported. If the block raises, the directory is removed. Raises
+        CheckpointError if a file cannot be written or differs from its report, and ValueError if
+        `latest` is this step; earlier checkpoints are unchanged in both cases. `prunes=False` keeps
+        the older checkpoints, whatever `keep_latest` is, until the next one that prunes.
         """
         if self._is_latest(step):
             raise ValueError(
-                f"{self._folder(step)} is the latest checkpoint already; call should_save({step})"
-                f" first"
+                f"{self._directory(step)} is the latest checkpoint already; call"
+                f" should_save({step}) first"
             )
-        folder = self.path / f"{_WRITING}step_{step}"
+        directory = self.path / f"{_WRITING}step_{step}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # Directories of saves that were interrupted; the lock of the run excludes others.
             self._remove(self.path.glob(f"{_WRITING}*"))
-            folder.mkdir()
-            checkpoint = OpenCheckpoint(folder)
+            directory.mkdir()
+            checkpoint = OpenCheckpoint(directory)
             yield checkpoint
-            write_manifest(folder, step, checkpoint.reported)
-            self._publish(folder, step)
+            write_manifest(directory, step, checkpoint.reported)
+            self._publish(directory, step)
         except BaseException as error:
-            message = self._failure_message(error, step, folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            # Before the removal, which changes the free space that the message reports.
+            message = self._failure_message(error, step, directory)
+            shutil.rmtree(directory, ignore_errors=True)
             if message is not None:
                 raise CheckpointError(message) from error
             raise
@@ -192,65 +191,81 @@ class Checkpointer:
             self._prune(step)
 
     def find_latest(self, check: Callable[[Path], str | None] | None = None) -> Checkpoint | None:
-        """The checkpoint that `latest` names if it is complete, else the newest complete one, else
-        None.
+        """Return the checkpoint of `latest` if it is complete, else the newest complete one.
 
-        Every file is compared with its checksum; `check` may give one more reason against a folder.
-        The reason why a checkpoint is passed over is logged. None means that the run never had a
-        checkpoint: raises CheckpointError if there are checkpoints and none is complete.
+        Every file is compared with its checksum; `check` may return another problem of a directory.
+        The problem of every skipped checkpoint is logged. Returns None if the run never had a
+        checkpoint; raises CheckpointError if there are checkpoints and none is complete.
         """
         for leftover in sorted(self.path.glob(f"{_WRITING}*")):
             logger.warning("ignoring %s: its save was interrupted", leftover)
-        named, steps = self._named_step(), self._steps()
+        named = self._named_step()
+        steps = self._steps()
+        candidates = [step for step in steps if step != named]
+        if named is not None:
+            candidates.insert(0, named)
         reasons = []
-        for step in ([] if named is None else [named]) + [step for step in steps if step != named]:
+        for step in candidates:
             reason = self._problem(step, check)
             if reason is None:
-                for newer in (newer for newer in steps if newer > step and step == named):
-                    logger.warning(
-                        "ignoring %s: `latest` names the older step_%d", self._folder(newer), step
-                    )
+                for newer in steps:
+                    # The run went back to an older step, or a kill came before `latest`.
+                    if step == named and newer > step:
+                        logger.warning(
+                            "ignoring %s: `latest` names the older step_%d",
+                            self._directory(newer),
+                            step,
+                        )
                 if reasons:
-                    logger.warning("falling back to %s", self._folder(step))
+                    logger.warning("falling back to %s", self._directory(step))
                 else:
-                    logger.info("resuming from %s", self._folder(step))
+                    logger.info("resuming from %s", self._directory(step))
                 self._verified_step = step
-                return Checkpoint(step, self._folder(step))
-            logger.warning("ignoring %s: %s", self._folder(step), reason)
+                return Checkpoint(step, self._directory(step))
+            logger.warning("ignoring %s: %s", self._directory(step), reason)
             reasons.append(f"step_{step}: {reason}")
         if reasons:
-            raise CheckpointError(
-                f"no checkpoint in {self.path} can be used, so the run cannot be resumed. "
-                + "; ".join(reasons[:5])
-                + ("; ..." if len(reasons) > 5 else "")
-                + f". Restore one of them from a copy, or start again at step 0: choose another run_name, or remove"
-                f" {self.path} and {self.latest_path} and run again with resume=true"
-            )
+            raise CheckpointError(self._unusable_text(reasons))
         logger.warning("no checkpoint in %s: starting at step 0", self.path)
         return None
 
+    def _unusable_text(self, reasons: Sequence[str]) -> str:
+        shown = "; ".join(reasons[:5])
+        if len(reasons) > 5:
+            shown += "; ..."
+        return (
+            f"no checkpoint in {self.path} can be used, so the run cannot be resumed. {shown}."
+            " Restore one of them from a copy, or start again at step 0: choose another run_name,"
+            f" or remove {self.path} and {self.latest_path} and run again with resume=true"
+        )
+
     def _problem(self, step: int, check: Callable[[Path], str | None] | None) -> str | None:
-        folder = self._folder(step)
-        reason = incomplete_reason(folder, step)
+        """Return the problem of the checkpoint of `step`, or None if it is complete."""
+        directory = self._directory(step)
+        reason = incomplete_reason(directory, step)
         if reason is not None:
             return reason
         try:
-            if TrainingState.load(folder).step != step:
+            if TrainingState.load(directory).step != step:
                 return f"its {_STATE} is of another step"
         except CheckpointError as error:
             return str(error)
-        return None if check is None else check(folder)
+        return None if check is None else check(directory)
 
-    def _folder(self, step: int) -> Path:
+    def _directory(self, step: int) -> Path:
         return self.path / f"step_{step}"
 
     def _steps(self) -> list[int]:
-        """Steps that have a folder, complete or not, newest first."""
-        names = (re.fullmatch(f"step_{_STEP}", path.name) for path in self.path.glob("step_*"))
-        return sorted((int(match[1]) for match in names if match), reverse=True)
+        """Return the steps that have a directory, complete or not, newest first."""
+        steps = []
+        for path in self.path.glob("step_*"):
+            match = re.fullmatch(f"step_{_STEP}", path.name)
+            if match is not None:
+                steps.append(int(match[1]))
+        return sorted(steps, reverse=True)
 
     def _named_step(self) -> int | None:
-        """The step that `latest` names; None if there is no such file or it says something else."""
+        """Return the step that `latest` names; None without the file or with other content."""
         try:
             if not self.latest_path.is_file():
                 if self.latest_path.exists():
@@ -264,52 +279,51 @@ class Checkpointer:
         match = re.fullmatch(f"checkpoints/step_{_STEP}", text)
         if match is None:
             logger.warning(
-                "%s says %r, not checkpoints/step_<N>; ignoring it", self.latest_path, text[:80]
+                "%s has %r, not checkpoints/step_<N>; ignoring it", self.latest_path, text[:80]
             )
             return None
         return int(match[1])
 
     def _is_latest(self, step: int) -> bool:
-        return step == self._named_step() and incomplete_reason(self._folder(step), step) is None
+        return step == self._named_step() and incomplete_reason(self._directory(step), step) is None
 
-    def _publish(self, folder: Path, step: int) -> None:
-        final = self._folder(step)
-        if final.exists():  # not what `latest` names, or not complete: `writing` checked
+    def _publish(self, directory: Path, step: int) -> None:
+        """Rename the complete directory and write `latest`."""
+        final = self._directory(step)
+        # `writing` has checked that it is not the complete checkpoint of `latest`.
+        if final.exists():
             shutil.rmtree(final)
-        folder.rename(final)
+        directory.rename(final)
         sync_directory(self.path)
         write_text(self.latest_path, f"checkpoints/{final.name}\n")
         self._verified_step = step
 
     def _prune(self, step: int) -> None:
-        """Remove all but the newest `keep_latest` up to `step`; newer ones are from before the run
-        went back.
-        """
-        listed = [
-            kept
-            for kept in self._steps()
-            if kept <= step and (self._folder(kept) / MANIFEST).exists()
-        ]
-        self._remove(
-            self._folder(other)
-            for other in set(self._steps()) - set(listed[: self.config.keep_latest])
-        )
+        """Remove all checkpoints but the newest `keep_latest` up to `step`."""
+        steps = self._steps()
+        kept = []
+        for other in steps:
+            # Newer steps are of a run that was resumed at an older step.
+            if other <= step and (self._directory(other) / MANIFEST).exists():
+                kept.append(other)
+        kept = kept[: self.config.keep_latest]
+        self._remove(self._directory(other) for other in steps if other not in kept)
 
-    def _remove(self, folders: Iterable[Path]) -> None:
-        for folder in list(folders):
+    def _remove(self, directories: Iterable[Path]) -> None:
+        for directory in list(directories):
             try:
-                if folder.is_symlink():
-                    folder.unlink()
+                # A link is removed, not the directory that it refers to.
+                if directory.is_symlink():
+                    directory.unlink()
                 else:
-                    shutil.rmtree(folder)
-            except (
-                OSError
-            ) as error:  # the new checkpoint is safe; a folder left behind costs space only
-                logger.warning("could not remove %s: %s", folder, error)
+                    shutil.rmtree(directory)
+            except OSError as error:
+                # The new checkpoint is safe; a directory that remains costs space only.
+                logger.warning("could not remove %s: %s", directory, error)
 
-    def _failure_message(self, error: BaseException, step: int, folder: Path) -> str | None:
-        """What to tell the user if `error` is a failed write; None for any other error."""
-        num_bytes = _folder_bytes(folder)
+    def _failure_message(self, error: BaseException, step: int, directory: Path) -> str | None:
+        """Return the message for a failed write; None for any other error."""
+        num_bytes = _num_bytes(directory)
         if is_disk_full(error, self.path, num_bytes):
             return self._disk_full_message(step, num_bytes)
         number = system_error_number(error)
@@ -318,7 +332,8 @@ class Checkpointer:
             problem = str(cause)
         elif number is not None:
             path = getattr(cause or error, "filename", None)
-            problem = describe_write_error(Path(path) if isinstance(path, str) else folder, number)
+            failed_path = Path(path) if isinstance(path, str) else directory
+            problem = describe_write_error(failed_path, number)
         else:
             return None
         return f"the checkpoint of step {step} was not written: {problem} {self._earlier()}."
@@ -327,24 +342,24 @@ class Checkpointer:
         free = shutil.disk_usage(self.path).free
         return (
             f"the checkpoint of step {step} was not written: the disk of {self.path} ran full."
-            f" {num_bytes / 1e9:.2f} GB "
-            f"were written and removed again, {free / 1e9:.2f} GB are free now. {self._earlier()}."
-            f" Free some space, lower "
-            f"checkpointing.keep_latest (now {self.config.keep_latest}), or set output_dir to"
-            f" another disk."
+            f" {num_bytes / 1e9:.2f} GB were written and removed again, {free / 1e9:.2f} GB are"
+            f" free now. {self._earlier()}. Free some space, lower checkpointing.keep_latest (now"
+            f" {self.config.keep_latest}), or set output_dir to another disk."
         )
 
     def _earlier(self) -> str:
-        named = self._named_step() if self._verified_step is None else self._verified_step
-        return (
-            "There is no earlier one"
-            if named is None
-            else f"step_{named} is intact; resume=true continues there"
-        )
+        """Describe the latest checkpoint before the failed one."""
+        step = self._verified_step
+        if step is None:
+            step = self._named_step()
+        if step is None:
+            return "There is no earlier one"
+        return f"step_{step} is intact; resume=true continues there"
 
 
-def _folder_bytes(folder: Path) -> int:
+def _num_bytes(directory: Path) -> int:
+    """Return the size of all files in a directory."""
     try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:  # removed meanwhile
+        return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    except OSError:  # removed since
         return 0

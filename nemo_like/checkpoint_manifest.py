@@ -1,6 +1,4 @@
-"""The manifest of a step folder: which files belong to it, their sizes and checksums, and whether
-they are all there.
-"""
+"""The manifest of a checkpoint directory: its files with sizes and checksums, and their check."""
 
 from __future__ import annotations
 
@@ -27,48 +25,46 @@ _VISIBLE_WITHIN_S = 5.0
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why and what to do."""
+    """A checkpoint could not be written or read. The message has the cause and the solution."""
 
 
-def write_manifest(folder: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
-    """Check that this process sees every reported file in `folder`, and write the manifest that
-    lists all files.
+def write_manifest(directory: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
+    """Check that this process sees every reported file, and write the manifest of all files.
 
-    `reported` is what the policy's ranks wrote, by path relative to `folder`, with sizes and
-    checksums that each rank computed itself; large files are not read again. Other files are small
-    ones of the calling process, which are read. Raises CheckpointError if nothing was reported, or
-    if a reported file is missing or has another size.
+    `reported` has the files of the policy's ranks by their path relative to `directory`, with sizes
+    and checksums that each rank computed; these large files are not read again. All other files are
+    small files of the calling process and are read. Raises CheckpointError if nothing was reported,
+    or if a reported file is missing or has another size.
     """
     if not reported:
         raise CheckpointError(
-            f"no policy worker reported a file of the checkpoint of step {step}, so it would hold"
-            f" no weights"
+            f"no policy worker reported a file of the checkpoint of step {step}, so it would have"
+            " no weights"
         )
     for name, record in reported.items():
-        _await_file(folder / name, record.size, step)
-    paths = sorted(folder.rglob("*"))
-    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
-    records = {name: reported.get(name) or file_record(path) for name, path in files.items()}
-    for path in paths:
+        _await_file(directory / name, record.size, step)
+    entries = {}
+    for path in sorted(directory.rglob("*")):
         if path.is_dir():
+            # The names of the files must be durable before the manifest that lists them.
             sync_directory(path)
-    entries = {
-        name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()
-    }
-    write_json(folder / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
+        elif path.is_file():
+            name = path.relative_to(directory).as_posix()
+            record = reported.get(name) or file_record(path)
+            entries[name] = {"size": record.size, "sha256": record.sha256}
+    write_json(directory / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
 
 
-def incomplete_reason(folder: Path, step: int) -> str | None:
-    """Why `folder` is not a complete checkpoint of `step`; None if it is. Reads every file that has
-    a checksum.
+def incomplete_reason(directory: Path, step: int) -> str | None:
+    """Return the reason why a checkpoint of `step` is incomplete; None if it is complete.
+
+    Reads every file that has a checksum.
     """
-    path = folder / MANIFEST
+    path = directory / MANIFEST
+    if not directory.exists():
+        return "it does not exist"
     if not path.exists():
-        return (
-            f"it has no {MANIFEST}, so its save was interrupted"
-            if folder.exists()
-            else "it does not exist"
-        )
+        return f"it has no {MANIFEST}, so its save was interrupted"
     try:
         manifest = read_json(path)
         files = _checked_files(manifest)
@@ -76,7 +72,8 @@ def incomplete_reason(folder: Path, step: int) -> str | None:
         return f"its {MANIFEST} is damaged ({error})"
     if manifest.get("step") != step:
         return f"its {MANIFEST} is of step {str(manifest.get('step'))[:20]}"
-    root = folder.resolve()
+    # Sizes first: they find most problems without reading the files.
+    root = directory.resolve()
     for name, (size, _) in files.items():
         problem = _size_problem(root, root / name, size)
         if problem is not None:
@@ -85,18 +82,16 @@ def incomplete_reason(folder: Path, step: int) -> str | None:
     def content_problem(name: str) -> str | None:
         return _content_problem(root / name, files[name][1])
 
-    if sum(size for size, _ in files.values()) < _PARALLEL_BYTES:
+    total_size = sum(size for size, _ in files.values())
+    if total_size < _PARALLEL_BYTES:
         return next(filter(None, map(content_problem, files)), None)
-    with ThreadPoolExecutor(
-        max_workers=min(8, os.cpu_count() or 1)
-    ) as pool:  # hashing releases the GIL
+    # Threads are enough: hashing releases the GIL.
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return next(filter(None, pool.map(content_problem, files)), None)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint; raises CheckpointError if it is missing, broken or not a
-    regular file.
-    """
+    """Read a JSON file of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JSON_BYTES:
@@ -111,9 +106,9 @@ def read_json(path: Path) -> Any:
 
 
 def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
-    """(size, checksum) by name; raises CheckpointError for a manifest of another form."""
+    """Return (size, checksum) by name. Raises CheckpointError for a malformed manifest."""
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"it holds a {type(manifest).__name__} instead of an object")
+        raise CheckpointError(f"it has a {type(manifest).__name__} instead of an object")
     if manifest.get("format") not in _READ_FORMATS:
         raise CheckpointError(
             f"it has format {str(manifest.get('format'))[:20]}; this version reads formats"
@@ -127,6 +122,7 @@ def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
 
 def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str | None]:
     parts = PurePosixPath(name).parts
+    # A copied checkpoint must not direct reads to files outside of it.
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise CheckpointError(f"it lists {name[:80]!r}, which is not a path inside the checkpoint")
     size = entry.get("size") if isinstance(entry, dict) else None
@@ -141,17 +137,16 @@ def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str 
 def _size_problem(root: Path, path: Path, size: int) -> str | None:
     try:
         if not path.resolve().is_relative_to(root):
-            return f"{path.name} is a link to a place outside the checkpoint"
+            return f"{path.name} is a link to a path outside the checkpoint"
         if not path.is_file():
             return f"{path.name} is missing"
         found = path.stat().st_size
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # no permission, a circle of links, an impossible name
+    except (OSError, RuntimeError, ValueError) as error:
+        # No permission, a cycle of links, or an invalid name.
         return f"{path.name} cannot be read ({error})"
-    return None if found == size else f"{path.name} has {found} bytes where {size} were written"
+    if found != size:
+        return f"{path.name} has {found} bytes where {size} were written"
+    return None
 
 
 def _content_problem(path: Path, sha256: str | None) -> str | None:
@@ -165,28 +160,23 @@ def _content_problem(path: Path, sha256: str | None) -> str | None:
 
 
 def _await_file(path: Path, size: int, step: int) -> None:
-    """Return when this process sees the file with its size; raises CheckpointError after a short
-    time.
-    """
+    """Wait until this process sees the file with its size. Raises CheckpointError after 5 s."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while (found := _visible_size(path)) != size:
         if time.monotonic() >= deadline:
             state = "does not see it" if found is None else f"sees {found:,} bytes"
             raise CheckpointError(
                 f"the checkpoint of step {step} was not published: a policy worker wrote {size:,}"
-                f" bytes to {path}, but the"
-                f" driver {state}. Driver and workers must share the file system of output_dir; set"
-                f" output_dir to a"
-                " directory that all nodes share"
+                f" bytes to {path}, but the driver {state}. Driver and workers must share the file"
+                " system of output_dir; set output_dir to a directory that all nodes share"
             )
         time.sleep(0.1)
 
 
 def _visible_size(path: Path) -> int | None:
     try:
-        with path.open(
-            "rb"
-        ) as file:  # opening a file makes a network file system ask for its size again
+        # Opened, because `stat` alone may return a cached size on a network file system.
+        with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
     except OSError:
         return None

@@ -1,8 +1,7 @@
-"""`make demo`: a tiny model learns arithmetic by SFT, then gets better at it by GRPO, on a local
-Ray cluster, from nothing.
+"""`make demo`: trains a tiny model on arithmetic from scratch, by SFT and then by GRPO, on Ray.
 
-It writes under `runs/`, needs no network and no GPU, and ends with what was learned. The configs
-are the ones in `examples/configs`, unchanged.
+It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
+configs are those in `examples/configs`, unchanged.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from nemo_like.training.run import RunResult
 
 _CONFIGS = Path("examples/configs")
 _ACCURACY = "validation/answer_mean"
+_NUMBER_COLUMNS = ("steps", "accuracy before", "accuracy after", "packed", "padding", "seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
-    """Run one phase; after a failure say what is kept and how to continue, and return the exit
-    code.
-    """
+    """Run one phase; after a failure print how to continue, and return the exit code."""
     try:
         result = train(config)
     except ConfigError as error:
@@ -82,25 +80,20 @@ def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
         command = f"nemo-like {kind} --config {_CONFIGS}/demo_{kind}.yaml seed={seed}{resume}"
         print(
             f"The demo ended in its {kind.upper()} phase. Kept: {'; '.join(kept)}."
-            f" To continue, remove the cause named above and run: {command}",
+            f" To continue, fix the error above and run: {command}",
             file=sys.stderr,
         )
     return result
 
 
 def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> None:
-    table = Table(title="What was learned (held-out arithmetic, greedy answers)")
-    for heading in (
-        "phase",
-        "steps",
-        "accuracy before",
-        "accuracy after",
-        "packed",
-        "padding",
-        "seconds",
-    ):
-        table.add_column(heading, justify="left" if heading == "phase" else "right")
-    before_grpo, after_grpo = grpo.first[_ACCURACY], grpo.last[_ACCURACY]
+    table = Table(title="Results (held-out arithmetic, greedy answers)")
+    table.add_column("phase")
+    for heading in _NUMBER_COLUMNS:
+        table.add_column(heading, justify="right")
+    # GRPO starts from the weights after SFT, so its first validation is the result of SFT.
+    before_grpo = grpo.first[_ACCURACY]
+    after_grpo = grpo.last[_ACCURACY]
     for name, result, before, after, seconds in (
         ("sft", sft, sft.first.get(_ACCURACY), before_grpo, sft_s),
         ("grpo", grpo, before_grpo, after_grpo, grpo_s),
@@ -119,8 +112,8 @@ def _report(sft: RunResult, grpo: RunResult, sft_s: float, grpo_s: float) -> Non
     console.print(f"GRPO gained {100 * (after_grpo - before_grpo):+.1f} points of accuracy.")
     for result in (sft, grpo):
         console.print(
-            f"{result.directory.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/; model in"
-            f" {result.export}"
+            f"{result.directory.path}: config.yaml, metrics.jsonl, tb/, rollouts/, checkpoints/;"
+            f" model in {result.export}"
         )
 
 

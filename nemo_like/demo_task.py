@@ -1,24 +1,23 @@
-"""The task of `make demo`: adding two numbers, with a character-level tokenizer and a tiny model to
-learn it.
+"""The task of `make demo`: addition of two numbers, a character-level tokenizer and a tiny model.
 
-A problem is `607+58`. A completion may show its working, from the ones on as digit + digit + carry
-= sum, and ends with `#### ` and the answer:
+A problem is `607+58`. A completion may show the column addition, from the ones on as digit + digit
++ carry = sum, and ends with `#### ` and the answer:
 
     7+8+0=15
     0+5+1=06
     6+0+0=06
     #### 665
 
-A model this small can learn the steps but not the sum at one go. Two in five of the supervised
-completions show their working, so a supervised model answers most problems at once, and wrongly;
-that working pays is left to reinforcement learning to find out.
+A model this small can learn the steps but not the direct sum. Two in five of the supervised
+completions show the steps, so after SFT the model answers most problems directly, and wrongly.
+GRPO then increases the share of completions with steps.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +30,7 @@ NUM_GRPO_ROWS = 4_000
 NUM_VALIDATION_ROWS = 200
 MAX_DIGITS = 4
 WORKED_SHARE = 0.4
-"""Share of the supervised completions that show their working. Below one half, so that the likelier
-answer does not.
-"""
+"""Share of the supervised completions with steps; below 1/2, so the greedy answer has none."""
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
 _CHARACTERS = "0123456789+=# \n"
@@ -61,23 +58,27 @@ class Problem:
         return str(self.left + self.right)
 
     def completion(self, *, is_worked: bool) -> str:
-        """The answer after `#### `, with the column addition before it if `is_worked`."""
-        return "\n".join([*(self._steps() if is_worked else ()), f"#### {self.answer}"])
+        """Return the completion, with the steps of the column addition if `is_worked`."""
+        lines = list(self._steps()) if is_worked else []
+        lines.append(f"#### {self.answer}")
+        return "\n".join(lines)
 
-    def _steps(self) -> Iterable[str]:
+    def _steps(self) -> Iterator[str]:
+        """Yield one line per column, from the ones on."""
         num_columns = max(len(str(self.left)), len(str(self.right)))
         carry = 0
         for column in range(num_columns):
-            left, right = self.left // 10**column % 10, self.right // 10**column % 10
+            left = self.left // 10**column % 10
+            right = self.right // 10**column % 10
             total = left + right + carry
             yield f"{left}+{right}+{carry}={total:02d}"
             carry = total // 10
 
 
 def build_demo(directory: Path, seed: int) -> None:
-    """Write the untrained model and the data, the same for the same seed; files of an earlier demo
-    are replaced.
+    """Write the untrained model and the data, the same for the same seed.
 
+    Files of an earlier demo are replaced.
     `model/` is a Hugging Face directory with tokenizer and chat template; `sft_train.jsonl` has
     prompt and completion, `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three. No
     validation prompt is in the training data.
@@ -90,34 +91,21 @@ def build_demo(directory: Path, seed: int) -> None:
         validation[problem.prompt] = problem
     supervised = [_draw(rng, validation) for _ in range(NUM_SFT_ROWS)]
     reinforced = [_draw(rng, validation) for _ in range(NUM_GRPO_ROWS)]
-    _write(
-        directory / "sft_train.jsonl",
-        (
-            {"prompt": p.prompt, "completion": p.completion(is_worked=rng.random() < WORKED_SHARE)}
-            for p in supervised
-        ),
-    )
-    _write(
-        directory / "grpo_train.jsonl",
-        ({"prompt": p.prompt, "answer": p.answer} for p in reinforced),
-    )
-    _write(
-        directory / "validation.jsonl",
-        (
-            {
-                "prompt": p.prompt,
-                "completion": p.completion(is_worked=rng.random() < WORKED_SHARE),
-                "answer": p.answer,
-            }
-            for p in validation.values()
-        ),
-    )
+    # The order of the random draws defines the data of a seed.
+    sft_rows = [_supervised_row(problem, rng) for problem in supervised]
+    grpo_rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in reinforced]
+    validation_rows = []
+    for problem in validation.values():
+        validation_rows.append(_supervised_row(problem, rng) | {"answer": problem.answer})
+    _write(directory / "sft_train.jsonl", sft_rows)
+    _write(directory / "grpo_train.jsonl", grpo_rows)
+    _write(directory / "validation.jsonl", validation_rows)
     build_tokenizer().save_pretrained(directory / "model")
     build_model(seed).save_pretrained(directory / "model")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and the special tokens of the chat template."""
+    """Build a tokenizer with one token per character and the tokens of the chat template."""
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -135,8 +123,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
-    """A Llama of 0.4 million parameters with weights drawn from `seed`; the global generator is
-    left as it was.
+    """Build a Llama of 0.4 million parameters with weights drawn from `seed`.
+
+    The global random generator is not changed.
     """
     config = LlamaConfig(
         vocab_size=len(_SPECIAL_TOKENS) + len(_CHARACTERS),
@@ -159,14 +148,18 @@ def build_model(seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def _draw(rng: random.Random, held_out: Collection[str]) -> Problem:
-    """A problem whose numbers have 1 to 4 digits, each count as likely, and whose prompt is not
-    held out.
-    """
+def _supervised_row(problem: Problem, rng: random.Random) -> dict[str, str]:
+    is_worked = rng.random() < WORKED_SHARE
+    return {"prompt": problem.prompt, "completion": problem.completion(is_worked=is_worked)}
+
+
+def _draw(rng: random.Random, excluded: Collection[str]) -> Problem:
+    """Draw a problem whose prompt is not excluded; 1 to 4 digits are equally likely."""
     while True:
-        left, right = (_draw_number(rng) for _ in range(2))
+        left = _draw_number(rng)
+        right = _draw_number(rng)
         problem = Problem(left, right)
-        if problem.prompt not in held_out:
+        if problem.prompt not in excluded:
             return problem
 
 

@@ -1,9 +1,8 @@
-"""Durable and atomic file writing. Every writer of a run uses it, so every failed write is the same
-kind of error.
+"""Durable and atomic file writes with one kind of error, for all files of a run.
 
-A file is written aside, synchronised to disk and renamed, so that a reader or a kill finds the old
-content or the new. The temporary file is created exclusively: an existing symbolic link of its name
-is removed, never written through.
+A file is written under a temporary name, synchronized to disk and renamed, so that after a kill it
+has either the old or the new content. The temporary file is created exclusively: an existing
+symbolic link of that name is removed and not followed.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 16 * 2**20
-"""Free space below which a failed write is attributed to a full disk."""
+"""Free space below which a failed write counts as a full disk."""
 _NO_DIRECTORY_SYNC = (
     errno.EINVAL,
     errno.ENOTSUP,
@@ -32,13 +31,13 @@ _NO_DIRECTORY_SYNC = (
     errno.EPERM,
     errno.EISDIR,
 )
-"""How file systems (SMB, some FUSE) refuse to synchronise a directory."""
+"""Errors of file systems (SMB, some FUSE) that cannot synchronize a directory."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust report the system's error number."""
+"""The form in which libraries written in Rust report the system's error number."""
 
 
 class WriteError(RuntimeError):
-    """A file or directory could not be written. The message names it, the cause and what to do."""
+    """A file or directory could not be written. The message has path, cause and solution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,77 +49,86 @@ class FileRecord:
 
 
 @contextmanager
-def reporting_write_errors(path: Path, what: str | None = None) -> Iterator[None]:
-    """Turn an OSError, or another library's error with the system's number, into a WriteError about
-    `path`.
+def reporting_write_errors(path: Path, content: str | None = None) -> Iterator[None]:
+    """Convert a failed system call to a WriteError about `path`.
 
-    `what` describes the content, e.g. "the metrics of step 2"; None means the path says enough.
-    ConfigError and other ValueErrors pass unchanged.
+    These are OSErrors, and errors of other libraries with the system's error number. `content`
+    describes the content, e.g. "the metrics of step 2"; None if the path is clear. ConfigError and
+    other ValueErrors are not converted.
     """
     try:
         yield
-    except (WriteError, ValueError):  # ConfigError is a ValueError; no failed system call is one
+    except (WriteError, ValueError):
+        # ConfigError is a ValueError; no failed system call is one.
         raise
     except Exception as error:
-        reported = next((seen for seen in _causes(error) if isinstance(seen, WriteError)), None)
-        if reported is not None:  # by a worker, which knows the file
-            raise WriteError(str(reported)) from error
+        for cause in _causes(error):
+            if isinstance(cause, WriteError):
+                # Raised in a worker, with the path of the file that failed.
+                raise WriteError(str(cause)) from error
         number = system_error_number(error)
         if number is None:
             raise
-        raise WriteError(describe_write_error(path, number, what)) from error
+        raise WriteError(describe_write_error(path, number, content)) from error
 
 
-def describe_write_error(path: Path, number: int, what: str | None = None) -> str:
-    """One sentence each for the file, the cause and what to do. `number` is the system's error
-    number.
-    """
-    subject = f"{what} cannot be written to {path}" if what else f"{path} cannot be written"
-    folder = path if path.is_dir() else path.parent
+def describe_write_error(path: Path, number: int, content: str | None = None) -> str:
+    """Return the file, the cause and the solution; `number` is the system's error number."""
+    subject = f"{path} cannot be written"
+    if content:
+        subject = f"{content} cannot be written to {path}"
+    directory = path if path.is_dir() else path.parent
     move = "set output_dir to another file system"
-    if number in _FULL:
-        cause, remedy = f"{os.strerror(number)}{_free_space(folder)}", f"Free some space or {move}"
+    cause = os.strerror(number)
+    solution = f"Check the file system of {directory}, or {move}"
+    if number in _DISK_FULL:
+        cause = f"{cause}{_free_space(directory)}"
+        solution = f"Free some space or {move}"
     elif number == errno.EROFS:
-        cause, remedy = os.strerror(number), f"Make it writable again or {move}"
+        solution = f"Make it writable again or {move}"
     elif number in (errno.EACCES, errno.EPERM):
-        cause = f"{os.strerror(number)} for user {os.geteuid()}"
-        remedy = (
-            f"Give this user write permission for {folder} or set output_dir to another directory"
+        cause = f"{cause} for user {os.geteuid()}"
+        solution = (
+            f"Give this user write permission for {directory} or set output_dir to another"
+            " directory"
         )
     elif number in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
-        cause = f"{os.strerror(number)}; {_missing_part(folder)} was removed or replaced"
-        remedy = "Do not move or remove a run's directory while it runs"
+        cause = f"{cause}; {_missing_part(directory)} was removed or replaced"
+        solution = "Do not move or remove a run's directory while it runs"
     elif number == errno.EISDIR:
-        cause, remedy = "a directory has this name", "Remove or rename that directory"
+        cause = "a directory has this name"
+        solution = "Remove or rename that directory"
     elif number == errno.EFBIG:
-        cause, remedy = os.strerror(number), f"Raise the limit (ulimit -f) or {move}"
-    else:
-        cause, remedy = os.strerror(number), f"Check the file system of {folder}, or {move}"
-    return f"{subject}: {cause}. {remedy}; resume=true continues from the latest checkpoint, if there is one."
+        solution = f"Raise the limit (ulimit -f) or {move}"
+    return (
+        f"{subject}: {cause}. {solution}; resume=true continues from the latest checkpoint, if"
+        " there is one."
+    )
 
 
 def system_error_number(error: BaseException) -> int | None:
-    """The system's error number of a failed file operation, or of the failure that caused `error`;
-    None if neither.
-    """
-    for seen in _causes(error):
-        if isinstance(seen, OSError) and not isinstance(seen, (ConnectionError, TimeoutError)):
-            return seen.errno
-        match = _OS_ERROR.search(str(seen))
+    """Return the system's error number of a failed file operation in the causes of `error`."""
+    for cause in _causes(error):
+        # Errors of connections are OSErrors as well, but not of a file.
+        if isinstance(cause, OSError) and not isinstance(cause, (ConnectionError, TimeoutError)):
+            return cause.errno
+        match = _OS_ERROR.search(str(cause))
         if match is not None:
             return int(match[1])
     return None
 
 
 def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bool:
-    """Whether a failed write is a full disk: by the error's number, by its text, or by the space
-    left at `path`.
+    """Return True if a write failed because of a full disk.
+
+    The evidence is the error's number, its text, or the free space at `path`.
     """
-    if any(
-        system_error_number(seen) in _FULL or os.strerror(errno.ENOSPC) in str(seen)
-        for seen in _causes(error)
-    ):
-        return True
+    for cause in _causes(error):
+        if system_error_number(cause) in _DISK_FULL:
+            return True
+        # Some libraries report the text of the error without its number.
+        if os.strerror(errno.ENOSPC) in str(cause):
+            return True
     if not isinstance(error, Exception) or num_written_bytes == 0:
         return False
     try:
@@ -130,84 +138,79 @@ def is_disk_full(error: BaseException, path: Path, num_written_bytes: int) -> bo
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what it was raised from, and so on; a worker's exception counts as the cause of the
-    driver's.
-    """
-    seen: Any = error
-    while isinstance(seen, BaseException):
-        yield seen
-        seen = seen.__cause__ or getattr(seen, "cause", None)
+    """Yield `error` and its chain of causes, through WorkerError into the worker's exception."""
+    cause: Any = error
+    while isinstance(cause, BaseException):
+        yield cause
+        cause = cause.__cause__ or getattr(cause, "cause", None)
 
 
 @contextmanager
-def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
-    """Give the path of a temporary file beside `path`; when the block ends, the file durably
-    replaces `path`.
+def replacing(path: Path, content: str | None = None) -> Iterator[Path]:
+    """Yield the path of a temporary file, which replaces `path` durably when the block ends.
 
-    Raises WriteError. If the block raises, `path` stays as it was and the temporary file is
-    removed.
+    If the block raises, `path` is unchanged and the temporary file is removed. Raises WriteError.
     """
-    aside = path.with_name(f".{path.name}.new")
-    with reporting_write_errors(path, what):
+    # In the same directory: a rename is atomic within one file system only.
+    temporary = path.with_name(f".{path.name}.new")
+    with reporting_write_errors(path, content):
         try:
-            remove_file(aside)
-            yield aside
-            sync_file(aside)
-            aside.replace(path)
+            remove_file(temporary)
+            yield temporary
+            sync_file(temporary)
+            temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                remove_file(aside)
+                remove_file(temporary)
             raise
+        # A rename is durable once the directory is.
         sync_directory(path.parent)
 
 
-def write_bytes(path: Path, content: bytes, what: str | None = None) -> FileRecord:
-    """Replace `path` durably and atomically; raises WriteError. The file gets the permissions of
-    the umask.
+def write_bytes(path: Path, data: bytes, content: str | None = None) -> FileRecord:
+    """Replace `path` durably and atomically, with the permissions of the umask.
+
+    Raises WriteError.
     """
-    with replacing(path, what) as aside:
+    with replacing(path, content) as temporary:
         descriptor = os.open(
-            aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
         )
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
+            file.write(data)
+    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
-def write_text(path: Path, text: str, what: str | None = None) -> FileRecord:
-    """`write_bytes` of UTF-8 text. A lone surrogate, which UTF-8 cannot hold, becomes its JSON and
-    YAML escape.
-    """
-    return write_bytes(path, text.encode("utf-8", errors="backslashreplace"), what)
+def write_text(path: Path, text: str, content: str | None = None) -> FileRecord:
+    """Replace `path` by UTF-8 text durably and atomically. Raises WriteError."""
+    # A lone surrogate, which UTF-8 does not support, becomes its JSON and YAML escape.
+    return write_bytes(path, text.encode("utf-8", errors="backslashreplace"), content)
 
 
-def write_json(path: Path, value: Any, what: str | None = None) -> FileRecord:
-    """Write plain JSON values; raises ValueError, naming the file, for anything JSON cannot hold
-    (NaN, tensors).
+def write_json(path: Path, value: Any, content: str | None = None) -> FileRecord:
+    """Write plain JSON values durably and atomically.
+
+    Raises WriteError, and ValueError for a value that JSON does not support (NaN, a tensor).
     """
     try:
         text = json.dumps(value, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path.name} can hold only plain JSON values: {error}") from error
-    return write_text(
-        path, text, what
-    )  # without a newline at its end, a file cut anywhere is no JSON
+        raise ValueError(f"{path.name} can have only plain JSON values: {error}") from error
+    # Without a newline at the end, a truncated file is never valid JSON.
+    return write_text(path, text, content)
 
 
-def write_json_lines(path: Path, records: Iterable[Any], what: str | None = None) -> FileRecord:
-    """One JSON object per line, durably and atomically."""
-    return write_text(
-        path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), what
-    )
+def write_json_lines(path: Path, records: Iterable[Any], content: str | None = None) -> FileRecord:
+    """Write one JSON object per line durably and atomically. Raises WriteError."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    return write_text(path, "".join(lines), content)
 
 
 class AppendedFile:
-    """A file that grows by whole records. A record is with the operating system when `append`
-    returns.
+    """A file to which complete records are appended, without a buffer in this process.
 
-    An append that fails leaves the file without a part of the record. Raises WriteError, also when
-    the file was removed or replaced: what is written to a removed file is lost without any error
-    from the system.
+    An append that fails leaves no part of the record. Raises WriteError, also if the file was
+    removed or replaced: a write to a removed file is lost without an error of the system.
     """
 
     def __init__(self, path: Path) -> None:
@@ -219,31 +222,32 @@ class AppendedFile:
             status = os.fstat(self._descriptor)
         self._identity = (status.st_dev, status.st_ino)
 
-    def append(self, content: bytes, what: str | None = None) -> None:
-        """Write `content` to the end of the file. `what` describes it in the message of a
-        WriteError.
-        """
-        self.check(what)
-        with reporting_write_errors(self.path, what):
-            size, left = os.fstat(self._descriptor).st_size, memoryview(content)
+    def append(self, record: bytes, content: str | None = None) -> None:
+        """Append a record. `content` describes it in the message of a WriteError."""
+        self.check(content)
+        with reporting_write_errors(self.path, content):
+            size = os.fstat(self._descriptor).st_size
+            remaining = memoryview(record)
             try:
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
+                # A write may be partial, for example at a limit of the file size.
+                while remaining:
+                    num_written = os.write(self._descriptor, remaining)
+                    remaining = remaining[num_written:]
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(self._descriptor, size)
                 raise
 
-    def check(self, what: str | None = None) -> None:
+    def check(self, content: str | None = None) -> None:
         """Raise WriteError if the file was removed or replaced."""
-        with reporting_write_errors(self.path, what):
+        with reporting_write_errors(self.path, content):
             status = os.stat(self.path)
             if (status.st_dev, status.st_ino) != self._identity:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
 
-    def append_json(self, record: Any, what: str | None = None) -> None:
-        """One strict JSON object and a newline."""
-        self.append((json.dumps(record, allow_nan=False) + "\n").encode(), what)
+    def append_json(self, record: Any, content: str | None = None) -> None:
+        """Append one strict JSON object and a newline."""
+        self.append((json.dumps(record, allow_nan=False) + "\n").encode(), content)
 
     def sync(self) -> None:
         """Wait until everything appended is on disk."""
@@ -251,16 +255,18 @@ class AppendedFile:
             _fsync(self._descriptor)
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the file; may be called again."""
         if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
+            descriptor = self._descriptor
+            self._descriptor = -1
             with reporting_write_errors(self.path):
                 os.close(descriptor)
 
 
 def finish_library_file(path: Path) -> FileRecord:
-    """Give a file that another library wrote the permissions of the umask, make it durable, and
-    compute its record.
+    """Make a file of another library durable and return its record.
+
+    The file gets the permissions of the umask: some libraries create files for the owner only.
     """
     with reporting_write_errors(path):
         os.chmod(path, 0o666 & ~_umask())
@@ -269,28 +275,25 @@ def finish_library_file(path: Path) -> FileRecord:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and checksum of an existing file, read in chunks; raises OSError."""
+    """Return size and checksum of an existing file, read in chunks. Raises OSError."""
     with path.open("rb") as file:
-        return FileRecord(
-            os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-        )
+        size = os.fstat(file.fileno()).st_size
+        return FileRecord(size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file or a symbolic link (not its target) if there is one."""
+    """Remove a file or a symbolic link (not its target), if it exists."""
     path.unlink(missing_ok=True)
 
 
 def remove_link(path: Path) -> None:
-    """Remove a symbolic link, so that a directory of this name is created and not written through
-    it; raises OSError.
-    """
+    """Remove a symbolic link, so that nothing is written to its target. Raises OSError."""
     if path.is_symlink():
         path.unlink()
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file's content is on disk; raises OSError."""
+    """Wait until the file's content is on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _fsync(descriptor)
@@ -299,12 +302,14 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk, on file systems that can do that; raises
-    OSError.
+    """Wait until the names in a directory are on disk, if the file system supports it.
+
+    Raises OSError.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a directory that may be written but not listed
+    except PermissionError:
+        # A directory that may be written but not listed.
         return
     try:
         os.fsync(descriptor)
@@ -319,35 +324,34 @@ def _fsync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # a pipe or device, or a file system without fsync
+        # A pipe, a device, or a file system without fsync.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 
 def _umask() -> int:
-    """This process's umask, without changing it where Linux tells it."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    """Return the umask of this process."""
+    with suppress(OSError, ValueError):
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        match = re.search(r"^Umask:\s*([0-7]+)", text, re.MULTILINE)
+        if match is not None:
+            return int(match[1], 8)
+    # The system call returns the umask only by setting it, which other threads would notice.
     current = os.umask(0o022)
     os.umask(current)
     return current
 
 
-def _free_space(folder: Path) -> str:
+def _free_space(directory: Path) -> str:
     try:
-        return f" ({shutil.disk_usage(folder).free / 1e6:,.0f} MB are free)"
+        return f" ({shutil.disk_usage(directory).free / 1e6:,.0f} MB are free)"
     except OSError:
         return ""
 
 
-def _missing_part(folder: Path) -> str:
-    """The topmost directory on the way to `folder` that is not there; `folder` or the file itself
-    if all are.
-    """
-    for part in (*reversed(folder.parents), folder):
+def _missing_part(directory: Path) -> str:
+    """Return the first missing directory of a path, or "the file" if the directory exists."""
+    for part in (*reversed(directory.parents), directory):
         if not part.is_dir():
             return str(part)
     return "the file"

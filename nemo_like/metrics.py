@@ -1,8 +1,7 @@
 """Metrics that merge exactly across microbatches, ranks and steps, and the timers that feed them.
 
-A metric is a value that knows how to combine with another of its kind, so a mean is always a sum
-over a weight and never a mean of means. This module knows nothing of where metrics go: that is
-`tracking`.
+A metric merges with another of its kind, so a mean is always a sum over a weight and never a mean
+of means. `tracking` writes the metrics.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean kept as its two sums. Example: `Mean(6.0, 3.0).value == 2.0`; a zero weight
-    has value 0.
+    """A weighted mean, stored as sum and weight. With weight 0 its value is 0.
+
+    Example: `Mean(6.0, 3.0).value == 2.0`.
     """
 
     total: float
@@ -32,7 +32,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total over everything merged."""
+    """The total of all merged values."""
 
     value: float
 
@@ -42,7 +42,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value merged."""
+    """The largest of all merged values."""
 
     value: float
 
@@ -52,7 +52,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest value merged."""
+    """The smallest of all merged values."""
 
     value: float
 
@@ -65,8 +65,9 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Combine metrics name by name; a name may be missing from some parts. Raises TypeError if one
-    has two kinds.
+    """Merge metrics by name; a name may be missing in some parts.
+
+    Raises TypeError for a name with two kinds of metrics.
     """
     merged: Metrics = {}
     for part in parts:
@@ -85,14 +86,12 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers, for logging."""
+    """Return the values as plain numbers, for logging."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 class Timers:
-    """Wall-clock seconds by phase. `with timers("train"): ...` adds to `timing/train_s`; `pop()`
-    returns and clears.
-    """
+    """Wall-clock seconds by name: `with timers("train"): ...` adds to `timing/train_s`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -106,11 +105,11 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, name: str) -> float:
-        """Seconds gathered so far under `name`; 0 if it never ran."""
+        """Return the seconds of `name` so far; 0 if it never ran."""
         return self._seconds.get(name, 0.0)
 
     def pop(self) -> Metrics:
-        """`{"timing/<name>_s": Sum}` of everything timed since the last call."""
+        """Return `timing/<name>_s` of everything timed since the last call, and reset it."""
         metrics: Metrics = {
             f"timing/{name}_s": Sum(seconds) for name, seconds in self._seconds.items()
         }

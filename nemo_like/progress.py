@@ -1,8 +1,7 @@
-"""What a person sees while a run goes on: bars with an ETA on a terminal, plain lines in a log,
-samples, step lines.
+"""Console output of a run: progress bars or plain lines, step summaries, samples.
 
-Nothing here computes a metric or writes a file. All that a run prints goes through one `Progress`,
-so that lines and bars do not run into each other.
+Nothing here computes a metric or writes a file. All output of a run goes through one `Progress`,
+because lines and bars would overwrite each other otherwise.
 """
 
 from __future__ import annotations
@@ -35,67 +34,74 @@ STEP_LINE = (
     ("performance/tokens_per_s", "tokens/s", ",.0f"),
     ("timing/step_s", "step s", ".1f"),
 )
-"""Metrics of the one-line summary, in this order, where a step has them; all those of a validation
-follow.
-"""
+"""Metrics of the one-line summary, if a step has them; all validation metrics follow."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row as text, cut where the token mask changes.
+    """One row as text, in segments of equal token mask.
 
     Example: `Sample((("2+2=", False), ("4", True)), reward=1.0)`: the model is trained on "4".
     """
 
     segments: tuple[tuple[str, bool], ...]
-    """(text, whether the model is trained on it)."""
+    """(text, is_trained) of each segment."""
     reward: float | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What else to show of it, such as the expected answer and each reward function's value."""
+    """Further values to show, such as the expected answer and each reward function's value."""
 
 
 class Phase:
-    """How far one phase is; `advance` may be called from any thread. `done` was done before, by the
-    run it resumes.
+    """The progress of one phase.
+
+    `done` counts items that an earlier process of the run completed. `advance` may be called from
+    any thread.
     """
 
     def __init__(self, name: str, total: int | None, unit: str, done: int = 0) -> None:
-        self.name, self.total, self.unit = name, total, unit
-        self.done = self._done_before = done
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self._done_before = done
         self._started_at = time.monotonic()
         self._lock = threading.Lock()
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more as done."""
+        """Add `count` completed items."""
         with self._lock:
             self.done += count
 
     def eta_s(self) -> float | None:
-        """Seconds left at the pace so far; None while nothing is done or the total is unknown."""
+        """Return the estimated seconds left; None before the first item or without a total."""
+        # Only items of this process: those of an earlier one took time that is not measured here.
         done_here = self.done - self._done_before
         if self.total is None or done_here == 0:
             return None
-        return (time.monotonic() - self._started_at) / done_here * max(self.total - self.done, 0)
+        elapsed_s = time.monotonic() - self._started_at
+        return elapsed_s / done_here * max(self.total - self.done, 0)
 
     def status(self) -> str:
-        """Example: `128/512 rows, 0:07, 0:21 left`; only the time where there is nothing to
-        count.
+        """Return the state in words; only the time for a phase without items.
+
+        Example: `128/512 rows, 0:07, 0:21 left`.
         """
-        elapsed, eta = _duration(time.monotonic() - self._started_at), self.eta_s()
+        elapsed = _duration(time.monotonic() - self._started_at)
         if self.total is None:
             return f"{self.done} {self.unit}, {elapsed}" if self.done else elapsed
-        return f"{self.done}/{self.total} {self.unit}, {elapsed}" + (
-            "" if eta is None else f", {_duration(eta)} left"
-        )
+        text = f"{self.done}/{self.total} {self.unit}, {elapsed}"
+        eta_s = self.eta_s()
+        if eta_s is not None:
+            text += f", {_duration(eta_s)} left"
+        return text
 
 
 class Progress:
-    """Shows phases, step lines and samples on `stream`: with bars if it is a terminal, else as
-    plain lines.
+    """Shows phases, step lines and samples on `stream`; with bars if it is a terminal.
 
-    Without a terminal a line appears every `interval_s` seconds for as long as a phase runs, even
-    if nothing moves in it, so that a log always says what is being waited for. Phases nest; one
-    thread opens and closes them.
+    Without a terminal, a line is printed every `interval_s` seconds while a phase runs, also
+    without progress, so that a log always shows the current phase. Phases nest; one thread opens
+    and closes them.
     """
 
     def __init__(
@@ -115,31 +121,29 @@ class Progress:
     def phase(
         self, name: str, total: int | None = None, *, unit: str = "rows", done: int = 0
     ) -> Iterator[Phase]:
-        """Show a phase while the block runs; the block calls `advance` on what it gets.
+        """Show a phase while the block runs; the block calls `advance` on the yielded phase.
 
-        `total` is None where it is not known; `done` counts what a resumed run had done before,
-        which says nothing of the pace.
+        `total` is None if it is unknown; `done` counts the items of an earlier process of the run.
         """
         phase = Phase(name, total, unit, done)
         self._phases.append(phase)
         try:
+            # The outermost phase starts the display, which shows all nested phases.
             with self._shown() if len(self._phases) == 1 else nullcontext():
                 yield phase
         finally:
             self._phases.remove(phase)
 
     def print_line(self, text: str) -> None:
-        """Print one message above the bars, as it is except for control characters."""
+        """Print one message above the bars, with control characters escaped."""
         self._console.print(Text(self._printable(text)))
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the one-line summary of a step; what a `Tracker` calls for its console line."""
+        """Print the one-line summary of a step; `Tracker` calls it."""
         self.print_line(step_line(step, metrics, self._num_steps))
 
     def show_samples(self, samples: Sequence[Sample], title: str) -> None:
-        """Print decoded samples; trained text is green on a terminal and stands in ⟦ ⟧
-        elsewhere.
-        """
+        """Print decoded samples; trained text is green on a terminal, else between ⟦ and ⟧."""
         for index, sample in enumerate(samples, start=1):
             heading = f"{title} {index}/{len(samples)}"
             if self._is_terminal:
@@ -159,9 +163,9 @@ class Progress:
 
         def tick() -> None:
             while not stopped.wait(self._interval_s):
-                self.print_line(
-                    " | ".join(f"{phase.name}: {phase.status()}" for phase in list(self._phases))
-                )
+                # A copy of the list: the main thread opens and closes phases.
+                states = [f"{phase.name}: {phase.status()}" for phase in list(self._phases)]
+                self.print_line(" | ".join(states))
 
         ticker = threading.Thread(target=tick, name="progress", daemon=True)
         ticker.start()
@@ -182,48 +186,53 @@ class Progress:
         text = Text()
         for segment, is_trained in sample.segments:
             text.append(self._printable(segment), style="bold green" if is_trained else "dim")
-        facts = Text(self._printable(_facts(sample)))
-        return Panel(
-            text, title=Text(heading), subtitle=facts if facts else None, title_align="left"
-        )
+        details = Text(self._printable(_details(sample)))
+        return Panel(text, title=Text(heading), subtitle=details or None, title_align="left")
 
     def _printable(self, text: str) -> str:
-        """`text` with control characters, and what the stream cannot encode, as escapes: models
-        write anything.
+        """Escape control characters and characters that the stream cannot encode.
+
+        Completions of a model may have any character.
         """
         return printable(text, self._console.encoding)
 
 
 def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
-    """One line of what matters of a step. Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s
-    1,200`.
+    """Return the one-line summary of a step.
+
+    Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s 1,200`.
     """
     parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
-    parts += [
-        f"{label} {metrics[name]:{form}}" for name, label, form in STEP_LINE if name in metrics
-    ]
-    parts += [
-        f"{name.replace('/', ' ')} {value:.4g}"
-        for name, value in metrics.items()
-        if name.startswith("validation/")
-    ]
+    for name, label, form in STEP_LINE:
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    for name, value in metrics.items():
+        if name.startswith("validation/"):
+            parts.append(f"{name.replace('/', ' ')} {value:.4g}")
     return "  ".join(parts)
 
 
 def sample_text(sample: Sample, heading: str) -> str:
-    """A sample for a log or a report, its trained text between ⟦ and ⟧."""
+    """Return a sample as plain text, its trained text between ⟦ and ⟧."""
     body = "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments)
-    facts = _facts(sample)
-    return f"--- {heading}{' | ' + facts if facts else ''}\n{body}"
+    details = _details(sample)
+    if details:
+        heading = f"{heading} | {details}"
+    return f"--- {heading}\n{body}"
 
 
-def _facts(sample: Sample) -> str:
-    reward = [] if sample.reward is None else [f"reward {sample.reward:.3f}"]
-    return ", ".join(reward + [f"{name} {value}" for name, value in sample.notes.items()])
+def _details(sample: Sample) -> str:
+    """Return reward and notes of a sample."""
+    parts = []
+    if sample.reward is not None:
+        parts.append(f"reward {sample.reward:.3f}")
+    for name, value in sample.notes.items():
+        parts.append(f"{name} {value}")
+    return ", ".join(parts)
 
 
 def _duration(seconds: float) -> str:
-    """Example: 67 -> `1:07`, 3667 -> `1:01:07`."""
+    """Format seconds: 67 -> `1:07`, 3667 -> `1:01:07`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

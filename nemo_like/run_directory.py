@@ -1,8 +1,7 @@
-"""`<output_dir>/<run_name>`: its names, its lock, its config.yaml, and what a resume removes from
-it.
+"""The run directory `<output_dir>/<run_name>`: names, lock, config.yaml, and cleanup at a resume.
 
-Nothing of an existing run changes before `start_run`, which is called when the run is known to be
-able to continue.
+No file of an existing run changes before `start_run`, which is called after every check that can
+refuse the run.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ _BEFORE_RESUME = ".before_resume"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run's directory and the names inside it; checkpoints and `latest` belong to
-    `Checkpointer(path)`.
-    """
+    """The paths of a run; those of checkpoints are in `checkpoint.Checkpointer`."""
 
     path: Path
 
@@ -86,11 +83,11 @@ class RunDirectory:
 
 @contextmanager
 def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
-    """Create or open a run's directory and hold its lock inside the block. Files of an existing run
-    are not changed.
+    """Create or open a run's directory and lock it inside the block.
 
-    Raises ConfigError if a run of this name has written results and `resume` is off, if the name
-    cannot be a directory, if the directory cannot be made, or if another driver uses it.
+    Files of an existing run are not changed. Raises ConfigError if a run of this name has written
+    results and `resume` is off, if the name cannot be a directory, if the directory cannot be
+    created, or if another driver uses it.
     """
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", run_name) is None:
         raise ConfigError(
@@ -111,63 +108,65 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
 
 
 def write_config(run: RunDirectory, config: Mapping[str, Any]) -> None:
-    """Replace config.yaml by the resolved configuration, given as plain values. Raises
-    WriteError.
-    """
+    """Replace config.yaml by the resolved configuration. Raises WriteError."""
     write_text(run.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
 def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | None) -> None:
-    """Write config.yaml and remove what an earlier process of the run recorded after
-    `resumed_step`.
+    """Remove the records after `resumed_step`, which the run writes again; write config.yaml.
 
-    Call it when everything that can refuse the run has passed. Records of `*.jsonl` files stay up
-    to `resumed_step`; a line cut by a kill is removed. None means a start at step 0: metrics.jsonl
-    is kept under another name then. Raises WriteError.
+    Call it after every check that can refuse the run. A truncated last line, which a kill leaves,
+    is removed as well. None means a start at step 0: metrics.jsonl is kept under another name then.
+    Raises WriteError.
     """
     if resumed_step is None and run.metrics.exists() and run.metrics.stat().st_size > 0:
-        aside = run.metrics.with_name(run.metrics.name + _BEFORE_RESUME)
-        logger.warning("the run starts again at step 0; its earlier metrics are in %s", aside)
-        with reporting_write_errors(aside):
-            run.metrics.replace(aside)
+        renamed = run.metrics.with_name(run.metrics.name + _BEFORE_RESUME)
+        logger.warning("the run starts again at step 0; its earlier metrics are in %s", renamed)
+        with reporting_write_errors(renamed):
+            run.metrics.replace(renamed)
     last_step = -1 if resumed_step is None else resumed_step
     for path in sorted([*run.path.glob("*.jsonl"), *run.lengths.parent.glob("*.jsonl")]):
         if path.is_file():
             keep_records(path, last_step)
-    for path in [
-        *run.rollouts(0).parent.glob("step_*.jsonl"),
-        *run.skipped(0).parent.glob("step_*.jsonl"),
-    ]:
+    _remove_steps_after(last_step, run.rollouts(0).parent)
+    _remove_steps_after(last_step, run.skipped(0).parent)
+    write_config(run, config)
+
+
+def _remove_steps_after(last_step: int, directory: Path) -> None:
+    """Remove the files `step_<N>.jsonl` of later steps. Raises WriteError."""
+    for path in directory.glob("step_*.jsonl"):
         match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
         if match is not None and int(match[1]) > last_step:
             with reporting_write_errors(path):
                 path.unlink()
-    write_config(run, config)
 
 
 def keep_records(path: Path, last_step: int) -> None:
-    """Keep the complete lines of a .jsonl file whose `step` is at most `last_step` (or that have
-    none). Atomic.
+    """Remove the lines of a .jsonl file that are incomplete or of a step after `last_step`.
 
-    Raises WriteError. A file from which nothing is to be removed is left as it is.
+    Lines without a step are kept. The change is atomic; a file without such lines is not written.
+    Raises WriteError.
     """
     with reporting_write_errors(path):
-        num_removed, is_cut = 0, False
+        num_removed = 0
+        lacks_newline = False
+        # Read twice instead of once into memory: the file of a long run may be large.
         with path.open("rb") as lines:
             for line in lines:
                 num_removed += not _is_kept(line, last_step)
-                is_cut = not line.endswith(b"\n")
-        if num_removed == 0 and not is_cut:
+                lacks_newline = not line.endswith(b"\n")
+        if num_removed == 0 and not lacks_newline:
             return
-        with path.open("rb") as lines, replacing(path) as aside, aside.open("xb") as kept:
-            kept.writelines(
-                line.rstrip(b"\n") + b"\n" for line in lines if _is_kept(line, last_step)
-            )
+        with path.open("rb") as lines, replacing(path) as temporary, temporary.open("xb") as kept:
+            for line in lines:
+                if _is_kept(line, last_step):
+                    kept.write(line.rstrip(b"\n") + b"\n")
     logger.info("removed %d records after step %d from %s", num_removed, max(last_step, 0), path)
 
 
 def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
-    """Log every key whose value differs from the config.yaml that is there, old -> new."""
+    """Log every key whose value differs from the existing config.yaml, old -> new."""
     if not run.config.exists():
         return
     try:
@@ -179,17 +178,17 @@ def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
             error,
         )
         return
-    after = flatten(
-        yaml.safe_load(yaml.safe_dump(dict(config)))
-    )  # the same plain types as what was read
+    # Through YAML, so that both have the same plain types (lists instead of tuples).
+    after = flatten(yaml.safe_load(yaml.safe_dump(dict(config))))
     for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key, "(not there)"), after.get(key, "(not there)")
+        old = before.get(key, "(not there)")
+        new = after.get(key, "(not there)")
         if old != new and key != "resume":
             logger.warning("changed since this run was started: %s: %s -> %s", key, old, new)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; lists stay whole."""
+    """Join nested keys: `{"a": {"b": 1}}` -> `{"a.b": 1}`. Lists are not flattened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -199,14 +198,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _make_directories(*folders: Path) -> None:
-    for folder in folders:
+def _make_directories(*directories: Path) -> None:
+    for directory in directories:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"output_dir: cannot make {folder} ({error.strerror}); set output_dir to a place"
-                f" that can be written"
+                f"output_dir: cannot create {directory} ({error.strerror}); set output_dir to a"
+                " path that can be written"
             ) from error
 
 
@@ -232,18 +231,18 @@ def _is_foreign(name: str) -> bool:
 
 
 def _refuse_results(run: RunDirectory) -> None:
-    """Raise ConfigError if the directory holds results; a run that wrote none may start again."""
+    """Raise ConfigError if the directory has results; a run that wrote none may start again."""
     has_metrics = run.metrics.exists() and run.metrics.stat().st_size > 0
     checkpoints = run.path / "checkpoints"
     if has_metrics or (checkpoints.exists() and any(checkpoints.iterdir())):
         raise ConfigError(
-            f"run_name: {run.path} already holds a run; choose another run_name, "
-            f"or set resume=true to continue it from its latest checkpoint"
+            f"run_name: {run.path} already has a run; choose another run_name, or set resume=true"
+            " to continue it from its latest checkpoint"
         )
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:
-    """Whether a line is a complete record of a step up to `last_step`."""
+    """Return True if a line is a complete record of a step up to `last_step`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

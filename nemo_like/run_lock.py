@@ -1,10 +1,9 @@
-"""One driver per run directory: a lock file that survives SIGKILL and is recognised as stale
-afterwards.
+"""The lock of a run directory, which one driver may use. A lock of a killed driver is detected.
 
-The file holds host, process id and process start time as JSON. It is created complete, by a hard
-link or exclusively, which is atomic on network file systems as well. The driver also holds an
-advisory lock (flock) on it, which the kernel releases when the process ends, however it ends. A
-lock of another machine is never taken over without the user.
+The file has host, process id and process start time as JSON. It is created complete, by a hard
+link or exclusively, which is atomic on network file systems as well. The driver also has an
+advisory lock (flock) on it, which the kernel releases at the end of the process, also after
+SIGKILL. A lock of another machine is never taken over without the user.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.files import reporting_write_errors
@@ -32,22 +31,20 @@ _ATTEMPT_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
-    """The process that holds a lock."""
+class LockOwner:
+    """The process that owns a lock."""
 
     host: str
     pid: int
     start_ticks: int
-    """Start of the process in clock ticks since boot: a process id that is reused has another
-    one.
-    """
+    """Start of the process in clock ticks since boot; it distinguishes a reused process id."""
     boot_id: str
-    """Identifies one boot of one machine; empty where the system does not tell."""
+    """Identifies one boot of one machine; empty if the system does not report it."""
     started: str
-    """When the lock was taken, for people."""
+    """Time at which the lock was taken, for messages."""
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> LockOwner:
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -58,16 +55,17 @@ class Holder:
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether this machine runs the process now."""
+        """True if the process runs on this machine now."""
         ticks = _start_ticks(self.pid)
+        # 0: the start time was unknown when the lock was taken.
         return ticks is not None and self.start_ticks in (0, ticks)
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of the run in `directory`, which must exist.
+    """Lock the run in `directory`, which must exist, inside the block.
 
-    Raises ConfigError, naming host and process, if another driver holds it, and WriteError if it
+    Raises ConfigError with host and process if another driver has the lock, and WriteError if it
     cannot be written.
     """
     path = directory / LOCK_NAME
@@ -77,15 +75,14 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         if _is_file_of(path, descriptor):
-            with suppress(
-                OSError
-            ):  # the directory was removed or made read-only; the lock is stale then
+            # The directory was removed or made read-only; the lock is stale then.
+            with suppress(OSError):
                 path.unlink()
         os.close(descriptor)
 
 
 def _acquire(path: Path) -> int:
-    """The descriptor of the lock file, which is this process's now."""
+    """Take the lock and return the descriptor of the lock file. Raises ConfigError."""
     refusal = ""
     for attempt in range(_NUM_ATTEMPTS):
         if attempt:
@@ -98,23 +95,19 @@ def _acquire(path: Path) -> int:
             continue
         try:
             flock = _flock(existing)
-            if not _is_file_of(path, existing):  # replaced meanwhile
+            if not _is_file_of(path, existing):  # replaced since it was opened
                 continue
-            holder = _read(existing)
-            refusal = _refusal(path, holder, flock)
+            owner = _read(existing)
+            refusal = _refusal(path, owner, flock)
             if not refusal:
                 descriptor = _create(path, replace=True)
-                assert descriptor is not None, "a replacement needs no free name"
+                assert descriptor is not None, "a replacement needs no unused name"
                 return descriptor
-            if (
-                flock != "taken"
-                or holder is None
-                or not _is_same_boot(holder)
-                or holder.is_alive_here
-            ):
+            # A taken flock of a dead driver is temporary: a process that it started still has the
+            # descriptor, or another driver takes over now. Everything else is final.
+            is_dead_here = owner is not None and _is_same_boot(owner) and not owner.is_alive_here
+            if flock != "taken" or not is_dead_here:
                 break
-            # A process that the dead driver started still has its descriptor, or another driver
-            # takes over right now.
         finally:
             os.close(existing)
     raise ConfigError(
@@ -122,45 +115,52 @@ def _acquire(path: Path) -> int:
     )
 
 
-def _refusal(path: Path, holder: Holder | None, flock: str) -> str:
-    """Why the lock must not be taken over; empty if its process is known to be gone."""
-    if holder is None:
-        if flock == "held":
-            return ""  # cut by a full disk or a power failure, and no process has it open
-        return f"run_name: {path} cannot be read, so another driver may use this run; if none does, remove {path}"
-    who = f"process {holder.pid} on host {holder.host} since {holder.started}"
-    if holder.is_alive_here and _is_same_boot(holder):
-        return f"run_name: the run in {path.parent} is in use by {who}; wait for it or stop it, or choose another run_name"
+def _refusal(path: Path, owner: LockOwner | None, flock: str) -> str:
+    """Return the reason not to take over the lock; empty if its process is known to be gone."""
+    if owner is None:
+        if flock == "acquired":
+            # Truncated by a full disk or a power failure, and no process has it open.
+            return ""
+        return (
+            f"run_name: {path} cannot be read, so another driver may use this run; if none does,"
+            f" remove {path}"
+        )
+    process = f"process {owner.pid} on host {owner.host} since {owner.started}"
+    if owner.is_alive_here and _is_same_boot(owner):
+        return (
+            f"run_name: the run in {path.parent} is in use by {process}; wait for it or stop it, or"
+            " choose another run_name"
+        )
     if flock == "taken":
         return (
-            f"run_name: the run in {path.parent} is in use by {who}, or by a process that it"
-            f" started; stop it, or choose"
-            " another run_name"
+            f"run_name: the run in {path.parent} is in use by {process}, or by a process that it"
+            " started; stop it, or choose another run_name"
         )
-    is_this_host = holder.host == socket.gethostname()
-    if is_this_host or (_is_same_boot(holder) and flock == "held"):
+    is_this_host = owner.host == socket.gethostname()
+    # The process has ended: on this host, or on this machine under another host name (a
+    # container), where only the acquired flock proves it.
+    if is_this_host or (_is_same_boot(owner) and flock == "acquired"):
         return ""
     return (
-        f"run_name: the run in {path.parent} is locked by {who}, which this host"
-        f" ({socket.gethostname()}) cannot check. If"
-        f" that process has ended, remove {path} and start again; otherwise choose another run_name"
+        f"run_name: the run in {path.parent} is locked by {process}, which this host"
+        f" ({socket.gethostname()}) cannot check. If that process has ended, remove {path} and"
+        " start again; otherwise choose another run_name"
     )
 
 
 def _create(path: Path, *, replace: bool = False) -> int | None:
-    """Create the lock file complete and locked; None if there is one already and `replace` is
-    off.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    """Create the lock file, complete and locked; None if it exists and `replace` is off."""
+    # Written under a temporary name: no other process can see a file without content or flock.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(
-        aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
     )
     try:
         _write(descriptor)
         _flock(descriptor)
         if replace:
-            os.replace(aside, path)
-        elif not _link(aside, path):
+            os.replace(temporary, path)
+        elif not _link(temporary, path):
             os.close(descriptor)
             return None
     except BaseException:
@@ -168,33 +168,35 @@ def _create(path: Path, *, replace: bool = False) -> int | None:
         raise
     finally:
         with suppress(FileNotFoundError):
-            aside.unlink()
+            temporary.unlink()
     return descriptor
 
 
-def _link(aside: Path, path: Path) -> bool:
-    """Give `aside` the name `path` too, if that is free. Where the file system has no hard links it
-    is moved there.
+def _link(temporary: Path, path: Path) -> bool:
+    """Link `temporary` to `path`; return False if that exists.
+
+    On a file system without hard links the file is renamed.
     """
     try:
-        os.link(aside, path)
+        os.link(temporary, path)
     except FileExistsError:
-        return (
-            aside.stat().st_nlink == 2
-        )  # a network file system may repeat a request that it has carried out
+        # A network file system may repeat a request that it has carried out already.
+        return temporary.stat().st_nlink == 2
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
+        # The exclusive creation reserves the name; `replace` is atomic but would not detect it.
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             return False
-        os.replace(aside, path)
+        os.close(descriptor)
+        os.replace(temporary, path)
     return True
 
 
 def _open(path: Path) -> int | None:
-    """An existing lock file, opened for reading; None if there is none."""
+    """Open an existing lock file; None if there is none. Raises ConfigError."""
     try:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -202,7 +204,7 @@ def _open(path: Path) -> int | None:
     except PermissionError as error:
         raise ConfigError(
             f"run_name: {path} belongs to another user, so the run may be in use by that user;"
-            f" choose another run_name"
+            " choose another run_name"
         ) from error
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR):
@@ -212,10 +214,8 @@ def _open(path: Path) -> int | None:
         raise
 
 
-def _flock(descriptor: int) -> str:
-    """ "held": by this process now; "taken": by another one; "unknown": the file system has no such
-    locks.
-    """
+def _flock(descriptor: int) -> Literal["acquired", "taken", "unknown"]:
+    """Lock the file: acquired, taken by another process, or unknown without support for it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,22 +224,22 @@ def _flock(descriptor: int) -> str:
         if error.errno not in _NO_FLOCK:
             raise
         return "unknown"
-    return "held"
+    return "acquired"
 
 
 def _write(descriptor: int) -> None:
-    os.write(descriptor, (json.dumps(asdict(Holder.this_process())) + "\n").encode())
-    with suppress(
-        OSError
-    ):  # a pipe or a file system without fsync; the lock is a matter of live processes anyway
+    os.write(descriptor, (json.dumps(asdict(LockOwner.this_process())) + "\n").encode())
+    # A file system without fsync. The lock only matters while processes live, so it need not
+    # survive a power failure.
+    with suppress(OSError):
         os.fsync(descriptor)
 
 
-def _read(descriptor: int) -> Holder | None:
-    """The holder that the file names; None if the file is damaged."""
+def _read(descriptor: int) -> LockOwner | None:
+    """Read the owner from the file; None if the file is damaged."""
     try:
         values: Any = json.loads(os.pread(descriptor, 10_000, 0))
-        return Holder(
+        return LockOwner(
             host=str(values["host"]),
             pid=int(values["pid"]),
             start_ticks=int(values["start_ticks"]),
@@ -251,7 +251,7 @@ def _read(descriptor: int) -> Holder | None:
 
 
 def _is_file_of(path: Path, descriptor: int) -> bool:
-    """Whether the name still belongs to the open file."""
+    """Return True if `path` is still the name of the open file."""
     try:
         named = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -260,8 +260,8 @@ def _is_file_of(path: Path, descriptor: int) -> bool:
     return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _is_same_boot(holder: Holder) -> bool:
-    return holder.boot_id == _boot_id()
+def _is_same_boot(owner: LockOwner) -> bool:
+    return owner.boot_id == _boot_id()
 
 
 def _boot_id() -> str:
@@ -271,18 +271,13 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; None if there is no such process, or
-    only its zombie.
-    """
+    """Return the start of a process in clock ticks since boot; None if it has ended."""
     try:
-        # The second field is the program's name in parentheses, which may hold spaces and
-        # parentheses itself.
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    # Field 2 is the program's name in parentheses, which may itself have spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    if fields[0] in ("Z", "X"):  # a zombie
+        return None
+    return int(fields[19])

@@ -1,4 +1,4 @@
-"""`logs/driver.log`: everything the driver logs."""
+"""The log file of the driver, `logs/driver.log`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from nemo_like.files import AppendedFile, WriteError
 
 
 class RunLog(logging.Handler):
-    """A log file. Logging itself must not raise, so a failed write is kept, and raised by
-    `check`.
-    """
+    """A log file. A failed write is raised by `check`, because logging must not raise."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -22,7 +20,7 @@ class RunLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one record; nothing after a failed write."""
+        """Append one record; do nothing after a failed write."""
         if self._failure is not None:
             return
         try:
@@ -34,24 +32,22 @@ class RunLog(logging.Handler):
             self.handleError(record)
 
     def check(self) -> None:
-        """Raise the WriteError of the first record that could not be written, or if the file was
-        removed.
-        """
+        """Raise WriteError if a record could not be written, or if the file was removed."""
         if self._failure is not None:
             raise self._failure
         self._file.check()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
         super().close()
 
 
 @contextmanager
 def run_log(path: Path) -> Iterator[RunLog]:
-    """Everything logged inside the block also goes to `path`. Raises WriteError if the file cannot
-    be opened.
-    """
+    """Write all log records of the block to `path` as well. Raises WriteError."""
     log = RunLog(path)
+    # Warnings of libraries belong to the log too.
     logging.captureWarnings(True)
     logging.getLogger().addHandler(log)
     try:

@@ -1,7 +1,6 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, and wandb or mlflow on request.
+"""Logs a run's metrics to metrics.jsonl, TensorBoard, and optionally wandb and mlflow.
 
-It computes no metric and formats nothing for people: the console line is a callable given to
-`Tracker`.
+It computes no metric and does not format console output: `Tracker` gets a function for that.
 """
 
 from __future__ import annotations
@@ -30,22 +29,20 @@ logger = logging.getLogger(__name__)
 
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ConfigError, naming the extra to install, if a tracker is asked for whose package is
-    missing.
-    """
+    """Raise ConfigError, with the extra to install, if the package of a tracker is missing."""
     for key, value, package in (
         ("wandb_project", config.wandb_project, "wandb"),
         ("mlflow_experiment", config.mlflow_experiment, "mlflow"),
     ):
         if value is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"logger.{key}: is {value!r}, but the package {package} is not installed; "
-                f"run pip install 'nemo-like[{package}]', or set logger.{key} to null"
+                f"logger.{key}: is {value!r}, but the package {package} is not installed;"
+                f" run pip install 'nemo-like[{package}]', or set logger.{key} to null"
             )
 
 
 class Sink(Protocol):
-    """One place metrics go to."""
+    """One destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -55,11 +52,10 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Sends the metrics of each step to every place that is configured. Use it as a context
-    manager.
+    """Sends the metrics of each step to every configured destination. A context manager.
 
-    A step is logged once, in rising order. `start_run` has removed the records after
-    `resumed_step`, which the run is about to write again. A number that is not finite is `null` in
+    A step is logged once, in increasing order. `start_run` has removed the records after
+    `resumed_step`, which the run writes again. A number that is not finite is `null` in
     metrics.jsonl. Raises WriteError.
     """
 
@@ -78,6 +74,7 @@ class Tracker:
         self._not_finite: set[str] = set()
         self._closing = ExitStack()
         self._sinks: list[Sink] = []
+        # If a later sink cannot be opened, those that are open are closed.
         with ExitStack() as on_failure:
             for sink in _open_sinks(run, config, run_config, resumed_step):
                 on_failure.callback(sink.close)
@@ -85,13 +82,11 @@ class Tracker:
             self._closing = on_failure.pop_all()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of one step; raises ValueError if `step` is not above the last one
-        logged.
-        """
+        """Log the metrics of one step. Raises ValueError unless `step` is above the last one."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} is logged after step {self._last_step}; merge a step's metrics into"
-                f" one call"
+                " one call"
             )
         values = {name: float(value) for name, value in metrics.items()}
         self._warn_not_finite(step, values)
@@ -102,14 +97,12 @@ class Tracker:
             self._show(step, values)
 
     def sync(self) -> None:
-        """Wait until everything logged to files is on disk. Call it before a checkpoint of the same
-        step is published.
-        """
+        """Wait until everything logged to files is on disk; call it before a checkpoint."""
         for sink in self._sinks:
             sink.sync()
 
     def close(self) -> None:
-        """Flush and close every place; further calls do nothing."""
+        """Flush and close every sink; further calls do nothing."""
         self._closing.close()
 
     def __enter__(self) -> Tracker:
@@ -124,15 +117,14 @@ class Tracker:
         self.close()
 
     def _warn_not_finite(self, step: int, values: Mapping[str, float]) -> None:
-        for name in sorted(name for name, value in values.items() if not math.isfinite(value)):
-            if name not in self._not_finite:
-                logger.warning(
-                    "%s is %s at step %d (null in metrics.jsonl; said once)",
-                    name,
-                    values[name],
-                    step,
-                )
-                self._not_finite.add(name)
+        """Warn of a metric that is not finite, once per metric."""
+        for name, value in sorted(values.items()):
+            if math.isfinite(value) or name in self._not_finite:
+                continue
+            logger.warning(
+                "%s is %s at step %d (null in metrics.jsonl; reported once)", name, value, step
+            )
+            self._not_finite.add(name)
 
 
 def _open_sinks(
@@ -148,16 +140,16 @@ def _open_sinks(
 
 
 class _JsonlSink:
-    """metrics.jsonl: one strict JSON object per step, with the operating system before `log`
-    returns to the caller.
-    """
+    """metrics.jsonl: one strict JSON object per step, written before `log` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = AppendedFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"step": step, "unix_time_s": round(time.time(), 3), **finite}
+        record: dict[str, Any] = {"step": step, "unix_time_s": round(time.time(), 3)}
+        for name, value in metrics.items():
+            # Strict JSON has no NaN and no infinity.
+            record[name] = value if math.isfinite(value) else None
         self._file.append_json(record, f"the metrics of step {step}")
 
     def sync(self) -> None:
@@ -168,13 +160,14 @@ class _JsonlSink:
 
 
 class _TensorBoardSink:
-    """An event file. Written by the calling thread: the library's own thread would lose errors such
-    as a full disk.
+    """An event file, written by the calling thread.
+
+    The thread of TensorBoard's own writer would lose errors such as a full disk.
     """
 
-    def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        # Importing TensorBoard takes seconds of CPU time, and commands that only check a config use
-        # this module too.
+    def __init__(self, directory: Path, resumed_step: int | None) -> None:
+        # Imported here: it takes seconds of CPU time, and commands that only check a config import
+        # this module as well.
         from tensorboard.compat.proto.event_pb2 import (
             Event,  # pyright: ignore[reportAttributeAccessIssue]
             SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
@@ -184,18 +177,15 @@ class _TensorBoardSink:
         )
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
-        with reporting_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names, so a later file needs
-        # a later time.
-        stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*.*")]
-        stamp = max([int(time.time()), *(int(each) + 1 for each in stamps if each.isdigit())])
-        name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
-        self._file = AppendedFile(folder / name)
+        self._event = Event
+        self._summary = Summary
+        self._record_writer = RecordWriter
+        with reporting_write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._file = AppendedFile(directory / _event_file_name(directory))
         first_step = 0 if resumed_step is None else resumed_step + 1
         self._write(Event(file_version="brain.Event:2", step=first_step))
-        # TensorBoard drops what earlier files have from this step on.
+        # TensorBoard ignores the events of earlier files from this step on.
         self._write(Event(session_log=SessionLog(status=SessionLog.START), step=first_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -217,40 +207,49 @@ class _TensorBoardSink:
         self._file.append(record.getvalue(), "TensorBoard's events")
 
 
-class _WandbSink:
-    """A wandb run. Its id is random and kept in `logs/wandb_run_id`: a resume continues it, another
-    run never does.
+def _event_file_name(directory: Path) -> str:
+    """Return the name of a new event file that sorts after all existing ones.
+
+    TensorBoard reads the files of a directory in the order of their names, which begin with a time.
     """
+    stamp = int(time.time())
+    for path in directory.glob("events.out.tfevents.*.*"):
+        existing = path.name.split(".")[3]
+        if existing.isdigit():
+            stamp = max(stamp, int(existing) + 1)
+    host = socket.gethostname()
+    return f"events.out.tfevents.{stamp:010d}.{host}.{os.getpid()}.{secrets.token_hex(3)}"
+
+
+class _WandbSink:
+    """A wandb run. Its id is stored in `logs/wandb_run_id`, so that a resume continues it."""
 
     def __init__(self, project: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=project,
-            id=_kept_id(run.logs / "wandb_run_id", lambda: secrets.token_hex(8)),
+            id=_stored_id(run.logs / "wandb_run_id", lambda: secrets.token_hex(8)),
             name=run.path.name,
             resume="allow",
             dir=str(run.logs),
             config=dict(run_config),
         )
         self._run.define_metric("step")
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # wandb's own counter would refuse the steps a resume repeats
+        # wandb's own step counter would refuse the steps that a resume repeats.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
     def sync(self) -> None:
-        """Nothing: the service keeps its own files."""
+        """Do nothing: the service manages its own files."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _MlflowSink:
-    """An mlflow run; its id is kept in `logs/mlflow_run_id`, so that a resumed run goes on in the
-    same one.
-    """
+    """An mlflow run. Its id is stored in `logs/mlflow_run_id`, so that a resume continues it."""
 
     def __init__(self, experiment: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -267,16 +266,15 @@ class _MlflowSink:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def sync(self) -> None:
-        """Nothing: the service keeps its own files."""
+        """Do nothing: the service manages its own files."""
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-def _kept_id(path: Path, create: Callable[[], str]) -> str:
-    """The id that an earlier process of the run stored in `path`, or a new one, stored before it is
-    used.
-    """
+def _stored_id(path: Path, create: Callable[[], str]) -> str:
+    """Return the id that an earlier process stored in `path`, or store and return a new one."""
+    # Stored before it is used: a kill in between must not leave a run of the service without id.
     with reporting_write_errors(path):
         if path.exists():
             return path.read_text(encoding="utf-8").strip()

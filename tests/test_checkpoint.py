@@ -139,7 +139,7 @@ def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
     checkpointer = checkpointer_at(tmp_path)
     save(checkpointer, 10)
     match = (
-        "no policy worker reported a file of the checkpoint of step 20, so it would hold no weights"
+        "no policy worker reported a file of the checkpoint of step 20, so it would have no weights"
     )
     with pytest.raises(CheckpointError, match=match), checkpointer.writing(20) as checkpoint:
         TrainingState(step=20).save(checkpoint.path)
@@ -311,7 +311,7 @@ def nested(depth: int) -> str:
         (with_name("/etc/hostname"), "not a path inside"),
         (with_name("policy/../../../outside"), "not a path inside"),
         (with_name("a\0b"), "not a path inside"),
-        (with_name("linked"), "a link to a place outside"),
+        (with_name("linked"), "a link to a path outside"),
         (manifest_with(files={"training_state.json": {"size": True, "sha256": ""}}), "no size"),
         (manifest_with(files={"training_state.json": {"size": 3}}), "no checksum"),
         (manifest_with(files={"training_state.json": 7}), "no size"),

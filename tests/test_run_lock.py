@@ -18,7 +18,7 @@ import pytest
 
 from nemo_like import run_lock
 from nemo_like.config.errors import ConfigError
-from nemo_like.run_lock import LOCK_NAME, Holder, locked
+from nemo_like.run_lock import LOCK_NAME, LockOwner, locked
 
 HOLD = """
 import sys, time
@@ -59,8 +59,8 @@ def driver(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def leave(directory: Path, holder: Holder) -> None:
-    (directory / LOCK_NAME).write_text(json.dumps(asdict(holder)))
+def leave(directory: Path, owner: LockOwner) -> None:
+    (directory / LOCK_NAME).write_text(json.dumps(asdict(owner)))
 
 
 def test_a_second_driver_is_refused_and_a_killed_one_leaves_a_stale_lock(tmp_path: Path) -> None:
@@ -102,25 +102,25 @@ def test_stale_locks(tmp_path: Path, has_flock: bool, monkeypatch: pytest.Monkey
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         monkeypatch.setattr(fcntl, "flock", refusing)
-    here = Holder.this_process()
+    here = LockOwner.this_process()
     stale = [
         replace(here, pid=2**22 + 1),  # above the largest process id
         replace(here, start_ticks=here.start_ticks + 1),  # the id was used again by another process
         replace(here, pid=1, boot_id="an earlier boot", start_ticks=1),
     ]
-    for holder in stale:
-        leave(tmp_path, holder)
+    for owner in stale:
+        leave(tmp_path, owner)
         with locked(tmp_path):
             pass
         assert list(tmp_path.iterdir()) == []
-    for holder, match in (
+    for owner, match in (
         (here, "in use by process"),
         (
             replace(here, host="node7", boot_id="another machine"),
             rf"host node7 .* cannot check\. .* remove {tmp_path}/run\.lock",
         ),
     ):
-        leave(tmp_path, holder)
+        leave(tmp_path, owner)
         with pytest.raises(ConfigError, match=match), locked(tmp_path):
             pass
         assert (tmp_path / LOCK_NAME).exists()
@@ -157,7 +157,7 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("start", ["free", "stale"])
 def test_of_several_drivers_that_start_together_one_wins(tmp_path: Path, start: str) -> None:
     if start == "stale":
-        leave(tmp_path, replace(Holder.this_process(), pid=2**22 + 1))
+        leave(tmp_path, replace(LockOwner.this_process(), pid=2**22 + 1))
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", RACE, str(tmp_path)],

@@ -83,14 +83,14 @@ def test_open_run_makes_the_directory_and_the_resolved_config(tmp_path: Path) ->
 
 def test_a_run_name_with_results_is_reused_only_with_resume(tmp_path: Path) -> None:
     log_steps(new_run(tmp_path), range(1, 3))
-    with pytest.raises(ConfigError, match=r"run_name: .*first already holds a run; .*resume=true"):
+    with pytest.raises(ConfigError, match=r"run_name: .*first already has a run; .*resume=true"):
         new_run(tmp_path)
     assert len(lines_of(new_run(tmp_path, resume=True, resumed_step=2))) == 2
 
 
 def test_a_run_with_only_a_checkpoint_is_not_overwritten_either(tmp_path: Path) -> None:
     (new_run(tmp_path).path / "checkpoints" / "step_1").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already has a run"):
         new_run(tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_a_run_name_must_be_one_directory(tmp_path: Path, name: str) -> None:
 
 def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    match = r"output_dir: cannot make .*file/first"
+    match = r"output_dir: cannot create .*file/first"
     with (
         pytest.raises(ConfigError, match=match),
         open_run(str(tmp_path / "file"), "first", resume=True),

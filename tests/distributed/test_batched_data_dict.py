@@ -301,7 +301,7 @@ def test_uneven_plain_shards_are_short_or_empty() -> None:
         ),
         (
             {"shards": 2, "batch_size": 3},
-            "8 rows are not a whole number of batches of batch_size=3",
+            "8 rows are not a multiple of batch_size=3",
         ),
         ({"shards": 2, "batch_size": 4, "allow_uneven_shards": True}, "leave batch_size out"),
         (
@@ -335,7 +335,7 @@ def test_lengths_are_checked_against_the_tokens() -> None:
     ):
         batch = BatchedDataDict(input_ids=tokens, input_lengths=[3, 4])
         with pytest.raises(
-            ValueError, match="input_lengths says 4 tokens for row 1, more than input_ids has"
+            ValueError, match="input_lengths gives 4 tokens for row 1, more than input_ids has"
         ):
             batch.shard_by_batch_size(1, sequence_packing_args=packing_args())
 
