@@ -6,31 +6,22 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
-from nemo_like.config.parallel import model_problems
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.models.layout_check import layout_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
-from nemo_like.policy.megatron.support import check_model_config
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.support import check_model_spec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
 
 
 def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
@@ -100,7 +91,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     if path.is_dir():
         _check_model_directory(path, subject)
     model_config = _load_model_config(name, subject, local_files_only=local_files_only)
-    _check_sizes(model_config, subject)
+    spec = ModelSpec.from_config(model_config, name)
     if config.policy.engine == "megatron":
         # megatron-core is an optional dependency.
         if importlib.util.find_spec("megatron") is None:
@@ -108,8 +99,8 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
                 "policy.engine is megatron, but megatron-core is not installed: pip install"
                 " 'nemo-like[megatron]'"
             )
-        check_model_config(model_config, name)
-    raise_problems(model_problems(config, model_config))
+        check_model_spec(spec, name)
+    raise_problems(layout_problems(config, spec))
     return model_config
 
 
@@ -201,24 +192,6 @@ def _indexed_names(index: Path, subject: str) -> set[str]:
             f"{subject}but its file {shown_path(index)} names files outside of the directory"
         )
     return names
-
-
-def _check_sizes(model_config: PretrainedConfig, subject: str) -> None:
-    """Raise ConfigError for a size of the model that is not a positive integer."""
-    # Multimodal models keep the sizes of the language model in a nested configuration.
-    text_config = getattr(model_config, "text_config", None) or model_config
-    for name in _SIZES:
-        size = getattr(text_config, name, None)
-        if size is not None and not _is_positive_integer(size):
-            raise ConfigError(
-                f"{subject}whose config.json gives {name} {shown_value(size)}; it must be a"
-                " positive integer"
-            )
-
-
-def _is_positive_integer(value: Any) -> bool:
-    # bool is a subclass of int.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_hub_name(name: str) -> bool:
