@@ -128,6 +128,7 @@ class OpenCheckpoint:
         for rank, report in enumerate(reports):
             for name, record in report.items():
                 key = f"{subdirectory}/{name}"
+                # Two ranks with the same file name would overwrite each other's weights.
                 if key in self.reported:
                     raise CheckpointError(
                         f"rank {rank} and an earlier rank both wrote {key}; {self.path} is"
@@ -271,6 +272,7 @@ class Checkpointer:
                 if self.latest_path.exists():
                     logger.warning("%s is not a regular file; ignoring it", self.latest_path)
                 return None
+            # A limit, because a damaged file may have any size.
             with self.latest_path.open(encoding="utf-8", errors="replace") as file:
                 text = file.read(1000).strip()
         except OSError as error:
@@ -295,6 +297,7 @@ class Checkpointer:
             shutil.rmtree(final)
         directory.rename(final)
         sync_directory(self.path)
+        # Last: until here a kill leaves `latest` at the previous checkpoint.
         write_text(self.latest_path, f"checkpoints/{final.name}\n")
         self._verified_step = step
 

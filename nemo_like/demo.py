@@ -45,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("built a tiny model and an arithmetic data set in runs/demo")
     if arguments.prepare_only:
         return 0
+    # A run refuses to overwrite results, and the demo is meant to be repeated.
     for name in ("demo_sft", "demo_grpo"):
         if (Path("runs") / name).exists():
             print(f"replacing the earlier runs/{name}")
             shutil.rmtree(Path("runs") / name)
     sft_config = load_config("sft", _CONFIGS / "demo_sft.yaml", [f"seed={arguments.seed}"])
     grpo_config = load_config("grpo", _CONFIGS / "demo_grpo.yaml", [f"seed={arguments.seed}"])
+    # GRPO starts from the model that the SFT run exports.
     sft = _run("sft", sft_config, arguments.seed)
     if isinstance(sft, int):
         return sft

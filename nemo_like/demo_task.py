@@ -86,6 +86,7 @@ def build_demo(directory: Path, seed: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     validation: dict[str, Problem] = {}
+    # Validation first, so that the training problems can be drawn without it.
     while len(validation) < NUM_VALIDATION_ROWS:
         problem = _draw(rng, validation)
         validation[problem.prompt] = problem
@@ -143,6 +144,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
         eos_token_id=_SPECIAL_TOKENS.index("<eos>"),
         dtype=torch.float32,
     )
+    # The caller's random numbers must not depend on the demo.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
@@ -164,6 +166,7 @@ def _draw(rng: random.Random, excluded: Collection[str]) -> Problem:
 
 
 def _draw_number(rng: random.Random) -> int:
+    # The number of digits first: uniform numbers would nearly all have four digits.
     num_digits = rng.randint(1, MAX_DIGITS)
     smallest = 10 ** (num_digits - 1) if num_digits > 1 else 0
     return rng.randrange(smallest, 10**num_digits)

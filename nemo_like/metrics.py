@@ -75,6 +75,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
             seen = merged.get(name)
             if seen is None:
                 merged[name] = metric
+            # Silent merging of a mean and a sum would give a number without a meaning.
             elif type(seen) is not type(metric):
                 raise TypeError(
                     f"metric {name!r} is a {type(seen).__name__} in one part and a"
@@ -102,6 +103,7 @@ class Timers:
         try:
             yield
         finally:
+            # Added, because a phase may run several times per step.
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, name: str) -> float:
@@ -113,5 +115,6 @@ class Timers:
         metrics: Metrics = {
             f"timing/{name}_s": Sum(seconds) for name, seconds in self._seconds.items()
         }
+        # The time of a step must not count to the next one.
         self._seconds = {}
         return metrics

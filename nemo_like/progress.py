@@ -69,6 +69,7 @@ class Phase:
 
     def advance(self, count: int = 1) -> None:
         """Add `count` completed items."""
+        # `+=` is not atomic between threads.
         with self._lock:
             self.done += count
 
@@ -111,6 +112,7 @@ class Progress:
         interval_s: float = 10.0,
         num_steps: int | None = None,
     ) -> None:
+        # No highlighting and no wrapping: lines in a log must be those that were printed.
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._interval_s = interval_s
         self._num_steps = num_steps
@@ -185,6 +187,7 @@ class Progress:
     def _panel(self, sample: Sample, heading: str) -> Panel:
         text = Text()
         for segment, is_trained in sample.segments:
+            # Brightness as well as colour marks trained text.
             text.append(self._printable(segment), style="bold green" if is_trained else "dim")
         details = Text(self._printable(_details(sample)))
         return Panel(text, title=Text(heading), subtitle=details or None, title_align="left")
@@ -206,6 +209,7 @@ def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = N
     for name, label, form in STEP_LINE:
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
+    # Validation metrics depend on the reward functions, so they are not listed by name.
     for name, value in metrics.items():
         if name.startswith("validation/"):
             parts.append(f"{name.replace('/', ' ')} {value:.4g}")

@@ -89,6 +89,7 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
     results and `resume` is off, if the name cannot be a directory, if the directory cannot be
     created, or if another driver uses it.
     """
+    # No separators and no leading dot: the name must not lead out of output_dir or hide the run.
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", run_name) is None:
         raise ConfigError(
             f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'"
@@ -101,6 +102,7 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
             lock.enter_context(locked(run.path))
         except WriteError as error:
             raise ConfigError(f"output_dir: {error}") from error
+        # Under the lock, or another driver could write results after the check.
         if not resume:
             _refuse_results(run)
         _make_directories(run.logs, run.lengths.parent, run.rollouts(0).parent)
@@ -136,6 +138,7 @@ def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | 
 def _remove_steps_after(last_step: int, directory: Path) -> None:
     """Remove the files `step_<N>.jsonl` of later steps. Raises WriteError."""
     for path in directory.glob("step_*.jsonl"):
+        # At most 18 digits, as in the names of checkpoints.
         match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
         if match is not None and int(match[1]) > last_step:
             with reporting_write_errors(path):
@@ -180,6 +183,7 @@ def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
         return
     # Through YAML, so that both have the same plain types (lists instead of tuples).
     after = flatten(yaml.safe_load(yaml.safe_dump(dict(config))))
+    # `resume` itself differs at every resume.
     for key in sorted(before.keys() | after.keys()):
         old = before.get(key, "(not there)")
         new = after.get(key, "(not there)")
@@ -246,6 +250,7 @@ def _is_kept(line: bytes, last_step: int) -> bool:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
+        # A line that a kill or a full disk truncated.
         return False
     step = record.get("step", last_step) if isinstance(record, dict) else None
     return isinstance(step, int) and not isinstance(step, bool) and step <= last_step

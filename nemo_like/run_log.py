@@ -28,7 +28,8 @@ class RunLog(logging.Handler):
             self._file.append(text.encode("utf-8", errors="backslashreplace"))
         except WriteError as error:
             self._failure = error
-        except Exception:  # a message whose arguments do not fit its format
+        except Exception:
+            # A message whose arguments do not fit its format.
             self.handleError(record)
 
     def check(self) -> None:

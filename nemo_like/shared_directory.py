@@ -86,6 +86,7 @@ def _missing_answer(probe: Path, token: str, rank: int) -> str:
 
 def _read_soon(path: Path, expected: str) -> str | None:
     """Wait up to 5 s for the expected text; return the text of the file, or None."""
+    # Network file systems cache directories and attributes for some seconds.
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:

@@ -89,6 +89,7 @@ class Tracker:
                 " one call"
             )
         values = {name: float(value) for name, value in metrics.items()}
+        # The files first: they are the record of the run, and the console line is not.
         self._warn_not_finite(step, values)
         for sink in self._sinks:
             sink.log(step, values)

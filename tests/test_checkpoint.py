@@ -507,7 +507,7 @@ def test_random_states_survive_json(tmp_path: Path) -> None:
 
 
 def test_state_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training_state\.json can hold only plain JSON values"):
+    with pytest.raises(ValueError, match=r"training_state\.json can have only plain JSON values"):
         TrainingState(step=1, counters={"loss": float("nan")}).save(tmp_path)
     with pytest.raises(ValueError, match="plain JSON values"):
         TrainingState(step=1, loader={"order": np.arange(3)}).save(tmp_path)

@@ -39,6 +39,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
     validation_prompts = source.validation_prompts()
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
     needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    # The policy's own log-probs, and those of the reference.
     num_logprob_passes = 1 + needs_reference
     with open_training_run(
         config,
@@ -66,6 +67,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                     advantages = _update(run, config, loader, rollout, loss, step)
                 step += 1
                 save_rollout(run, rollout, advantages, step)
+                # The generator has the weights of `step` since the update.
                 if is_due(step, config.grpo.val_period, total):
                     temperature = config.grpo.val_temperature
                     run.add_metrics(score_answers(run, validation_prompts, step, temperature))
@@ -129,6 +131,7 @@ def _update(
         )
         with run.timers("train"):
             metrics = train(run, sharded, trained, loss)
+        # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
     run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))

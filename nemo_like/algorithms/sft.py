@@ -66,6 +66,7 @@ def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow
                 if is_due(step, config.sft.val_period, total):
                     run.add_metrics(validate(run, validation_set, step))
                 run.log_step(step, batch["length"])
+                # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
                 run.save_if_due(step, loader, is_last=step == total)
                 phase.advance()
@@ -104,6 +105,7 @@ def validate(run: TrainingRun, validation_set: ValidationSet, step: int) -> Metr
                 # Sums and counts are merged, so batches of different size weigh by their tokens.
                 metrics = merge_metrics([metrics, {"validation/loss": values["policy/loss"]}])
         if validation_set.prompts:
+            # SFT generates only here, so the weights are not copied after every step.
             with run.workers.policy_onloaded():
                 run.sync_weights(step)
             metrics |= score_answers(run, validation_set.prompts, step)

@@ -33,6 +33,7 @@ def is_collective_error(error: BaseException) -> bool:
 
 def advise(error: Exception) -> str:
     """Return the settings to change for a known exception; empty for others."""
+    # torch.OutOfMemoryError, also by its name only.
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return SAVE_MEMORY
     if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):

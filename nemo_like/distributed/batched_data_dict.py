@@ -73,6 +73,7 @@ class BatchedDataDict(UserDict[str, Any]):
         if len(set(sizes.values())) > 1:
             text = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(f"columns disagree on the number of rows: {text}")
+        # All columns agree, so the first one decides.
         return next(iter(sizes.values()), 0)
 
     @classmethod
@@ -281,6 +282,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"{args['input_lengths_key']} gives {lengths[row]} tokens for row {row}, more than"
                 f" {args['input_key']} has"
             )
+        # The lengths are those of the unpadded rows, also if `input_key` is a padded tensor.
         plan = plan_batch(lengths, spec)
         rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(spec.num_ranks)]
         return self.shard(plan), np.concatenate(rows_of_rank).tolist()
@@ -293,6 +295,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"batch_size={batch_size} is not a multiple of shards={shards};"
                 " allow_uneven_shards=True splits anyway"
             )
+        # Rounded up: the first shards are full, and the last ones get the rest.
         rows_per_shard = -(-batch_size // shards)
         shard_of_row = np.arange(self.size) % batch_size // rows_per_shard
         return [self._take(np.flatnonzero(shard_of_row == shard)) for shard in range(shards)]
@@ -313,6 +316,7 @@ class BatchedDataDict(UserDict[str, Any]):
                     f"batch {batch_idx} of {batch_size} rows is outside the {self.size} rows"
                 )
             return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        # A shard has the rows of a global batch next to each other, so views are enough.
         start, stop = rows_of_step(self.plan, batch_idx)
         batch = self.slice(start, stop)
         batch.plan = plan_of_step(self.plan, batch_idx, start)

@@ -64,6 +64,7 @@ def dynamic_spec(args: DynamicBatchingArgs, num_ranks: int, global_batch_size: i
 
 
 def _check_keys(name: str, args: Mapping[str, Any], kind: Any) -> None:
+    # A misspelled optional key would be ignored otherwise.
     missing = sorted(kind.__required_keys__ - set(args))
     unknown = sorted(set(args) - set(kind.__annotations__))
     if missing or unknown:

@@ -36,6 +36,7 @@ class WorkerError(WorkerFailure):
         if advice:
             message += f"\n{advice}"
         super().__init__(message, group=group, rank=rank, method=method)
+        # A note instead of a part of the message, so that `str()` stays one paragraph.
         self.cause = cause
         self.traceback_text = traceback_text
         self.add_note(f"In the worker:\n{traceback_text}")

@@ -56,6 +56,7 @@ class LocalGroup:
     ) -> None:
         """Construct the worker. `progress_timeout_s` above 0 ends the process when a call hangs."""
         self.name = name
+        # Read by the watch thread: a worker without a running call is idle and not hung.
         self._calls: list[str] = []
         self._closed = threading.Event()
         if progress_timeout_s > 0:
@@ -130,6 +131,7 @@ class LocalGroup:
 
     def _watch(self, timeout_s: float) -> None:
         """End the process when a call makes no progress, because a thread cannot interrupt it."""
+        # At least four checks per timeout, so that it is exceeded by a quarter at most.
         while not self._closed.wait(min(1.0, timeout_s / 4)):
             last = activity.last()
             silent_s = time.monotonic() - last.time_s
@@ -148,7 +150,9 @@ class LocalGroup:
                 stack=stack,
             )
             logger.info("%s\n%s", hung, stack)
+            # Not by `print`, whose buffer the hung thread may have locked.
             os.write(2, f"error: {hung}\nThe stack of its main thread:\n{stack}".encode())
+            # The main thread does not return from its call, so an exception cannot reach it.
             _exit_now(1)
 
 

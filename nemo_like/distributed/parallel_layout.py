@@ -77,6 +77,7 @@ class Topology:
         for axis, coordinate, size in zip(AXES, (pp, dp, cp, tp), self.shape, strict=True):
             if not 0 <= coordinate < size:
                 raise ValueError(f"{axis} {coordinate} is outside the axis, which has {size}")
+        # Row-major order of [pp, dp, cp, tp].
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -109,6 +110,7 @@ class Topology:
         Example: `Topology(dp=2, tp=2).groups("tp") == ((0, 1), (2, 3))`; `.groups("dp", "tp") ==
         ((0, 1, 2, 3),)`.
         """
+        # Ranks of one group agree on the coordinates of all other axes, which identify the group.
         fixed = [axis for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for coordinates in itertools.product(*map(range, self.shape)):

@@ -32,6 +32,7 @@ def init_process_group(context: WorkerContext) -> torch.device:
         )
     torch.set_num_threads(context.num_threads)
     device = torch.device(context.device)
+    # Before the group: gloo reads the interface when it is created.
     _bind_gloo(context.init_method)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -81,6 +82,7 @@ def _tcp_store(context: WorkerContext, timeout: timedelta) -> TCPStore:
     port = url.port or 0
     if context.rank > 0:
         return TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)
+    # The other ranks wait for the server, so it may start after them.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # torch's own server socket would listen on every interface.
     server = socket.create_server((host, port), family=family, backlog=max(128, context.world_size))

@@ -42,6 +42,7 @@ def rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
     """Return the rows [start, end) of the global batch `step`. Raises IndexError."""
     if not 0 <= step < plan.num_steps:
         raise IndexError(f"global batch {step} of {plan.num_steps}")
+    # A shard has its rows in the order of the plan, so they are consecutive per step.
     counts = [len(microbatch.rows) for microbatch in plan.microbatches]
     offsets = [0, *np.cumsum(counts).tolist()]
     return offsets[plan.step_offsets[step]], offsets[plan.step_offsets[step + 1]]
@@ -61,6 +62,7 @@ def localize_plan(logprob_plan: BatchPlan, plan: BatchPlan, dp_rank: int) -> Ran
 
     Raises ValueError if the two plans have different rows on that rank.
     """
+    # The order within a rank may differ, as the microbatches do.
     logprob_rows = logprob_plan.rows_of_rank(dp_rank)
     shard_rows = plan.rows_of_rank(dp_rank)
     if not np.array_equal(np.sort(logprob_rows), np.sort(shard_rows)):

@@ -19,6 +19,7 @@ def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
     assigns to no rank (deferred or dropped) is empty in a Jagged, 0 in an array or a tensor, None
     in a list. Raises ValueError if the ranks returned another number of rows than they got.
     """
+    # A wrong number of rows would silently assign values to other rows.
     rows_of_rank = [plan.rows_of_rank(dp_rank) for dp_rank in range(plan.spec.num_ranks)]
     expected = [len(rows) for rows in rows_of_rank]
     returned = [len(part) for part in parts]

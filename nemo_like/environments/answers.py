@@ -185,6 +185,7 @@ def _is_answer(line: str) -> bool:
 def _announced_answer(text: str) -> str | None:
     """Return the text that the last "answer is" or "Answer:" announces, or None."""
     announcements = deque(_ANNOUNCEMENT.finditer(text), maxlen=_MAX_ANNOUNCEMENTS)
+    # The last one that announces something: a text may correct its earlier answer.
     for match in reversed(announcements):
         clause = text[match.end() : match.end() + 4 * _MAX_SHORT_CHARACTERS]
         answer = _answer_in_clause(clause)
@@ -209,6 +210,7 @@ def _answer_in_clause(clause: str) -> str | None:
     number = NUMBER.match(clause)
     if as_quantity(clause) is not None:
         return clause
+    # A short clause without a number is an answer in words, such as "yes" or "12:30 pm".
     if len(words) <= 3 and (number is None or ":" in number.group()):
         return clause[:_MAX_SHORT_CHARACTERS]
     if number is None:

@@ -94,8 +94,10 @@ def _quantities_equal(gold: Quantity, predicted: Quantity) -> bool:
         return True
     if "%" not in (gold.unit, predicted.unit) or gold.unit == predicted.unit:
         return False
-    percent, other = (gold, predicted) if gold.unit == "%" else (predicted, gold)
-    return _hundredth(percent.value) == other.value
+    # Exactly one is a percentage: 50% equals 0.5.
+    if gold.unit == "%":
+        return _hundredth(gold.value) == predicted.value
+    return _hundredth(predicted.value) == gold.value
 
 
 def _hundredth(value: Decimal) -> Decimal:
@@ -105,6 +107,7 @@ def _hundredth(value: Decimal) -> Decimal:
     return Decimal((sign, digits, exponent - 2))
 
 
+# Completions of one prompt often give the same answer, and a comparison is slow.
 @lru_cache(maxsize=4096)
 def _is_equal_expression(gold: str, predicted: str) -> bool:
     return shared_comparer.is_equal(gold, predicted)

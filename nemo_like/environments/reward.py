@@ -77,12 +77,14 @@ class RewardEnvironment:
 
         The functions run on all reward workers, each on a contiguous chunk of the samples.
         """
+        # Contiguous chunks of nearly equal size, so concatenation restores the order.
         bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
         parts = self.group.run_all_workers_sharded_data("score", chunks)
         components = {
             name: np.concatenate([part[name] for part in parts]) for name in self._weights
         }
+        # Summed in float64; the components stay unweighted for the metrics.
         reward = np.zeros(len(samples))
         for name, values in components.items():
             reward = reward + self._weights[name] * values
@@ -94,6 +96,7 @@ class RewardEnvironment:
 
 
 def _shorten(text: str | None) -> str:
+    # The sample is part of an error message, and a completion may have thousands of tokens.
     if text is None or len(text) <= _MAX_TEXT_SHOWN:
         return repr(text)
     return f"{text[:_MAX_TEXT_SHOWN]!r}... ({len(text)} characters)"

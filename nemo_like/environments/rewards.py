@@ -76,6 +76,7 @@ def _import_function(key: str, path: str) -> RewardFunction:
         ) from error
     function = getattr(module, attribute, None)
     if function is None:
+        # The most likely mistake is a misspelled name, so the existing ones are listed.
         names = []
         for name, value in sorted(vars(module).items()):
             if callable(value) and not name.startswith("_"):

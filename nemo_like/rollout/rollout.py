@@ -106,6 +106,7 @@ def collect(
     `seeds` is uint64 [P x G]. Raises RuntimeError if the generator's weights are not of
     `weight_version`.
     """
+    # Prompt-major: the completions of a prompt are consecutive rows.
     repeated = [prompt for prompt in prompts for _ in range(group_size)]
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
     with timers("generation"):

@@ -42,11 +42,13 @@ class SftSource:
     @classmethod
     def open(cls, config: SftRunConfig) -> SftSource:
         """Read the files. Raises ConfigError for a missing or empty file, or a bad line."""
+        # The model first: its check is faster than reading the data.
         open_model_config(config)
         train = load_training(config, "sft", Progress())
         validation = load_validation(config, "sft")
         return cls(config, open_encoder(config), train, validation)
 
+    # Cached: it has the encoded rows, and the processes that encode them.
     @cached_property
     def rows(self) -> EncodedRows:
         """The training rows in their encoded form."""
@@ -80,6 +82,7 @@ class SftSource:
 
     def start_encoding(self, loader: RowLoader[EncodedRow]) -> None:
         """Start to encode the rows that the run visits; see `encoding.start_encoding`."""
+        # Rows that a short run does not reach are not encoded.
         num_needed = self.num_steps * self.config.policy.train_global_batch_size
         start_encoding(self.config, self.rows, loader.order, num_needed)
 
@@ -91,6 +94,7 @@ class SftSource:
         """Yield every validation row once, without the rows dropped as too long."""
         if self.validation is None:
             return
+        # In this process: the encoding processes work on the training rows only.
         rows = EncodedRows(self.validation, partial(encode_conversation, self.encoder, self.config))
         batch_size = self.config.policy.train_global_batch_size
         for start in range(0, len(self.validation), batch_size):
@@ -214,6 +218,7 @@ def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str)
     """
     steps = steps_per_epoch(config, num_rows, batch_size)
     num_full, num_left = divmod(num_rows, batch_size)
+    # With last_batch=keep an epoch may be a single, smaller batch.
     if num_full == 0:
         return (
             f"an epoch is 1 step of {num_rows:,} {noun}, fewer than the {batch_size:,} of a batch"

@@ -37,6 +37,7 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
     encoded = encoder.encode_sft(conversation(row), row_tools(row))
     length = len(encoded.input_ids)
     limit = config.policy.max_total_sequence_length
+    # The planner gives a singleton a microbatch of its own.
     if length <= limit or config.policy.oversize_rows == "singleton":
         return encoded
     if config.policy.oversize_rows == "truncate":
@@ -113,6 +114,7 @@ def encoding_setup(config: RunConfig) -> dict[str, Any]:
         "purpose": "rl" if isinstance(config, GrpoRunConfig) else "sft",
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
         "max_new_tokens": config.policy.generation.max_new_tokens,
+        # JSON, because the encoding processes get the setup through a pipe.
         "data": dataclasses.asdict(config.data),
     }
 

@@ -42,6 +42,7 @@ def score_answers(
             run.workers.rollout.generator,
             run.workers.rollout.rewards,
             run.encoder.tokenizer,
+            # At temperature 0, the default, all completions of a prompt would be equal.
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
             max_total_length=config.policy.max_total_sequence_length,
@@ -56,6 +57,7 @@ def score_answers(
     metrics: Metrics = {}
     for name in _VALIDATION_METRICS:
         metrics[f"validation/{name.replace('/', '_')}"] = values[name]
+    # The value of each reward function, because the weights of the sum are a choice of the run.
     for name in rollout.components:
         metrics[f"validation/{name}_mean"] = values[f"reward/{name}_mean"]
     return metrics

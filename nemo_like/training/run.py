@@ -114,6 +114,7 @@ class TrainingRun:
             self.progress.print_line(
                 f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0"
             )
+        # The policy and the loader accepted the checkpoint, so files may change now.
         start_run(self.directory, self.resolved, resumed_step)
         tracker = Tracker(
             self.directory,
@@ -158,6 +159,7 @@ class TrainingRun:
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(str(plan))
+        # For `nemo-like plan --metrics`, which plans the steps of a past run again.
         record = {"step": step + 1, "lengths": batch["length"].tolist()}
         self.lengths.append_json(record, f"the row lengths of step {step + 1}")
         with self.timers("shard"):
@@ -182,6 +184,7 @@ class TrainingRun:
         except ConfigError as error:
             if step == 0 or not self.config.checkpointing.enabled:
                 raise
+            # The loader still has its position before the bad row.
             self.save_if_due(step, loader, is_last=True)
             raise ConfigError(
                 f"{error}. The run stopped after step {step} and saved it: resume=true continues"
@@ -224,6 +227,7 @@ class TrainingRun:
         for name, total in self.counters.items():
             values[f"progress/{name}"] = total
         self.pending_metrics = {}
+        # A log that cannot be written stops the run here, and not silently.
         self.log_file.check()
         self.tracker.log(step, values)
         self.last |= values
@@ -324,6 +328,7 @@ def open_training_run(
     no file of an existing run has changed then, because files change in `TrainingRun.resume`.
     """
     plain = to_dict(config)
+    # The directory keeps the config as the user wrote it, without the resolved steps.
     config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
     progress = Progress(num_steps=num_steps)
     with (
@@ -341,6 +346,7 @@ def open_training_run(
         resumed = None
         if config.resume:
             resumed = checkpointer.find_latest(lambda path: checkpoint_problem(path / _POLICY))
+            # config.yaml itself is replaced in `start_run`, after the last check.
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
@@ -385,4 +391,5 @@ def _check_workers(
         progress.phase("checking that packed rows cannot see each other", unit="checks"),
         workers.policy_onloaded(),
     ):
+        # A kernel that attends across rows would train without an error, and wrongly.
         workers.policy.probe_isolation()

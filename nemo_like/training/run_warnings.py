@@ -74,6 +74,7 @@ def _has_answer(row: dict) -> bool:
 
 def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
     warmup = config.policy.scheduler.warmup_steps
+    # The schedule is legal: the learning rate just never reaches its maximum.
     if warmup > num_steps:
         yield (
             f"policy.scheduler.warmup_steps is {warmup}, but the run has {num_steps} optimizer"

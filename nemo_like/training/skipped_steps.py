@@ -59,6 +59,7 @@ def train(run: TrainingRun, sharded: ShardedBatch, trained: TrainedBatch, loss: 
     try:
         steps = run.policy.train(sharded, trained.columns, loss)
     except WorkerError as error:
+        # Raised in the worker; the step number is known here only.
         if not isinstance(error.cause, NonFiniteError):
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
@@ -122,6 +123,7 @@ def _write_records(path: Path, records: Sequence[Mapping[str, Any]], step: int) 
 def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows whose loss is not finite; all rows of the step if every loss is finite."""
     losses = dict(sorted(step.row_losses.items()))
+    # Without a bad loss the gradients overflowed, for which no single row is responsible.
     responsible = {row: loss for row, loss in losses.items() if not math.isfinite(loss)}
     for row, loss in (responsible or losses).items():
         token_ids = trained.batch["input_ids"][row].tolist()
@@ -146,6 +148,7 @@ def _row_values(trained: TrainedBatch, row: int) -> Iterator[tuple[str, Any]]:
     """Yield the floating-point columns of a row, such as its reward and advantage."""
     columns = {**trained.batch, **trained.columns}
     for name, column in columns.items():
+        # Values per row only; columns per token (Jagged) would be as long as the text.
         if isinstance(column, np.ndarray) and column.dtype.kind == "f":
             yield name, column[row]
 

@@ -85,6 +85,7 @@ def start_workers(
     reward functions that cannot be imported, before anything is started, and ClusterError if the
     cluster has too few resources.
     """
+    # Only the check: the workers import the functions themselves.
     if generates:
         load_reward_functions(config.reward.functions)
     is_colocated = (
@@ -170,6 +171,7 @@ def _group_starter(
 
 
 def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
+    # All groups share the process, and with it the device and the process group.
     context = local_context(
         device="cuda:0" if config.cluster.gpus_per_node else "cpu",
         collective_timeout_s=config.cluster.collective_timeout_s,
@@ -199,6 +201,7 @@ def _ray_starter(
     groups: dict[str, tuple[BundleSet, Topology]] = {
         "policy": ("policy", policy_topology(config)),
         "generation": ("generation", Topology(dp=cluster.num_generation_workers)),
+        # Reward functions need no GPU and little CPU, so their workers reserve nothing.
         "reward": ("anywhere", Topology(dp=config.reward.num_workers)),
     }
 
@@ -208,6 +211,7 @@ def _ray_starter(
             cluster, worker_class, kwargs, name=name, topology=topology, bundles=bundles
         )
         closing.callback(group.shutdown)
+        # In driver.log, so that the processes of a run can be found on their nodes.
         for rank, location in enumerate(group.locations):
             logger.info(
                 "worker %d of the %s group: pid %d on node %s",

@@ -97,6 +97,7 @@ def _start(logs: Path | None) -> SessionDirectory:
             session.close(logs)
             if not isinstance(error, Exception):
                 raise
+            # Only a slow start is worth another attempt; other errors would repeat.
             if "timed out during startup" in str(error) and attempt < _MAX_ATTEMPTS:
                 attempt += 1
                 continue

@@ -201,6 +201,7 @@ def diagnose(report: str, evidence: Evidence | None, num_oom_kills: int) -> tupl
         return None
     if evidence.full_directory:
         return f"it ended while the disk of {evidence.full_directory} was full", "Free some space."
+    # Ray reports a lost connection and a dead process in the same words.
     if evidence.is_running:
         return (
             "Ray lost the connection to its process, which still ran",
@@ -282,6 +283,7 @@ def read_evidence(log_path: str, pid: int) -> Evidence:
         with path.open(errors="replace") as file:
             # Ray writes these lines for its own log files.
             markers = (":job_id:", ":actor_name:")
+            # A deque: only the last lines of a log of any size stay in memory.
             lines.extend(line[:_LOG_CHARACTERS] for line in file if not line.startswith(markers))
     full_directory = ""
     # A full disk ends processes that write files; a full /dev/shm those that use shared memory.

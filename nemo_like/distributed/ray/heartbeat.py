@@ -64,6 +64,7 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
                 )
             time.sleep(period_s(timeout_s))
 
+    # A thread of Python: it stops with the process, and while native code has the GIL.
     threading.Thread(target=report, daemon=True, name="heartbeat").start()
 
 
@@ -128,6 +129,7 @@ class ProgressMonitor:
         """Restart the deadline of these workers."""
         now = time.monotonic()
         for rank in ranks:
+            # A worker that was idle since the last call has not been silent.
             report = self._reports.setdefault(rank, _LastReport())
             report.progressed_s = now
             report.beat_s = now
@@ -135,6 +137,7 @@ class ProgressMonitor:
 
     def check(self, ranks: Iterable[int]) -> Silence | None:
         """Return the worker that most likely hangs, if one of `ranks` is past the deadline."""
+        # A check reads one record per rank from the head, so it is not made at every poll.
         if self.timeout_s <= 0 or time.monotonic() < self._next_check_s:
             return None
         self._next_check_s = time.monotonic() + self.poll_s
@@ -165,7 +168,9 @@ class ProgressMonitor:
         report = self._reports.setdefault(rank, _LastReport())
         now = time.monotonic()
         record = _read(self.key(rank))
+        # Without a record yet the clock runs from `start_waiting`.
         if record is not None:
+            # Only changes count: times of the worker's own clock are not compared with this one.
             if record["count"] != report.count:
                 report.count = record["count"]
                 report.progressed_s = now

@@ -45,6 +45,7 @@ def machine_id() -> str:
 
     Between processes with equal identifiers, process ids and paths have the same meaning.
     """
+    # The namespaces differ between containers of one machine.
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     pid_namespace = os.readlink("/proc/self/ns/pid")
     mount_namespace = os.readlink("/proc/self/ns/mnt")

@@ -140,7 +140,9 @@ class ResourceRequest:
         """Return which key to change, with the largest value that fits these nodes."""
         if self.fits(nodes):
             return "Other runs use the missing resources: stop them, wait, or request less."
+        # Workers per node, largest node first.
         sizes = sorted((node.total.num_fitting(self.bundle) for node in nodes), reverse=True)
+        # More nodes of this kind would not help.
         if max(sizes, default=0) == 0:
             to_cpu = ", or set cluster.gpus_per_node to 0 to run on CPU" if self.bundle.gpus else ""
             return (

@@ -90,6 +90,7 @@ class RayVirtualCluster:
         self._raylet_watch = None
         if self._session is not None:
             self._raylet_watch = RayletWatch(self._session, raylet_pid())
+        # From here on a lost head is detected; before it, `connect` watches the start.
         self.head = HeadMonitor(ray.get_runtime_context().gcs_address)
         try:
             node_ids = self._reserve()
@@ -204,6 +205,7 @@ class RayVirtualCluster:
 
     def _place(self, node_ids: list[str]) -> bool:
         """Reserve one bundle on each of `node_ids`; return False if resources are taken."""
+        # Pinned by the label of the node: the strategy alone could choose other nodes.
         group = placement_group(
             [_as_dict(self._request.bundle)] * len(node_ids),
             strategy="PACK",
