@@ -287,7 +287,9 @@ class Checkpointer:
         return int(match[1])
 
     def _is_latest(self, step: int) -> bool:
-        return step == self._named_step() and incomplete_reason(self._directory(step), step) is None
+        if step != self._named_step():
+            return False
+        return incomplete_reason(self._directory(step), step) is None
 
     def _publish(self, directory: Path, step: int) -> None:
         """Rename the complete directory and write `latest`."""

@@ -117,19 +117,24 @@ def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError("it lists no files")
-    return {name: _checked_entry(name, entry, manifest["format"]) for name, entry in files.items()}
+    checked = {}
+    for name, entry in files.items():
+        checked[name] = _checked_entry(name, entry, manifest["format"])
+    return checked
 
 
 def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str | None]:
     parts = PurePosixPath(name).parts
     # A copied checkpoint must not direct reads to files outside of it.
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+    is_relative = bool(parts) and not name.startswith("/") and ".." not in parts
+    if not is_relative or "\\" in name or "\0" in name:
         raise CheckpointError(f"it lists {name[:80]!r}, which is not a path inside the checkpoint")
     size = entry.get("size") if isinstance(entry, dict) else None
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise CheckpointError(f"it has no size for {name[:80]!r}")
     checksum = entry.get("sha256")
-    if not isinstance(checksum, str) and not (checksum is None and format_number == 1):
+    may_lack_checksum = format_number == 1
+    if not isinstance(checksum, str) and not (checksum is None and may_lack_checksum):
         raise CheckpointError(f"it has no checksum for {name[:80]!r}")
     return size, checksum
 

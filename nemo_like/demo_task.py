@@ -173,4 +173,5 @@ def _draw_number(rng: random.Random) -> int:
 
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")

@@ -127,9 +127,10 @@ def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | 
         with reporting_write_errors(renamed):
             run.metrics.replace(renamed)
     last_step = -1 if resumed_step is None else resumed_step
-    for path in sorted([*run.path.glob("*.jsonl"), *run.lengths.parent.glob("*.jsonl")]):
-        if path.is_file():
-            keep_records(path, last_step)
+    for directory in (run.path, run.lengths.parent):
+        for path in sorted(directory.glob("*.jsonl")):
+            if path.is_file():
+                keep_records(path, last_step)
     _remove_steps_after(last_step, run.rollouts(0).parent)
     _remove_steps_after(last_step, run.skipped(0).parent)
     write_config(run, config)

@@ -26,7 +26,8 @@ from nemo_like.files import reporting_write_errors
 
 LOCK_NAME = "run.lock"
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-_NUM_ATTEMPTS = 20
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_MAX_ATTEMPTS = 20
 _ATTEMPT_S = 0.25
 
 
@@ -84,7 +85,7 @@ def locked(directory: Path) -> Iterator[None]:
 def _acquire(path: Path) -> int:
     """Take the lock and return the descriptor of the lock file. Raises ConfigError."""
     refusal = ""
-    for attempt in range(_NUM_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         if attempt:
             time.sleep(_ATTEMPT_S)
         descriptor = _create(path)
@@ -152,9 +153,7 @@ def _create(path: Path, *, replace: bool = False) -> int | None:
     """Create the lock file, complete and locked; None if it exists and `replace` is off."""
     # Written under a temporary name: no other process can see a file without content or flock.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(
-        temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-    )
+    descriptor = os.open(temporary, os.O_RDWR | _NEW_FILE | os.O_NOFOLLOW, 0o666)
     try:
         _write(descriptor)
         _flock(descriptor)
@@ -187,7 +186,7 @@ def _link(temporary: Path, path: Path) -> bool:
             raise
         # The exclusive creation reserves the name; `replace` is atomic but would not detect it.
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | _NEW_FILE, 0o666)
         except FileExistsError:
             return False
         os.close(descriptor)
@@ -228,7 +227,8 @@ def _flock(descriptor: int) -> Literal["acquired", "taken", "unknown"]:
 
 
 def _write(descriptor: int) -> None:
-    os.write(descriptor, (json.dumps(asdict(LockOwner.this_process())) + "\n").encode())
+    text = json.dumps(asdict(LockOwner.this_process())) + "\n"
+    os.write(descriptor, text.encode())
     # A file system without fsync. The lock only matters while processes live, so it need not
     # survive a power failure.
     with suppress(OSError):

@@ -32,7 +32,8 @@ def group_advantages(
     _check_sizes(sizes, config)
     means = np.bincount(group_of_row, weights=rewards) / sizes
     centred = rewards - means[group_of_row]
-    std = np.sqrt(np.bincount(group_of_row, weights=centred**2) / (sizes - 1))
+    sums_of_squares = np.bincount(group_of_row, weights=centred**2)
+    std = np.sqrt(sums_of_squares / (sizes - 1))
     # Relative to the mean: equal rewards can differ from their computed mean by a rounding error.
     has_spread = std > 1e-8 * np.maximum(1.0, np.abs(means))
     if config.baseline == "leave_one_out":
@@ -75,8 +76,10 @@ def _std_of_others(
     """
     size = sizes[group_of_row]
     deviation = rewards - means[group_of_row]
-    squares = (std**2 * (sizes - 1))[group_of_row] - size / (size - 1) * deviation**2
+    group_squares = (std**2 * (sizes - 1))[group_of_row]
+    squares = group_squares - size / (size - 1) * deviation**2
     variance = squares / (size - 2)
     # The subtraction leaves rounding errors of the larger numbers where the others are equal.
     scale = np.maximum(np.abs(means), std)[group_of_row]
-    return np.where(variance > (1e-7 * scale) ** 2, np.sqrt(np.maximum(variance, 0.0)), 0.0)
+    is_positive = variance > (1e-7 * scale) ** 2
+    return np.where(is_positive, np.sqrt(np.maximum(variance, 0.0)), 0.0)

@@ -28,7 +28,9 @@ def is_collective_error(error: BaseException) -> bool:
     if names & _DISTRIBUTED_ERRORS:
         return True
     # Gloo raises plain RuntimeErrors, which only their text identifies.
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+    if type(error) is not RuntimeError:
+        return False
+    return _COLLECTIVE.search(str(error)) is not None
 
 
 def advise(error: Exception) -> str:

@@ -133,7 +133,8 @@ class BatchedDataDict(UserDict[str, Any]):
         the rows.
         """
         target = _as_int64(reorder_indices)
-        if len(target) != self.size or not np.array_equal(np.sort(target), np.arange(len(target))):
+        positions = np.arange(self.size)
+        if not np.array_equal(np.sort(target), positions):
             raise ValueError(
                 f"reorder_data needs each of the {self.size} row positions exactly once, got"
                 f" {len(target)} indices"
@@ -386,7 +387,9 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def _contiguous(self, rows: tuple[int, ...]) -> SlicedDataDict:
         """Return the rows of a microbatch: a shard has them in the order of the plan."""
-        return self.slice(rows[0], rows[-1] + 1) if rows else self.slice(0, 0)
+        if not rows:
+            return self.slice(0, 0)
+        return self.slice(rows[0], rows[-1] + 1)
 
 
 class SlicedDataDict(BatchedDataDict):

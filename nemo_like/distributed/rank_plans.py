@@ -34,7 +34,8 @@ def num_rows_per_step(plan: RankPlan) -> list[int]:
     """Return the number of this rank's rows of each global batch."""
     counts = []
     for step in range(plan.num_steps):
-        counts.append(sum(len(microbatch.rows) for microbatch in plan.step(step)))
+        num_rows = sum(len(microbatch.rows) for microbatch in plan.step(step))
+        counts.append(num_rows)
     return counts
 
 
@@ -45,7 +46,9 @@ def rows_of_step(plan: RankPlan, step: int) -> tuple[int, int]:
     # A shard has its rows in the order of the plan, so they are consecutive per step.
     counts = [len(microbatch.rows) for microbatch in plan.microbatches]
     offsets = [0, *np.cumsum(counts).tolist()]
-    return offsets[plan.step_offsets[step]], offsets[plan.step_offsets[step + 1]]
+    first_microbatch = plan.step_offsets[step]
+    end_microbatch = plan.step_offsets[step + 1]
+    return offsets[first_microbatch], offsets[end_microbatch]
 
 
 def plan_of_step(plan: RankPlan, step: int, first_row: int) -> RankPlan:

@@ -29,8 +29,10 @@ def unshard(parts: Sequence[Column], plan: BatchPlan) -> Column:
     column = concat_rows("of the ranks", parts)
     num_missing = plan.num_rows - len(rows)
     if num_missing:
-        column = concat_rows("of the ranks", [column, _blank_rows(column, num_missing)])
-        rows = np.concatenate([rows, np.setdiff1d(np.arange(plan.num_rows), rows)])
+        blank_rows = _blank_rows(column, num_missing)
+        column = concat_rows("of the ranks", [column, blank_rows])
+        missing_rows = np.setdiff1d(np.arange(plan.num_rows), rows)
+        rows = np.concatenate([rows, missing_rows])
     # `rows` is a permutation now, and argsort gives its inverse.
     return take_rows(column, np.argsort(rows))
 
@@ -40,7 +42,8 @@ def _blank_rows(column: Column, count: int) -> Column:
     if isinstance(column, list):
         return [None] * count
     if isinstance(column, Jagged):
-        return Jagged(column.values[:0], np.zeros(count + 1, dtype=np.int64))
+        offsets = np.zeros(count + 1, dtype=np.int64)
+        return Jagged(column.values[:0], offsets)
     if isinstance(column, Tensor):
         return column.new_zeros((count, *column.shape[1:]))
     return np.zeros((count, *column.shape[1:]), dtype=column.dtype)

@@ -90,7 +90,8 @@ def _explicit_answer(text: str) -> str | None:
     marks = _explicit_marks(text)
     if not marks:
         return None
-    return text[marks[-1].content_start : marks[-1].content_end].strip()
+    last = marks[-1]
+    return text[last.content_start : last.content_end].strip()
 
 
 def _closing_answer(text: str) -> str | None:
@@ -179,7 +180,9 @@ def _is_answer(line: str) -> bool:
         word = rest.split(maxsplit=1)[0] if rest else ""
         is_capitalized = len(word) > 1 and word[0].isupper() and not word.isupper()
         return not (word.startswith(":") or is_capitalized)
-    return bool(line) and not _WORD.search(_COMMAND.sub(" ", LATEX_TEXT.sub("", line)))
+    # A formula or a single letter has no words, once LaTeX commands are removed.
+    without_latex = _COMMAND.sub(" ", LATEX_TEXT.sub("", line))
+    return bool(line) and not _WORD.search(without_latex)
 
 
 def _announced_answer(text: str) -> str | None:
@@ -187,7 +190,8 @@ def _announced_answer(text: str) -> str | None:
     announcements = deque(_ANNOUNCEMENT.finditer(text), maxlen=_MAX_ANNOUNCEMENTS)
     # The last one that announces something: a text may correct its earlier answer.
     for match in reversed(announcements):
-        clause = text[match.end() : match.end() + 4 * _MAX_SHORT_CHARACTERS]
+        start = match.end()
+        clause = text[start : start + 4 * _MAX_SHORT_CHARACTERS]
         answer = _answer_in_clause(clause)
         if answer:
             return answer

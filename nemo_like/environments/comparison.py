@@ -60,9 +60,10 @@ class AnswerComparer:
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         # A forked process must not use the child of its parent: their replies would mix.
-        if self._child is not None and self._owner == os.getpid() and self._child.poll() is None:
+        is_owner = self._owner == os.getpid()
+        if is_owner and self._child is not None and self._child.poll() is None:
             return self._child
-        if self._owner == os.getpid():
+        if is_owner:
             self._end()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
@@ -91,7 +92,8 @@ class AnswerComparer:
         """Return the child's reply; empty if it ended or exceeded the time limit."""
         assert child.stdin is not None
         try:
-            child.stdin.write(json.dumps([gold, predicted]).encode("ascii") + b"\n")
+            request = json.dumps([gold, predicted]) + "\n"
+            child.stdin.write(request.encode("ascii"))
             child.stdin.flush()
         except OSError:
             return b""

@@ -82,9 +82,14 @@ def answers_equal(gold: str, predicted: str) -> bool:
     if max(len(gold), len(predicted)) > _MAX_ANSWER_CHARACTERS:
         return False
     # math-verify would read words as products of letters, and dates as differences.
-    if any(_WORDS.fullmatch(answer) or _DATE.fullmatch(answer) for answer in (gold, predicted)):
+    if _is_text(gold) or _is_text(predicted):
         return gold.casefold() == predicted.casefold()
     return _is_equal_expression(gold, predicted)
+
+
+def _is_text(answer: str) -> bool:
+    """Return True for words and dates."""
+    return bool(_WORDS.fullmatch(answer) or _DATE.fullmatch(answer))
 
 
 def _quantities_equal(gold: Quantity, predicted: Quantity) -> bool:

@@ -78,7 +78,8 @@ class RewardEnvironment:
         The functions run on all reward workers, each on a contiguous chunk of the samples.
         """
         # Contiguous chunks of nearly equal size, so concatenation restores the order.
-        bounds = np.linspace(0, len(samples), self.group.topology.dp + 1).astype(int)
+        num_workers = self.group.topology.dp
+        bounds = np.linspace(0, len(samples), num_workers + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
         parts = self.group.run_all_workers_sharded_data("score", chunks)
         components = {

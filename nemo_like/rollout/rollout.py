@@ -130,7 +130,8 @@ def collect(
         reward, components = rewards.score(samples)
     batch = _training_rows(prompt_ids, completions)
     batch["reward"] = reward
-    batch["group"] = np.repeat(np.arange(len(prompts), dtype=np.int64), group_size)
+    prompt_indices = np.arange(len(prompts), dtype=np.int64)
+    batch["group"] = np.repeat(prompt_indices, group_size)
     return Rollout(batch, samples, components, completions)
 
 
@@ -142,12 +143,14 @@ def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataD
     num_rows = len(prompt_ids)
     rows = []
     for i in range(num_rows):
-        rows.append(np.concatenate([prompt_ids[i], completions.token_ids[i]]))
+        row = np.concatenate([prompt_ids[i], completions.token_ids[i]])
+        rows.append(row)
     input_ids = Jagged.from_rows(rows, np.int32)
     num_tokens = len(input_ids.values)
     # [T] over the tokens of all rows: the position in the row tells prompt and completion apart.
-    position_in_row = np.arange(num_tokens) - np.repeat(input_ids.offsets[:-1], input_ids.lengths)
-    is_completion = position_in_row >= np.repeat(prompt_ids.lengths, input_ids.lengths)
+    first_token = np.repeat(input_ids.offsets[:-1], input_ids.lengths)
+    prompt_length = np.repeat(prompt_ids.lengths, input_ids.lengths)
+    is_completion = np.arange(num_tokens) - first_token >= prompt_length
     token_mask = is_completion.astype(np.uint8)
     logprobs = np.zeros(num_tokens, dtype=np.float32)
     # Both sides are in row order, so the completions' log-probs fit the selected positions.

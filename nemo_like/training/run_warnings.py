@@ -66,10 +66,12 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
 
 
 def _has_answer(row: dict) -> bool:
-    turns = [message for message in conversation(row) if message["role"] == "assistant"]
-    return any(
-        str(message.get("content") or "").strip() or message.get("tool_calls") for message in turns
-    )
+    for message in conversation(row):
+        text = str(message.get("content") or "").strip()
+        # A turn that only calls tools is an answer as well.
+        if message["role"] == "assistant" and (text or message.get("tool_calls")):
+            return True
+    return False
 
 
 def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:

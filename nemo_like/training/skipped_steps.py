@@ -116,8 +116,8 @@ def _write_records(path: Path, records: Sequence[Mapping[str, Any]], step: int) 
     with reporting_write_errors(path):
         path.parent.mkdir(exist_ok=True)
     # NaN is not JSON: `_json_number` has replaced it by null.
-    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    write_text(path, lines, f"the skipped rows of step {step}")
+    lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
+    write_text(path, "".join(lines), f"the skipped rows of step {step}")
 
 
 def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:

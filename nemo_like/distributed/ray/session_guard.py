@@ -124,7 +124,8 @@ def gcs_pid(directory: Path) -> int | None:
             command = path.read_bytes()
         except OSError:  # it has ended
             continue
-        if b"gcs_server" in command.partition(b"\0")[0] and str(directory).encode() in command:
+        program = command.partition(b"\0")[0]
+        if b"gcs_server" in program and str(directory).encode() in command:
             return int(path.parent.name)
     return None
 

@@ -114,7 +114,8 @@ class RayWorkerGroup:
         # Stored once per dp rank: its replicas get the same reference.
         args_of_dp_rank = []
         for dp_rank in range(self.topology.dp):
-            args_of_dp_rank.append(tuple(self._share(items[dp_rank]) for items in sharded))
+            args = [self._share(items[dp_rank]) for items in sharded]
+            args_of_dp_rank.append(tuple(args))
         handles = []
         for rank in range(self.world_size):
             args = args_of_dp_rank[self.topology.dp_rank(rank)]
