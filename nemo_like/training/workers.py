@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
@@ -23,6 +24,7 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.policy.batching import policy_topology
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
+from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.progress import Progress
 
 if TYPE_CHECKING:
@@ -97,13 +99,13 @@ def start_workers(
             policy = _start_policy(config, start, needs_reference=needs_reference)
             if is_colocated:
                 # The generator is loaded onto the same device next.
-                policy.group.run_all_workers("sleep")
+                call_all(policy.group, PolicyWorkerProtocol.offload)
             phase.advance()
             rollout_workers = None
             if generates:
                 generator = _start_generator(config, start, end_token_ids)
                 if is_colocated:
-                    generator.group.run_all_workers("offload")
+                    call_all(generator.group, HFGenerationWorker.offload)
                 phase.advance()
                 functions = config.reward.functions
                 reward_group = start("reward", RewardWorker, functions=functions)
