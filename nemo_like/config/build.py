@@ -1,8 +1,7 @@
-"""Plain values become the config dataclasses and back. Every value is checked against its type;
-nothing is guessed.
+"""Conversion between plain nested values and the config dataclasses, with a check of every type.
 
-Accepted besides the type itself: an integer where a float is due, a number in quotes (environment
-variables are text), and for a text key whatever was written, as it was spelled.
+Besides the type itself these are accepted: an integer for a float; a number in quotes, because
+environment variables are text; and for a text key any scalar, with its raw text.
 """
 
 from __future__ import annotations
@@ -37,44 +36,40 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 class _Rejected(Exception):
-    """A value does not fit; the text says what would."""
+    """A value has the wrong type; the text is the expected type, continuing "it must be"."""
 
 
 def build_config(
     section: type[Config], values: Mapping[str, Any], sources: Sources
 ) -> tuple[Config | None, list[Problem]]:
-    """The dataclass, or None and everything that is wrong with `values`: missing keys, wrong types,
-    illegal choices.
-    """
+    """Return the dataclass, or None, and all problems: missing keys, wrong types, unknown choices."""
     builder = _Builder(sources)
     config = builder.section(section, values, "")
     return (None if builder.problems else config), builder.problems
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as the plain nested values a YAML file would hold, which load again to an equal
-    config.
-    """
+    """Return a config as the plain nested values of a YAML file, which loads to an equal config."""
     return {
         field.name: _to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)
     }
 
 
 class _Builder:
+    """Builds nested dataclasses and collects every problem instead of stopping at the first one."""
+
     def __init__(self, sources: Sources) -> None:
         self.problems: list[Problem] = []
         self._sources = sources
 
     def section(self, section: type, values: Any, path: str) -> Any:
-        """An instance of the dataclass `section`; None after a problem, which is then in
-        `problems`.
-        """
+        """Build an instance of the dataclass `section`; return None after adding a problem."""
         if not isinstance(values, Mapping):
             keys = ", ".join(list(field_types(section))[:4])
             return self._reject(
                 path, f"{path} is {_shown(values)}; it is a section with keys ({keys}, ...)"
             )
-        before = len(self.problems)
+        num_problems_before = len(self.problems)
         built = {}
         for field in dataclasses.fields(section):
             key = f"{path}.{field.name}" if path else field.name
@@ -82,6 +77,8 @@ class _Builder:
             if field.name in values and values[field.name] != MISSING:
                 built[field.name] = self.value(annotation, values[field.name], key)
             elif is_section(annotation):
+                # Built from an empty mapping instead of its default factory, so that its required
+                # keys are reported by name.
                 built[field.name] = self.section(annotation, {}, key)
             elif (
                 field.default is dataclasses.MISSING
@@ -91,10 +88,12 @@ class _Builder:
                     key,
                     f"{key} is not set and has no default; set it in the YAML or with {key}=VALUE",
                 )
-        return section(**built) if len(self.problems) == before else None
+        if len(self.problems) > num_problems_before:
+            return None
+        return section(**built)
 
     def value(self, annotation: Any, value: Any, path: str) -> Any:
-        """`value` as the type `annotation`; None after a problem."""
+        """Convert `value` to the type `annotation`; return None after adding a problem."""
         inner, may_be_null = without_none(annotation)
         if value is None and may_be_null:
             return None
@@ -105,7 +104,7 @@ class _Builder:
         if get_origin(inner) is tuple:
             return self._tuple(get_args(inner)[0], value, path)
         try:
-            return _scalar(inner, value, self._sources.spelled(path))
+            return _scalar(inner, value, self._sources.raw_text(path))
         except _Rejected as rejected:
             expected = f"{rejected}{' or null' if may_be_null else ''}"
             return self._reject(path, f"{path} is {_shown(value)}; it must be {expected}")
@@ -136,73 +135,88 @@ class _Builder:
         self.problems.append(Problem((path,), text, self._sources.locate(path)))
 
 
-def _scalar(annotation: Any, value: Any, spelled: str | None) -> Any:
-    """`value` as an int, float, bool, str or one of a Literal; raises _Rejected with what is
-    expected.
-    """
+def _scalar(annotation: Any, value: Any, raw_text: str | None) -> Any:
+    """Convert `value` to an int, float, bool, str or a choice of a Literal. Raises _Rejected."""
     if get_origin(annotation) is Literal:
         return _choice(get_args(annotation), value)
     if annotation is str:
-        return _text(value, spelled)
+        return _text(value, raw_text)
     if annotation is bool:
         if isinstance(value, bool):
             return value
     elif annotation is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            if value.bit_length() > _MAX_INTEGER_BITS:
-                raise _Rejected(f"an integer of at most {_MAX_INTEGER_BITS} bits")
-            return value
-        if isinstance(value, str) and len(value) <= _MAX_INTEGER_DIGITS and _INT.fullmatch(value):
-            return int(value)
-        if isinstance(value, float) and value.is_integer():
-            raise _Rejected(f"an integer: write {_shown(int(value))}")
+        return _integer(value)
     elif annotation is float:
         return _number(value)
     raise _Rejected(_TYPE_NAMES[annotation])
 
 
+def _integer(value: Any) -> int:
+    # bool is a subclass of int in Python, and `true` is no number for a user.
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > _MAX_INTEGER_BITS:
+            raise _Rejected(f"an integer of at most {_MAX_INTEGER_BITS} bits")
+        return value
+    # Python limits the digits of int(text) and raises another error beyond; the length is checked
+    # before.
+    if isinstance(value, str) and len(value) <= _MAX_INTEGER_DIGITS and _INT.fullmatch(value):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        raise _Rejected(f"an integer: write {_shown(int(value))}")
+    raise _Rejected(_TYPE_NAMES[int])
+
+
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number or (isinstance(value, str) and _FLOAT.fullmatch(value)):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
+    is_number_text = isinstance(value, str) and _FLOAT.fullmatch(value) is not None
+    if not (is_number or is_number_text):
+        raise _Rejected(_TYPE_NAMES[float])
+    try:
+        number = float(value)
+    except OverflowError:  # an integer above the largest float
+        number = math.inf
+    if not math.isfinite(number):
         raise _Rejected("a finite number")
-    raise _Rejected("a number")
+    return number
 
 
-def _text(value: Any, spelled: str | None) -> str:
+def _text(value: Any, raw_text: str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
-        # YAML takes `007`, `1e-3` and `no` for numbers and booleans; a text key means what stands
-        # there.
-        return spelled if spelled is not None and "${" not in spelled else str(value)
+        # YAML parses `007`, `1e-3` and `no` as numbers and booleans. A text key takes the raw text,
+        # unless it is an interpolation whose resolved value is a number.
+        if raw_text is not None and "${" not in raw_text:
+            return raw_text
+        return str(value)
     raise _Rejected("a text")
 
 
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:
     if isinstance(value, str) and value in choices:
         return value
-    value = shortened(str(value)) if isinstance(value, str | int | float) else ""
-    abbreviated = [
-        choice
-        for choice in choices
-        if str(value).lower() == "".join(word[0] for word in choice.split("_"))
-    ]
-    nearest = abbreviated or difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    raise _Rejected(
-        f"one of {', '.join(choices)}" + (f" (did you mean {nearest[0]}?)" if nearest else "")
-    )
+    text = shortened(str(value)) if isinstance(value, str | int | float) else ""
+    # Abbreviations of packing algorithms are common: ffd, mffd, bfd.
+    nearest = [choice for choice in choices if text.lower() == _initials(choice)]
+    if not nearest:
+        nearest = difflib.get_close_matches(text, choices, n=1, cutoff=0.5)
+    expected = f"one of {', '.join(choices)}"
+    if nearest:
+        expected += f" (did you mean {nearest[0]}?)"
+    raise _Rejected(expected)
+
+
+def _initials(choice: str) -> str:
+    """Return the first letters of the words. Example: `first_fit_decreasing` -> `ffd`."""
+    return "".join(word[0] for word in choice.split("_"))
 
 
 def _shown(value: Any) -> str:
-    """The value as YAML has it: `null`, `true`, 'text', 3."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    """Return the value in YAML notation: `null`, `true`, 'text', 3."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return shown_value(value)
 
 
@@ -217,7 +231,8 @@ def _to_plain(value: Any) -> Any:
 
 
 def _escaped(text: str) -> str:
-    """`text` so that OmegaConf reads it back as it is: `${` starts an interpolation, backslashes
-    before it count.
+    r"""Escape `${`, which starts an interpolation, so that OmegaConf reads the text back unchanged.
+
+    OmegaConf also interprets backslashes in front of `${`, so these are doubled.
     """
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

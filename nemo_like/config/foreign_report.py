@@ -29,7 +29,7 @@ def foreign_text(
     """The text of the error for the config `source`, with the problems that are no foreign keys at
     its end.
     """
-    places = {key: _place(written.location, source) for key, written in sources.written.items()}
+    places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
     groups: dict[Group, list[Finding]] = {
         group: [one for one in findings.found if one.group == group] for group in _HEADINGS
     }

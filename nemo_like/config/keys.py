@@ -1,4 +1,4 @@
-"""The schema seen as dotted keys: which exist, of which type, and which one was probably meant."""
+"""Dotted keys of the schema: existence, type, constraints, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ _FOREIGN_NAMES = {
     "use_leave_one_out_baseline": "grpo.advantage.baseline",
     "val_files": "data.validation_path",
 }
-"""What other tools call it -> our key, or its end where several sections have it. Suggested, never
-accepted.
+"""Key name of another tool -> key of the schema, or the end of the key if several sections have it.
+The names are suggested in messages and never accepted.
 """
 
 _MAX_SUGGESTIONS = 3
 _MAX_PATH_CHARACTERS = 150
-"""No key of the schema is as long; a search for similar ones would take long."""
+"""Longer keys get no suggestion: no key of the schema is as long, and the search would be slow."""
 
 
 @cache
 def field_types(section: type) -> dict[str, Any]:
-    """Name -> resolved type of each field of a config dataclass, in order."""
+    """Return name -> resolved type of each field of a config dataclass, in order of declaration."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
@@ -90,7 +90,7 @@ def field_constraints(section: type) -> dict[str, tuple[Constraint, ...]]:
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
-    """(`X`, True) of `X | None`, else (`annotation`, False)."""
+    """Return (`X`, True) for `X | None`, else (`annotation`, False)."""
     if get_origin(annotation) in (Union, types.UnionType):
         others = [part for part in get_args(annotation) if part is not type(None)]
         assert len(others) == 1, f"{annotation}: the schema has no unions but X | None"
@@ -99,26 +99,28 @@ def without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether the annotation is a config dataclass."""
+    """Return True if the annotation is a config dataclass."""
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
 def is_open_section(annotation: Any) -> bool:
-    """Whether it is a mapping whose keys the user names, such as `reward.functions`."""
+    """Return True for a mapping whose keys the user chooses, such as `reward.functions`."""
     return get_origin(annotation) is dict
 
 
 def child_types(annotation: Any) -> Mapping[str, Any] | None:
-    """Fields of a section; None for anything else."""
+    """Return the field types of a section; None for any other annotation."""
     return field_types(annotation) if is_section(annotation) else None
 
 
 def type_at(root: Any, path: str) -> Any | None:
-    """The type of the dotted key `path` below `root`; None if the schema has no such key. The empty
-    path is `root`.
+    """Return the type of the dotted key `path` below `root`; None if the schema has no such key.
+
+    The empty path is `root`.
     """
     annotation = root
-    for name in path.split(".") if path else ():
+    names = path.split(".") if path else []
+    for name in names:
         annotation, _ = without_none(annotation)
         if is_open_section(annotation):
             annotation = get_args(annotation)[1]
@@ -130,8 +132,9 @@ def type_at(root: Any, path: str) -> Any | None:
 
 
 def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of the schema with its type, sections included; a user-named level is
-    written `*`.
+    """Yield every dotted key of the schema with its type, sections included.
+
+    A level that the user names is written `*`.
     """
     for name, annotation in field_types(root).items():
         path = f"{prefix}{name}"
@@ -144,7 +147,7 @@ def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaf_keys(root: type) -> list[str]:
-    """Every dotted key that takes a value: what a user can set."""
+    """Return every dotted key that takes a value, without the sections."""
     return [
         path
         for path, annotation in all_keys(root)
@@ -153,8 +156,8 @@ def leaf_keys(root: type) -> list[str]:
 
 
 def unknown_key_text(kind: Kind, path: str) -> str:
-    """The message for a key that the schema of `kind` has not: the nearest spelling, or where the
-    key lives.
+    """Return the message for an unknown key of a `kind` config, with similar keys or the section's
+    keys.
     """
     root = RUN_CONFIGS[kind]
     if len(path) > _MAX_PATH_CHARACTERS:
@@ -163,21 +166,24 @@ def unknown_key_text(kind: Kind, path: str) -> str:
         if other != kind and type_at(config, path) is not None:
             return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"
     unknown, rest = _split_at_unknown(root, path)
-    nearest = [
-        key + rest if type_at(root, key + rest) is not None else key
-        for key in suggest_keys(root, unknown)
-    ]
+    nearest = []
+    for key in suggest_keys(root, unknown):
+        full_key = key + rest
+        nearest.append(full_key if type_at(root, full_key) is not None else key)
     if nearest:
         return f"unknown key {path}; did you mean {' or '.join(nearest)}?"
     parent = unknown.rpartition(".")[0]
     siblings = child_types(type_at(root, parent))
-    return f"unknown key {path}" + (
-        f"; {parent or 'the top level'} has {', '.join(siblings)}" if siblings else ""
-    )
+    if not siblings:
+        return f"unknown key {path}"
+    return f"unknown key {path}; {parent or 'the top level'} has {', '.join(siblings)}"
 
 
 def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
-    """Example: `policy.optimzer.lr` -> (`policy.optimzer`, `.lr`)."""
+    """Split a key behind its first unknown name.
+
+    Example: `policy.optimzer.lr` -> (`policy.optimzer`, `.lr`).
+    """
     names = path.split(".")
     for end in range(1, len(names)):
         if type_at(root, ".".join(names[:end])) is None:
@@ -186,46 +192,49 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
 
 
 def misspelled_key(kind: Kind, path: str) -> str | None:
-    """The key of the same section that differs from `path` by about one letter in five or fewer;
-    None if there is none.
+    """Return the key of the same section whose name is almost equal to that of `path`.
+
+    The similarity ratio of `difflib` is at least 0.85; None if there is no such key.
     """
     parent, _, name = path.rpartition(".")
     siblings = child_types(type_at(RUN_CONFIGS[kind], parent))
     if not siblings or len(path) > _MAX_PATH_CHARACTERS:
         return None
     nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)
-    return f"{parent}.{nearest[0]}" if nearest and parent else (nearest[0] if nearest else None)
+    if not nearest:
+        return None
+    return f"{parent}.{nearest[0]}" if parent else nearest[0]
 
 
 def suggest_keys(root: type, path: str) -> list[str]:
-    """At most three existing keys for the unknown `path`, the likeliest first.
+    """Return at most three existing keys for the unknown `path`, the likeliest first.
 
-    A name from another tool, then the same name in another section, then a like name in the same
-    section, then the whole path. Examples: `policy.seqence_packing` -> `policy.sequence_packing`;
-    `policy.lr` -> `policy.optimizer.lr`.
+    A name of another tool comes first; then similar names in the same section and the same name in
+    other sections; then keys with a similar path. Examples: `policy.seqence_packing` ->
+    `policy.sequence_packing`; `policy.lr` -> `policy.optimizer.lr`.
     """
     keys = [key for key, _ in all_keys(root) if "*" not in key]
     parent, _, name = path.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == parent]
     names = {key.rpartition(".")[2]: key for key in siblings}
-    begun = [key for sibling, key in names.items() if sibling.startswith(f"{name}_")]
-    like_names = begun or [
-        names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    ]
+    # `wandb` is completed to `wandb_project`, although the ratio of the two is low.
+    similar = [key for sibling, key in names.items() if sibling.startswith(f"{name}_")]
+    if not similar:
+        matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        similar = [names[match] for match in matches]
     foreign = _FOREIGN_NAMES.get(name)
-    from_elsewhere = [
-        key
-        for key in keys
-        if foreign is not None and (key == foreign or key.endswith(f".{foreign}"))
-    ]
+    translated: list[str] = []
+    if foreign is not None:
+        translated = [key for key in keys if key == foreign or key.endswith(f".{foreign}")]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
-    found = from_elsewhere or [*like_names, *same_name]
+    found = translated or [*similar, *same_name]
     if not found:
-        # A long common path must not make names alike that are not.
-        alike = [
-            key
-            for key in keys
-            if difflib.SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() >= 0.6
-        ]
-        found = difflib.get_close_matches(path, alike, n=1, cutoff=0.7)
+        # A long common path alone would make the ratio of two paths high, so the last names must be
+        # similar as well.
+        similar_names = [key for key in keys if _ratio(name, key.rpartition(".")[2]) >= 0.6]
+        found = difflib.get_close_matches(path, similar_names, n=1, cutoff=0.7)
     return list(dict.fromkeys(found))[:_MAX_SUGGESTIONS]
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()

@@ -1,8 +1,7 @@
-"""`load_config`: a YAML file and overrides in, a checked config out, or one ConfigError that says
-what to change.
+"""`load_config`: compose a YAML file and overrides into a checked config, or raise one ConfigError.
 
-Relative paths inside a config are taken from the working directory; the files of a defaults list
-from the file that names them.
+Relative paths inside a config are relative to the working directory; the files of a defaults list
+are relative to the file that names them.
 """
 
 from __future__ import annotations
@@ -63,25 +62,23 @@ def load_config(
 
 
 def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose the file and the overrides over the schema's defaults, check all that needs no data,
-    build.
+    """Compose the file and the overrides over the schema's defaults, check and build the config.
 
     Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`.
-    Raises ConfigError.
+    Everything is checked that needs neither data nor a model. Raises ConfigError.
     """
     path = _config_file(path)
-    defaults_chain(
-        path
-    )  # Hydra recurses without end on a circle, and says less about what is missing
+    # Checked before Hydra reads the files: Hydra recurses without end on a cycle, and its message
+    # about a missing file has no location.
+    defaults_chain(path)
     parsed = parse_overrides(overrides, path.parent)
     texts = [override.for_hydra(kind) for override in parsed]
+    group_choices = [override.text for override in parsed if override.chooses_file]
     sources = Sources()
     tree: dict[str, Any] = {}
     with hydra_session(kind, path):
         unknown = [*check_override_keys(kind, parsed)]
-        for layer in find_layers(
-            path, [override.text for override in parsed if override.chooses_file]
-        ):
+        for layer in find_layers(path, group_choices):
             root = read_yaml(layer.path)
             if root is not None:
                 unknown += check_keys(kind, root, layer.prefix, layer.path)
@@ -101,45 +98,43 @@ def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunCon
 
 
 def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """The job a config is for, told from the sections only one job has. Raises ConfigError if that
-    is not clear.
+    """Return the job that a config is for, by the sections that only one job has.
 
-    For a config of another tool it is told from the keys of that tool, so that `load_config` can
-    list what to change.
+    A config of another tool is recognized by the keys of that tool, so that `load_config` can list
+    what to change. Raises ConfigError if the job is ambiguous.
     """
     path = _config_file(path)
     roots = [read_yaml(file) for file in defaults_chain(path)]
     names = {key.value for root in roots if root is not None for key, _ in root.value}
-    names |= {
-        override.key.partition(".")[0] for override in parse_overrides(overrides, path.parent)
-    }
+    for override in parse_overrides(overrides, path.parent):
+        names.add(override.key.partition(".")[0])
     shared = field_types(RunConfig)
-    own = {
-        kind: [name for name in field_types(config) if name not in shared]
-        for kind, config in RUN_CONFIGS.items()
-    }
+    own: dict[Kind, list[str]] = {}
+    for kind, config in RUN_CONFIGS.items():
+        own[kind] = [name for name in field_types(config) if name not in shared]
     found: list[Kind] = [kind for kind in RUN_CONFIGS if names & set(own[kind])]
     if len(found) == 1:
         return found[0]
     content: dict[str, Any] = {}
     for root in reversed(roots):
-        content = content if root is None else merged_trees(content, plain_tree(root, ""))
+        if root is not None:
+            content = merged_trees(content, plain_tree(root, ""))
     guess = None if found else guess_kind(content)
     if guess is not None:
         return guess
     sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
-    problem = (
-        "has sections of several jobs" if found else "has no section that says which job it is for"
-    )
+    if found:
+        problem = "has sections of several jobs"
+    else:
+        problem = "has no section that only one job has"
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved config; loading the text gives an equal config."""
+    """Return the complete resolved config as YAML; loading the text gives an equal config."""
     text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-    if re.search(
-        "[\x85\u2028\u2029]", text
-    ):  # written as they are, YAML reads these line breaks as spaces
+    # YAML reads these line breaks as spaces unless they are escaped.
+    if re.search("[\x85\u2028\u2029]", text):
         text = yaml.safe_dump(to_dict(config), sort_keys=False)
     return text
 
@@ -147,9 +142,7 @@ def to_yaml(config: RunConfig) -> str:
 def _raise_foreign(
     kind: Kind, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
 ) -> None:
-    """Raise one ConfigError with all findings in groups if the unknown keys are those of another
-    tool.
-    """
+    """Raise one ConfigError with all findings in groups if the unknown keys are another tool's."""
     findings = find_foreign(kind, tree)
     if findings.are_foreign:
         others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
@@ -168,5 +161,8 @@ def _config_file(path: Path) -> Path:
 
 
 def _located(problem: Problem, sources: Sources) -> Problem:
-    places = [sources.written[key].location for key in problem.keys if key in sources.written]
-    return replace(problem, location=places[0]) if places else problem
+    """Return the problem with the location of its first key that a file or an override sets."""
+    for key in problem.keys:
+        if key in sources.by_key:
+            return replace(problem, location=sources.by_key[key].location)
+    return problem

@@ -25,7 +25,7 @@ from nemo_like.config.keys import (
     without_none,
 )
 from nemo_like.config.text import shortened, shown_value
-from nemo_like.config.yaml_locations import Sources, Written
+from nemo_like.config.yaml_locations import KeySource, Sources
 
 MAX_OVERRIDE_CHARACTERS = 4_000
 MAX_OVERRIDE_DEPTH = 12
@@ -34,35 +34,33 @@ COMMAND_LINE = Location("the command line")
 
 @dataclass(frozen=True, slots=True)
 class ParsedOverride:
-    """One override. Example: `policy.optimizer.lr=1e-4` has the value 0.0001, spelled `1e-4`."""
+    """One override. Example: `policy.optimizer.lr=1e-4` has value 0.0001 and raw text `1e-4`."""
 
     key: str
     value: Any
-    spelled: str
+    raw_text: str
     is_delete: bool
     chooses_file: bool
-    """It picks a file of a config group (a folder), as in `policy=qwen`, and sets no key."""
+    """True for the choice of a file of a Hydra config group (a folder), as in `policy=qwen`."""
     text: str
 
     def for_hydra(self, kind: Kind) -> str:
-        """The override in Hydra's words.
+        """Return the override in Hydra's syntax.
 
         Every key of the schema has a default, so `+key` and `key` mean the same; `++` is both.
-        Hydra cannot delete a key that holds null, so a key that may hold it is set to null instead,
-        which is its default.
         """
         if self.chooses_file:
             return self.text
         if not self.is_delete:
             return "++" + self.text.lstrip("+")
-        may_be_null = without_none(type_at(RUN_CONFIGS[kind], self.key))[1]
+        _, may_be_null = without_none(type_at(RUN_CONFIGS[kind], self.key))
+        # Hydra cannot delete a key whose value is null. The default of every nullable key is null,
+        # so assigning null has the same effect as deleting it.
         return f"++{self.key}=null" if may_be_null else self.text
 
 
 def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverride]:
-    """Parse `texts`; raises ConfigError, with the override and what to write, for one that does not
-    parse.
-    """
+    """Parse `texts`. Raises ConfigError, with the correct form, for an override that does not parse."""
     parser = OverridesParser.create()
     parsed = []
     for text in texts:
@@ -75,21 +73,21 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
             raise ConfigError(f"override {shown} does not parse: {_syntax_hint(text)}") from error
         if override.is_sweep_override():
             raise ConfigError(
-                f"override {shown} gives several values; write key=[a,b] for a list, key=\"'a,b'\""
-                f" for one text"
+                f"override {shown} has several values; write key=[a,b] for a list, key=\"'a,b'\""
+                " for one text"
             )
     return parsed
 
 
 def check_override_keys(kind: Kind, overrides: Sequence[ParsedOverride]) -> Iterator[Problem]:
-    """Keys the schema has not, also inside values like `{lr: 1}`."""
+    """Yield a problem for each key that is not in the schema, also inside values like `{lr: 1}`."""
     for override in overrides:
         if not override.chooses_file:
             yield from _check_key(kind, override.key, override.value)
 
 
 def set_in_tree(tree: dict[str, Any], overrides: Sequence[ParsedOverride]) -> None:
-    """Put the values of the overrides into the plain content of the files."""
+    """Assign the values of the overrides in `tree`, the merged content of the files."""
     for override in overrides:
         if override.chooses_file or override.is_delete:
             continue
@@ -104,13 +102,13 @@ def set_in_tree(tree: dict[str, Any], overrides: Sequence[ParsedOverride]) -> No
 
 
 def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> None:
-    """Remember which keys the command line set."""
+    """Add the keys that the command line sets to `sources`."""
     for override in overrides:
         if override.chooses_file:
             continue
         if not isinstance(override.value, dict):
-            sources.forget(override.key)
-        _record(sources, override.key, override.value, override.spelled)
+            sources.drop(override.key)
+        _record(sources, override.key, override.value, override.raw_text)
 
 
 def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
@@ -120,7 +118,7 @@ def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
     return ParsedOverride(
         key=key,
         value=value,
-        spelled=text.partition("=")[2].strip(),
+        raw_text=text.partition("=")[2].strip(),
         is_delete=override.is_delete(),
         chooses_file=is_folder and (override.is_delete() or isinstance(value, str | list)),
         text=text,
@@ -128,17 +126,24 @@ def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
 
 
 def _check_size(text: str, shown: str) -> None:
-    """The parser recurses into brackets and is slow on long texts."""
+    """Raise ConfigError for a text that is too long, too deeply nested or not UTF-8.
+
+    Hydra's parser recurses into brackets and is slow on long texts.
+    """
     if len(text) > MAX_OVERRIDE_CHARACTERS:
         raise ConfigError(
             f"override {shown} is longer than {MAX_OVERRIDE_CHARACTERS:,} characters; write it in"
-            f" the YAML file"
+            " the YAML file"
         )
-    depth = deepest = 0
+    depth = 0
+    max_depth = 0
     for character in text:
-        depth += (character in "[{(") - (character in "]})")
-        deepest = max(deepest, depth)
-    if deepest > MAX_OVERRIDE_DEPTH:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        max_depth = max(max_depth, depth)
+    if max_depth > MAX_OVERRIDE_DEPTH:
         raise ConfigError(f"override {shown} is nested more than {MAX_OVERRIDE_DEPTH} levels deep")
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(
@@ -150,11 +155,15 @@ def _syntax_hint(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
         return f"write {shortened(text)}=VALUE"
     value = text.partition("=")[2]
-    if any(character in value for character in "=,:'\"()[]{}\\ ") and not value.startswith(
-        ("[", "{", "'", '"')
-    ):
-        return f"quote the value twice, once for the shell: {shortened(text.partition('=')[0])}=\"'...'\""
-    return "write key=value, +key=value or ~key, with dots between sections, e.g. policy.optimizer.lr=1e-4"
+    has_special = any(character in value for character in "=,:'\"()[]{}\\ ")
+    is_quoted = value.startswith(("[", "{", "'", '"'))
+    if has_special and not is_quoted:
+        key = shortened(text.partition("=")[0])
+        return f"quote the value twice, once for the shell: {key}=\"'...'\""
+    return (
+        "write key=value, +key=value or ~key, with dots between sections, e.g."
+        " policy.optimizer.lr=1e-4"
+    )
 
 
 def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
@@ -166,9 +175,10 @@ def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
             yield from _check_key(kind, f"{key}.{name}", inner)
 
 
-def _record(sources: Sources, key: str, value: Any, spelled: str | None) -> None:
-    is_plain = spelled is not None and not spelled.startswith(("'", '"', "[", "{"))
-    sources.written[key] = Written(COMMAND_LINE, spelled if is_plain else None)
+def _record(sources: Sources, key: str, value: Any, raw_text: str | None) -> None:
+    is_plain = raw_text is not None and not raw_text.startswith(("'", '"', "[", "{"))
+    # The raw text is kept of unquoted scalars only, as for YAML files.
+    sources.by_key[key] = KeySource(COMMAND_LINE, raw_text if is_plain else None)
     if isinstance(value, dict):
         for name, inner in value.items():
             _record(sources, f"{key}.{name}", inner, None)

@@ -1,8 +1,7 @@
-"""YAML files read with the place of every key, so that an error can say file and line. It composes
-nothing.
+"""Source locations of the keys in YAML files, so that an error names file and line.
 
-Hydra merges the files; this module reads the same files beside it, and what it keeps of each value
-is where it was written and how it was spelled.
+Hydra composes the config and does not record locations. This module reads the same files again and
+stores, for each key, its location and the raw text of its value. Nothing is composed here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from nemo_like.config.safe_yaml import MAX_BYTES, compose_yaml
 from nemo_like.config.text import shortened, shown_value
 
 _MAX_HINTS = 50
-"""Unknown keys of one file that get a hint."""
+"""Max unknown keys per file for which a similar key is searched."""
 _STR_TAG = "tag:yaml.org,2002:str"
 _BOOL_TAG = "tag:yaml.org,2002:bool"
 _NULL_TAG = "tag:yaml.org,2002:null"
@@ -40,51 +39,50 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """How a key was last set: where, and its value as it was spelled if it is a plain (unquoted)
-    scalar.
-    """
+class KeySource:
+    """The last assignment of a key: its location, and the raw text of a plain (unquoted) scalar."""
 
     location: Location
-    spelled: str | None = None
+    raw_text: str | None = None
 
 
 @dataclass
 class Sources:
-    """Dotted key -> where it was last written. Later files and the command line replace what
-    earlier ones said.
-    """
+    """Dotted key -> its last assignment. Later files and the command line replace earlier ones."""
 
-    written: dict[str, Written] = field(default_factory=dict)
+    by_key: dict[str, KeySource] = field(default_factory=dict)
 
     def locate(self, path: str) -> Location | None:
-        """The place of `path`, or of the nearest section above it that was written down; None if
-        nothing was.
+        """Return the location of `path`, or of the nearest section above it that was assigned;
+        None if there is neither.
         """
         while path:
-            if path in self.written:
-                return self.written[path].location
-            path = path.rpartition("[" if path.endswith("]") else ".")[0]
+            if path in self.by_key:
+                return self.by_key[path].location
+            # A list item such as `a.b[2]` is below the list `a.b`.
+            separator = "[" if path.endswith("]") else "."
+            path = path.rpartition(separator)[0]
         return None
 
-    def spelled(self, path: str) -> str | None:
-        """The text of an unquoted scalar, e.g. `007` where YAML made it the number 7; None if it is
-        not known.
-        """
-        written = self.written.get(path)
-        return None if written is None else written.spelled
+    def raw_text(self, path: str) -> str | None:
+        """Return the text of an unquoted scalar as written in the file; None if it is not known.
 
-    def forget(self, path: str) -> None:
-        """Drop `path` and all below it: a value that is about to be replaced."""
+        Example: `007`, which YAML parses as the number 7.
+        """
+        source = self.by_key.get(path)
+        return None if source is None else source.raw_text
+
+    def drop(self, path: str) -> None:
+        """Remove `path` and every key below it, before its value is replaced."""
         below = re.compile(re.escape(path) + r"($|[.\[])")
-        self.written = {key: value for key, value in self.written.items() if not below.match(key)}
+        self.by_key = {key: source for key, source in self.by_key.items() if not below.match(key)}
 
 
 def read_yaml(path: Path) -> yaml.MappingNode | None:
-    """The root mapping of a YAML file, None if the file is empty.
+    """Read a YAML file and return its root mapping; None if the file is empty.
 
-    Raises ConfigError, with file and line, if it cannot be read, is not YAML, is not a mapping or
-    has a key twice.
+    Raises ConfigError, with file and line, if the file cannot be read, is not YAML, is not a
+    mapping or has a duplicate key.
     """
     name = shown_path(path)
     try:
@@ -98,59 +96,62 @@ def read_yaml(path: Path) -> yaml.MappingNode | None:
         return None
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"{name} holds {_kind_of(root)}; a config is a mapping of sections, such as `policy:`"
+            f"{name} is {_kind_of(root)}; a config is a mapping of sections, such as `policy:`"
         )
     _refuse_duplicates(root, path, set())
     return root
 
 
 def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
-    """One line for what the YAML parser found."""
+    """Return one line for a YAML syntax error, with line and column where the parser knows them."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     if mark is None:
         return f"{shown_path(path)} is not valid YAML: {' '.join(str(error).split())}"
-    problem = f"{error.problem}" + (f" ({error.context})" if error.context else "")  # type: ignore[union-attr]
+    assert isinstance(error, yaml.MarkedYAMLError)
+    problem = str(error.problem)
+    if error.context:
+        problem += f" ({error.context})"
     hint = "; indent with spaces" if "'\\t'" in problem else ""
-    return f"{shown_path(path)}:{mark.line + 1} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
+    location = f"{shown_path(path)}:{mark.line + 1}"
+    return f"{location} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
 
 
 def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
-    """Unknown keys and sections that are no mappings in one file, whose content stands under the
-    dotted `prefix`.
+    """Yield a problem for each unknown key of one file and for each section that is not a mapping.
+
+    The content of the file is below the dotted `prefix` of the config.
     """
     yield from _check_section(kind, root, prefix, shown_path(path), itertools.count(), is_root=True)
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
-    """The content of one file under the dotted `prefix`: null, booleans, lists and mappings, else
-    the text as spelled.
+    """Return the content of one file, nested below the dotted `prefix`.
 
-    Nothing is interpolated. Keys that are no names, such as `1` or `a.b`, and `defaults` are left
-    out.
+    Scalars other than null and booleans are their raw text; interpolations are not resolved. Keys
+    that are not names, such as `1` or `a.b`, and `defaults` are left out.
     """
     tree = _plain(root)
     assert isinstance(tree, dict)
     tree.pop("defaults", None)
-    for name in reversed(prefix.split(".") if prefix else []):
+    names = prefix.split(".") if prefix else []
+    for name in reversed(names):
         tree = {name: tree}
     return tree
 
 
 def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: mappings are merged, everything else is replaced."""
+    """Merge `above` over `below`: mappings are merged, every other value is replaced."""
     merged = dict(below)
     for name, value in above.items():
-        under = merged.get(name)
-        merged[name] = (
-            merged_trees(under, value)
-            if isinstance(under, dict) and isinstance(value, dict)
-            else value
-        )
+        existing = merged.get(name)
+        if isinstance(existing, dict) and isinstance(value, dict):
+            value = merged_trees(existing, value)
+        merged[name] = value
     return merged
 
 
 def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) -> None:
-    """Remember where every key of one file stands."""
+    """Add the location of every key of one file to `sources`."""
     _record(sources, root, prefix, shown_path(path))
 
 
@@ -163,9 +164,7 @@ def _check_section(
     *,
     is_root: bool = False,
 ) -> Iterator[Problem]:
-    """Yield the problems of the keys below `prefix`; `num_unknown` counts the unknown keys of the
-    file.
-    """
+    """Yield the problems of the keys below `prefix`; `num_unknown` counts the file's unknown keys."""
     for key_node, value in _items(node):
         location = Location(source, key_node.start_mark.line + 1)
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
@@ -173,14 +172,12 @@ def _check_section(
             continue
         annotation = type_at(RUN_CONFIGS[kind], path) if is_name(key_node) else None
         if annotation is None:
-            # A hint compares the key with every key of the schema, and only the first few are
-            # shown.
-            has_hint = next(num_unknown) < _MAX_HINTS
-            text = (
-                _unknown_text(kind, prefix, key_node)
-                if has_hint
-                else f"unknown key {shortened(path)}"
-            )
+            # The search compares the key with every key of the schema. The error lists only the
+            # first problems, so the time is bounded for files with thousands of unknown keys.
+            if next(num_unknown) < _MAX_HINTS:
+                text = _unknown_text(kind, prefix, key_node)
+            else:
+                text = f"unknown key {shortened(path)}"
             yield Problem((path,), text, location)
             continue
         annotation, _ = without_none(annotation)
@@ -189,23 +186,28 @@ def _check_section(
         if isinstance(value, yaml.MappingNode):
             yield from _check_section(kind, value, path, source, num_unknown)
         elif "${" not in str(value.value):
+            # A section may be an interpolation of another section; Hydra resolves it later.
             yield Problem((path,), _not_a_section_text(path, annotation, value), location)
 
 
 def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
     if "." in key_node.value and type_at(RUN_CONFIGS[kind], path) is not None:
-        return f"{key_node.value} is one key with dots in it; in YAML write nested sections, dots are for overrides"
+        return (
+            f"{key_node.value} is one key with dots in it; in YAML write nested sections, dots are"
+            " for overrides"
+        )
     return unknown_text(kind, path)
 
 
 def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
     keys = child_types(annotation)
-    examples = (
-        "names of your choice"
-        if keys is None
-        else ", ".join(list(keys)[:4]) + (", ..." if len(keys) > 4 else "")
-    )
+    if keys is None:
+        examples = "names of your choice"
+    else:
+        examples = ", ".join(list(keys)[:4])
+        if len(keys) > 4:
+            examples += ", ..."
     if value.tag == _NULL_TAG:
         return f"{path} is empty; remove the line or give it keys ({examples})"
     return f"{path} is {_kind_of(value)}; it is a section with keys ({examples})"
@@ -218,49 +220,56 @@ def _plain(node: yaml.Node) -> Any:
         return [_plain(item) for item in node.value]
     if node.tag == _NULL_TAG:
         return None
-    return SafeConstructor().construct_object(node) if node.tag == _BOOL_TAG else node.value
+    if node.tag == _BOOL_TAG:
+        return SafeConstructor().construct_object(node)
+    return node.value
 
 
 def is_name(key_node: yaml.ScalarNode) -> bool:
-    """Whether a YAML key can be part of a dotted key."""
+    """Return True if a YAML key can be one name of a dotted key."""
     return key_node.tag == _STR_TAG and "." not in key_node.value
 
 
 def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) -> None:
     for key_node, value in _items(node):
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
+        # Mappings of several files are merged key by key; every other value replaces the old one
+        # together with what was below it.
         if not isinstance(value, yaml.MappingNode):
-            sources.forget(path)
-        sources.written[path] = _written(value, source, key_node.start_mark.line + 1)
+            sources.drop(path)
+        sources.by_key[path] = _key_source(value, source, key_node.start_mark.line + 1)
         if isinstance(value, yaml.MappingNode):
             _record(sources, value, path, source)
         elif isinstance(value, yaml.SequenceNode):
             for index, item in enumerate(value.value):
-                sources.written[f"{path}[{index}]"] = _written(
-                    item, source, item.start_mark.line + 1
-                )
+                line = item.start_mark.line + 1
+                sources.by_key[f"{path}[{index}]"] = _key_source(item, source, line)
 
 
-def _written(node: yaml.Node, source: str, line: int) -> Written:
+def _key_source(node: yaml.Node, source: str, line: int) -> KeySource:
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
-    return Written(Location(source, line), node.value if is_plain else None)
+    return KeySource(Location(source, line), node.value if is_plain else None)
 
 
 def _items(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Keys and values of a mapping, with those merged in by `<<` first."""
+    """Yield keys and values of a mapping, those merged in by `<<` first: own keys override them."""
     own = []
     for key, value in node.value:
         if key.tag != _MERGE_TAG:
             own.append((key, value))
             continue
-        for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        for part in parts:
             if isinstance(part, yaml.MappingNode):
                 yield from _items(part)
     yield from own
 
 
 def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
-    """Also refuses keys that are no scalars. A node with several aliases is visited once."""
+    """Raise ConfigError for a duplicate key and for a key that is not a scalar.
+
+    `visited` has the ids of nodes that were checked: a node with several aliases is visited once.
+    """
     if id(node) in visited:
         return
     visited.add(id(node))
@@ -274,10 +283,9 @@ def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
                     f"{shown_path(path)}:{line} has {_kind_of(key)} as a key; keys are plain words"
                 )
             if key.value in first_lines and key.tag != _MERGE_TAG:
-                first, shown = first_lines[key.value], shortened(key.value)
                 raise ConfigError(
-                    f"{shown_path(path)}:{line} has the key {shown} again; it is in line {first}"
-                    f" already"
+                    f"{shown_path(path)}:{line} has the key {shortened(key.value)} again; it is in"
+                    f" line {first_lines[key.value]} already"
                 )
             first_lines[key.value] = line
             children.append(value)
@@ -288,6 +296,6 @@ def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
 def _kind_of(node: yaml.Node) -> str:
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
-    return (
-        "a list" if isinstance(node, yaml.SequenceNode) else f"the value {shown_value(node.value)}"
-    )
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    return f"the value {shown_value(node.value)}"

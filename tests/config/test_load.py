@@ -328,7 +328,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ),
         (
             "run_name=a,b",
-            "override 'run_name=a,b' gives several values; write key=[a,b] for a list",
+            "override 'run_name=a,b' has several values; write key=[a,b] for a list",
         ),
         (
             "run_name='${'",
@@ -392,7 +392,7 @@ def test_files_that_are_no_config(write: Write, tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert message(Path("binary.yaml")).startswith("binary.yaml is not UTF-8 text at byte 1")
     assert message(write("- a\n- b\n")).startswith(
-        "run.yaml holds a list; a config is a mapping of sections"
+        "run.yaml is a list; a config is a mapping of sections"
     )
     assert "is not set" in message(write("# nothing\n"))
     assert message(write("a: &a {b: *a}\n")) == "run.yaml:1 contains itself through an alias"
