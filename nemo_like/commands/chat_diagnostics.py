@@ -1,11 +1,11 @@
-"""What `validate` finds out about the texts of the rows and the chat template."""
+"""Checks of `validate` on the texts of the rows and on the chat template."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from nemo_like.commands.diagnostics import Findings
+from nemo_like.commands.diagnostics import Diagnostics
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Message, Row, Rows, conversation, question
 from nemo_like.data.tools import row_tools
@@ -14,13 +14,13 @@ _NUM_PROMPTS_COMPARED = 64
 
 
 def check_texts(
-    encoder: ChatEncoder, rows: Rows, findings: Findings, *, trains_answers: bool
+    encoder: ChatEncoder, rows: Rows, diagnostics: Diagnostics, *, trains_answers: bool
 ) -> None:
-    """Warn about control tokens in the texts of `rows`, all of them.
+    """Warn about control tokens in the texts of `rows`; all rows are read.
 
-    The tokenizer turns such a text into the control token itself: in a user's text it ends the turn
-    or begins another, and in an answer that already has the token that ends it the rendered turn
-    has two. `trains_answers`: rows are conversations to learn from, not questions.
+    The tokenizer converts such a text into the control token itself: in a user's text it ends the
+    turn or begins another, and an answer that already contains the end token is rendered with two.
+    With `trains_answers` rows are conversations to train on, otherwise prompts.
     """
     ends = list(dict.fromkeys((*encoder.template.end_texts, str(encoder.tokenizer.eos_token))))
     control = re.compile(
@@ -31,51 +31,44 @@ def check_texts(
     forged: list[tuple[int, str]] = []
     for index, row in enumerate(rows):
         messages = read(row)
-        if any(end in text for text in _texts(messages, assistant=True) for end in ends):
+        answers = "\0".join(_texts(messages, assistant=True))
+        if any(end in answers for end in ends):
             ended.append(index)
-        found = next(
-            (
-                match
-                for text in _texts(messages, assistant=False)
-                if (match := control.search(text))
-            ),
-            None,
-        )
-        if found is not None:
-            forged.append((index, found.group()))
+        for text in _texts(messages, assistant=False):
+            found = control.search(text)
+            if found is not None:
+                forged.append((index, found.group()))
+                break
     if ended:
-        findings.warnings.append(
+        diagnostics.warnings.append(
             f"{_count(ended, rows)} contain the end token ({' or '.join(ends)}) in an assistant's"
-            f" text already, e.g."
-            f" {rows.locations[ended[0]]}; the rendered turn contains it twice, so remove it from the"
-            f" text"
+            f" text already, e.g. {rows.locations[ended[0]]}; the rendered turn contains it twice,"
+            " so remove it from the text"
         )
     if forged:
         index, token = forged[0]
-        findings.warnings.append(
+        diagnostics.warnings.append(
             f"{_count(forged, rows)} contain special tokens in a text that is not the assistant's,"
-            f" e.g. {token!r} in"
-            f" {rows.locations[index]}; the tokenizer makes control tokens of them, so remove or"
-            f" rewrite them"
+            f" e.g. {token!r} in {rows.locations[index]}; the tokenizer makes control tokens of"
+            " them, so remove or rewrite them"
         )
 
 
-def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, findings: Findings) -> None:
-    """Warn where rollouts and SFT rows put different tokens before an answer; `rows` are
-    conversations.
+def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Diagnostics) -> None:
+    """Warn if rollouts and SFT rows have different tokens before an answer.
+
+    The first conversations of `rows` are compared; without rows, a built-in example is.
     """
-    looked_at = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
-    differences = [
-        encoder.prompt_difference(conversation(row), row_tools(row)) for row in looked_at
-    ]
-    differences = differences or [encoder.prompt_difference()]
+    compared = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
+    differences = [encoder.prompt_difference(conversation(row), row_tools(row)) for row in compared]
+    if not differences:
+        differences = [encoder.prompt_difference()]
     found = [index for index, difference in enumerate(differences) if difference is not None]
     if found:
         where = "" if rows is None else f" (e.g. {rows.locations[found[0]]})"
-        findings.warnings.append(
+        diagnostics.warnings.append(
             f"the chat template makes rollouts and SFT rows differ{where}: {differences[found[0]]};"
-            f" a template given as"
-            " policy.chat_template that renders both alike avoids it"
+            " a template given as policy.chat_template that renders both alike avoids it"
         )
 
 
@@ -85,10 +78,10 @@ def _questions(row: Row) -> Sequence[Message]:
 
 def _texts(messages: Sequence[Message], *, assistant: bool) -> Iterator[str]:
     for message in messages:
-        if (message["role"] == "assistant") == assistant and isinstance(
-            message.get("content"), str
-        ):
-            yield message["content"]
+        is_assistant = message["role"] == "assistant"
+        content = message.get("content")
+        if is_assistant == assistant and isinstance(content, str):
+            yield content
 
 
 def _count(found: Sequence[object], rows: Rows) -> str:

@@ -1,6 +1,4 @@
-"""What `validate` finds, as it is written and as it is read: sections, samples, warnings,
-problems.
-"""
+"""`Diagnostics` collects what `validate` finds; `Report` is the result that is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found. With `problems` a run would fail; `warnings` are worth a look."""
+    """The result of `validate`. A run fails with each of `problems`; `warnings` do not stop it."""
 
     sections: Mapping[str, tuple[str, ...]]
     """Title -> lines."""
@@ -25,14 +23,14 @@ class Report:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The whole report as text; what the model is trained on stands in ⟦ ⟧."""
+        """Return the complete report as text; tokens with loss are enclosed in ⟦ ⟧."""
         samples = [
             sample_text(sample, f"sample {index}") for index, sample in enumerate(self.samples, 1)
         ]
         return "\n".join([*self._lines(), *samples, *self._verdict()])
 
     def show(self, progress: Progress) -> None:
-        """The same through `progress`, which colours what is trained on a terminal."""
+        """Print the report through `progress`, which colors the tokens with loss on a terminal."""
         progress.print_line("\n".join(self._lines()))
         progress.show_samples(self.samples, "sample")
         progress.print_line("\n".join(self._verdict()))
@@ -45,36 +43,39 @@ class Report:
     def _verdict(self) -> Iterator[str]:
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"problem: {problem}" for problem in self.problems)
-        count = len(self.problems)
-        yield (
-            "ok: nothing stands in the way of a run"
-            if count == 0
-            else f"{count} problem{'s' * (count > 1)} to solve"
-        )
+        num_problems = len(self.problems)
+        if num_problems == 0:
+            yield "ok: no problem found"
+        else:
+            yield f"{num_problems} problem{'s' if num_problems > 1 else ''} to solve"
 
 
 @dataclass
-class Findings:
-    """A report being written."""
+class Diagnostics:
+    """Lines, samples, warnings and problems in the order in which the checks add them."""
 
     sections: dict[str, list[str]] = field(default_factory=dict)
+    """Title -> lines; sections are shown in the order in which they are first named."""
     samples: list[Sample] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def say(self, title: str, *lines: str) -> None:
+    def add_lines(self, title: str, *lines: str) -> None:
+        """Append lines to a section, which is created if there is none."""
         self.sections.setdefault(title, []).extend(lines)
 
-    def attempt(self, look: Callable[[], Value]) -> Value | None:
-        """What `look` returns; None, and a problem noted, if it says that the user's input is
-        wrong.
+    def check(self, function: Callable[[], Value]) -> Value | None:
+        """Return the result of `function`; add a problem and return None if it raises ConfigError.
+
+        Any other exception is a bug and passes unchanged.
         """
         try:
-            return look()
+            return function()
         except ConfigError as error:
             self.problems.append(str(error))
             return None
 
     def report(self) -> Report:
+        """Return the report, without empty sections."""
         sections = {title: tuple(lines) for title, lines in self.sections.items() if lines}
         return Report(sections, tuple(self.samples), tuple(self.problems), tuple(self.warnings))

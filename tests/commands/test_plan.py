@@ -228,7 +228,9 @@ def test_a_config_is_planned_as_its_run_would_be(recipe: Recipe, capsys):
     assert len(past["logged"]) == 4
     recipe.grpo()
     record = plan(capsys, "--config", recipe.folder / "grpo.yaml", "--limit", 64, "--dp", 2)
-    assert "completions guessed" in record["rows"]["source"] and record["rows"]["num_rows"] == 64
+    assert (
+        "completion lengths drawn" in record["rows"]["source"] and record["rows"]["num_rows"] == 64
+    )
     assert record["setting"]["parallel"]["dp"] == 2
 
 

@@ -128,7 +128,7 @@ def test_a_sound_sft_config(model: Path, write: Write) -> None:
         ("1+1+0=02\n#### 2<eos>", True),
     )
     assert "--- sample 2\n<bos><user>1+1<assistant>⟦1+1+0=02\n#### 2<eos>⟧" in str(report)
-    assert str(report).endswith("ok: nothing stands in the way of a run")
+    assert str(report).endswith("ok: no problem found")
     assert not ray.is_initialized()
 
 
@@ -141,8 +141,8 @@ def test_a_sound_grpo_config(model: Path, write: Write) -> None:
         f"answer (nemo_like.environments.math.answer_reward): 1 for the answer of {train}:1 itself",
     )
     assert [line.partition(":")[0] for line in report.sections["plan"]] == [
-        "a step with completions of any length",
-        "a step with completions of the greatest length",
+        "a step with completions of uniformly random length",
+        "a step with completions of the max length",
     ]
     assert len(report.samples) == 3
     assert report.samples[0].segments[1] == ("up to 16 sampled tokens", True)
@@ -193,7 +193,7 @@ def test_the_report_can_be_shown_as_a_run_shows_its_samples(model: Path, write: 
     report.show(Progress(stream))
     shown = stream.getvalue()
     assert "⟦0+1+0=01\n#### 1<eos>⟧" in shown
-    assert shown.rstrip().endswith("ok: nothing stands in the way of a run")
+    assert shown.rstrip().endswith("ok: no problem found")
 
 
 def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
@@ -340,15 +340,15 @@ def test_data_that_cannot_be_used(
 
 def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:
     train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
-    told = f"1 of the 41 rows looked at are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
+    told = f"1 of the 41 rows sampled are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
     assert validate(sft(model, train)).problems == (
-        f"{told} raise it to 91, or set policy.oversize_rows to truncate (cut the end), drop or"
+        f"{told} raise it to 91, or set policy.oversize_rows to truncate (remove the end), drop or"
         f" singleton",
     )
     cut = validate(sft(model, train, oversize_rows="truncate"))
     assert (cut.problems, cut.warnings) == (
         (),
-        (f"{told} policy.oversize_rows is truncate, so their ends are cut off",),
+        (f"{told} policy.oversize_rows is truncate, so their ends are removed",),
     )
     packing = replace(
         PolicyConfig(model_name="").sequence_packing, enabled=True, train_mb_tokens=80
@@ -356,7 +356,7 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
     alone = validate(sft(model, train, oversize_rows="singleton", sequence_packing=packing))
     assert alone.problems == ()
     assert alone.warnings == (
-        f"{told} policy.oversize_rows is singleton, so they stay whole",
+        f"{told} policy.oversize_rows is singleton, so they are kept in full",
         "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens 80;"
         " policy.oversize_rows is"
         " singleton",
@@ -367,15 +367,15 @@ def test_prompts_must_leave_room(model: Path, write: Write) -> None:
     short_of_room = validate(grpo(model, write([*ROWS, {"prompt": "1" * 50, "completion": "1"}])))
     assert short_of_room.problems == ()
     assert short_of_room.warnings == (
-        "1 of the 41 prompts looked at leave less than policy.generation.max_new_tokens 16 for the"
+        "1 of the 41 prompts sampled leave less than policy.generation.max_new_tokens 16 for the"
         " completion;"
-        " policy.max_total_sequence_length 69 would hold them all",
+        " policy.max_total_sequence_length 69 would fit them all",
     )
     train = write([*ROWS, {"prompt": "1" * 61, "completion": "1"}])
     assert validate(grpo(model, train)).problems == (
-        "1 of the 41 prompts looked at leave no room for a completion under"
+        "1 of the 41 prompts sampled leave no tokens for a completion within"
         " policy.max_total_sequence_length 64, the longest with"
-        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (cut"
+        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (remove"
         f" the beginning) or drop"
         " (leave the rows out)",
     )
@@ -404,6 +404,6 @@ def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_pa
     )
     report = validate(sft(model, write(ROWS[:8]), chat_template=str(template)))
     assert (
-        "mark no token of this conversation (and 7 more of the 8 rows looked at)"
+        "mark no token of this conversation (and 7 more of the 8 rows sampled)"
         in report.problems[0]
     )

@@ -1,0 +1,256 @@
+"""Conversion of the flags of `nemo-like plan` into a `PlanRequest`.
+
+Imports that bring transformers in are inside the functions that need them, see `commands.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.commands.plan_arguments import MAX_ROWS, NUM_STEPS
+from nemo_like.config.errors import ConfigError
+from nemo_like.prediction.plan_report import PlanRequest
+
+if TYPE_CHECKING:
+    from nemo_like.config.schema import RunConfig
+    from nemo_like.models.spec import ModelSpec
+    from nemo_like.prediction.lengths import RowLengths
+    from nemo_like.prediction.memory import Placement
+
+
+def plan_request(arguments: argparse.Namespace) -> PlanRequest:
+    """Return the request that the flags describe. Raises ConfigError for wrong input."""
+    _check_flags(arguments)
+    if arguments.lengths is not None:
+        request = _from_lengths(arguments)
+    elif arguments.data is not None:
+        request = _from_text(arguments)
+    elif arguments.config is not None:
+        request = _from_config(arguments)
+    else:
+        request = _from_run(arguments)
+    changes = _given(
+        batch_size=arguments.batch_size,
+        max_tokens=arguments.max_tokens,
+        memory_gib=arguments.memory_gb,
+        balance=arguments.balance,
+        sync=arguments.sync,
+        oversize=arguments.oversize,
+        micro_batch_size=arguments.micro_batch_size,
+        seed=arguments.seed,
+    )
+    if arguments.balance is not None:
+        # The report then describes the schedule with this balance instead of the config's strategy.
+        changes["chosen"] = None
+    return replace(request, placement=_placement(arguments, request.placement), **changes)
+
+
+def _given(**flags: Any) -> dict[str, Any]:
+    """Return the flags that were given, whose values are not None."""
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that the source of the lengths would silently ignore, and for
+    flags that lack another one.
+    """
+    for flag, value, needs in (
+        ("--column", arguments.column, ("lengths",)),
+        ("--field", arguments.field, ("lengths",)),
+        ("--tokenizer", arguments.tokenizer, ("data", "config")),
+        ("KEY=VALUE", arguments.overrides, ("config",)),
+    ):
+        is_used = any(getattr(arguments, name) is not None for name in needs)
+        if value and not is_used:
+            sources = " and ".join(f"--{name}" for name in needs)
+            raise ConfigError(f"{flag} is for {sources}; leave it out")
+    if arguments.column and arguments.field:
+        raise ConfigError("--column is for CSV and --field for JSONL; give one of them")
+    has_no_config = (arguments.lengths or arguments.data) is not None
+    if arguments.memory_gb is not None and arguments.model is None and has_no_config:
+        raise ConfigError(
+            "--memory-gb needs --model: the memory depends on the model, e.g. --model 7b"
+        )
+    if arguments.data is not None and arguments.tokenizer is None:
+        raise ConfigError("--data needs --tokenizer DIR: lengths are counted in its tokens")
+
+
+def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.prediction.lengths import read_lengths
+
+    columns = [name.strip() for name in (arguments.column or "").split(",") if name.strip()]
+    rows = read_lengths(
+        arguments.lengths,
+        columns=columns,
+        field=arguments.field,
+        limit=arguments.limit or MAX_ROWS,
+    )
+    rows = replace(rows, is_ordered=arguments.in_order)
+    return PlanRequest(rows=rows, model=_model_spec(arguments))
+
+
+def _from_text(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.commands.first_step import file_config, first_lengths
+    from nemo_like.models.pretrained import import_transformers_without_torch
+    from nemo_like.prediction.lengths import RowLengths
+
+    if arguments.owns_process:
+        import_transformers_without_torch()
+    config = file_config(
+        str(arguments.data),
+        arguments.tokenizer,
+        arguments.batch_size or PlanRequest.batch_size,
+        arguments.seed or 0,
+        shuffle=not arguments.in_order,
+    )
+    try:
+        lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
+    except ConfigError as error:
+        # The user gave flags, not keys.
+        text = str(error).replace("policy.tokenizer_name", "--tokenizer")
+        raise ConfigError(text.replace("data.train_path", "--data")) from error
+    # The loader has shuffled the rows already.
+    rows = RowLengths(lengths, source, is_ordered=True)
+    return PlanRequest(rows=rows, model=_model_spec(arguments))
+
+
+def _from_config(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.commands.first_step import first_lengths
+    from nemo_like.config.load import detect_kind, load_config
+    from nemo_like.models.pretrained import import_transformers_without_torch
+    from nemo_like.prediction.lengths import RowLengths
+
+    if arguments.owns_process:
+        import_transformers_without_torch()
+    kind = detect_kind(arguments.config, arguments.overrides)
+    config = load_config(kind, arguments.config, arguments.overrides)
+    if arguments.tokenizer is not None:
+        config = replace(config, policy=replace(config.policy, tokenizer_name=arguments.tokenizer))
+    try:
+        lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
+    except ConfigError as error:
+        has_hint = "no tokenizer" in str(error)
+        hint = "; or name one for this plan with --tokenizer" if has_hint else ""
+        raise ConfigError(f"{error}{hint}") from error
+    return _configured(config, RowLengths(lengths, source, is_ordered=True), arguments)
+
+
+def _from_run(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.config.load import detect_kind, load_config
+    from nemo_like.prediction.past_run import read_run
+
+    past = read_run(arguments.metrics)
+    config = load_config(detect_kind(past.config), past.config)
+    rows = past.rows()
+    rows = replace(rows, values=rows.values[: arguments.limit])
+    request = _configured(config, rows, arguments)
+    assert request.chosen is not None
+    return replace(request, logged=past.compare(request.chosen))
+
+
+def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespace) -> PlanRequest:
+    """Return the request for the batches that a run of `config` would form."""
+    from nemo_like.data.planning.cost import CostModel
+    from nemo_like.policy.batching import plan_spec, policy_topology
+    from nemo_like.prediction.plan_report import sync_of
+
+    model = _model_spec(arguments, config.policy.model_name)
+    assert model is not None, "a config names a model"
+    notes: tuple[str, ...] = ()
+    if config.parallel.expert > 1:
+        notes = (
+            f"parallel.expert is {config.parallel.expert}, but the memory counts every expert on"
+            " every worker: it is an upper bound",
+        )
+    request = PlanRequest(
+        rows=rows,
+        model=model,
+        placement=placement_of(config),
+        batch_size=config.policy.train_global_batch_size,
+        notes=notes,
+    )
+    spec = plan_spec(
+        config.policy,
+        purpose="train",
+        topology=policy_topology(config),
+        cost=CostModel.from_spec(model),
+        sequence_parallel=config.parallel.sequence,
+        sync=sync_of(request),
+        seed=config.seed,
+    )
+    max_tokens, budget_name = spec.max_tokens, spec.budget_key
+    if not spec.max_tokens:
+        # Without a token budget the largest possible microbatch takes its place.
+        max_length = config.policy.max_total_sequence_length
+        max_tokens = spec.max_rows and spec.max_rows * max_length
+        budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
+    return replace(
+        request,
+        max_tokens=max_tokens,
+        balance="tokens" if spec.balance == "tokens" else "flops",
+        oversize=spec.oversize,
+        budget_name=budget_name,
+        oversize_name="policy.oversize_rows",
+        sequence_length_round=spec.sequence_length_round,
+        micro_batch_size=spec.max_rows,
+        seed=config.seed,
+        chosen=spec,
+    )
+
+
+def placement_of(config: RunConfig) -> Placement:
+    """Return the parallel layout and the memory-related settings of a config."""
+    from nemo_like.config.schema import GrpoRunConfig
+    from nemo_like.policy.batching import policy_topology
+    from nemo_like.prediction.memory import CPU_GIB, Placement
+
+    policy = config.policy
+    has_reference = False
+    if isinstance(config, GrpoRunConfig):
+        has_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    return Placement(
+        topology=policy_topology(config),
+        sequence_parallel=config.parallel.sequence,
+        precision=policy.precision,
+        activation_checkpointing=policy.activation_checkpointing,
+        engine=policy.engine,
+        chunk_size=policy.logprob_chunk_size,
+        has_reference=has_reference,
+        device_gib=Placement.device_gib if config.cluster.gpus_per_node else CPU_GIB,
+    )
+
+
+def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
+    """Return `base` with the flags that were given."""
+    degrees = _given(dp=arguments.dp, tp=arguments.tp, cp=arguments.cp, pp=arguments.pp)
+    engine = arguments.engine
+    if engine is None and (arguments.pp or 1) > 1:
+        engine = "megatron"  # the only engine with pipeline parallelism
+    changes = _given(
+        sequence_parallel=arguments.sequence_parallel,
+        engine=engine,
+        precision=arguments.precision,
+        activation_checkpointing=arguments.activation_checkpointing,
+        device_gib=arguments.memory_gb,
+    )
+    return replace(base, topology=replace(base.topology, **degrees), **changes)
+
+
+def _model_spec(arguments: argparse.Namespace, model_name: str | None = None) -> ModelSpec | None:
+    """Return the spec of --model, else of `model_name`; None if there is neither."""
+    from nemo_like.models.presets import load_spec
+
+    if arguments.model is not None:
+        return load_spec(arguments.model)
+    if model_name is None:
+        return None
+    try:
+        return load_spec(model_name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"policy.model_name is {model_name!r}, which is not a directory with a config.json"
+            f" here; name one with --model, or a"
+            f" shape by its size, and if need be --tokenizer ({error})"
+        ) from error

@@ -1,0 +1,221 @@
+"""Checks of `validate` on encoded rows: encoding errors, lengths, token budgets, vocabulary.
+
+Not every row is encoded, so that the checks take seconds: the longest rows by text, where the
+longest row by tokens is, and a random sample of the others.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from nemo_like.commands.diagnostics import Diagnostics
+from nemo_like.config.check import batching_section
+from nemo_like.config.schema import GrpoRunConfig, RunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.datasets import Row, Rows, question
+from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
+from nemo_like.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NUM_SAMPLES = 3
+"""Rows that are shown decoded."""
+_NUM_LONGEST = 512
+_NUM_RANDOM = 256
+
+Value = TypeVar("Value")
+
+
+def encode_sample(
+    rows: Rows, encode: Callable[[Row], Value], diagnostics: Diagnostics
+) -> dict[int, Value]:
+    """Encode the longest rows by text, the first rows and a random sample; return index -> result.
+
+    All rows that cannot be encoded become one problem, which quotes the first.
+    """
+    num_rows = len(rows)
+    sizes = [len(str(row)) for row in rows]
+    longest = sorted(range(num_rows), key=lambda index: -sizes[index])[:_NUM_LONGEST]
+    # A fixed seed: the same rows are checked in every call.
+    others = random.Random(0).sample(range(num_rows), min(num_rows, _NUM_RANDOM))
+    first = range(min(NUM_SAMPLES, num_rows))
+    chosen = sorted({*longest, *others, *first})
+    encoded: dict[int, Value] = {}
+    failures: list[str] = []
+    with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
+        for index in chosen:
+            try:
+                encoded[index] = encode(rows[index])
+            except ROW_ERRORS as error:
+                failures.append(f"{rows.locations[index]}: {row_error_text(error)}")
+            phase.advance()
+    if failures:
+        problem = failures[0]
+        if len(failures) > 1:
+            num_others = len(failures) - 1
+            problem += f" (and {num_others} more of the {len(chosen)} rows sampled)"
+        diagnostics.problems.append(problem)
+    return encoded
+
+
+def encode_question(encoder: ChatEncoder, row: Row) -> np.ndarray:
+    """Return the token ids of a row's prompt, int [L]."""
+    asked = question(row)
+    return encoder.encode_prompt(asked.messages, asked.tools)
+
+
+def check_lengths(
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+) -> None:
+    """Check SFT rows against `max_total_sequence_length` and the token budgets.
+
+    `lengths` is row index -> tokens of the sampled rows.
+    """
+    if not lengths:
+        return
+    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "rows"))
+    limit = config.policy.max_total_sequence_length
+    policy = config.policy.oversize_rows
+    max_length = max(lengths.values())
+    above = [index for index in lengths if lengths[index] > limit]
+    if above:
+        location = rows.locations[_longest(above, lengths)]
+        text = (
+            f"{len(above)} of the {len(lengths):,} rows sampled are above"
+            f" policy.max_total_sequence_length {limit}, the longest with {max_length} tokens"
+            f" ({location})"
+        )
+        outcomes = {
+            "truncate": "their ends are removed",
+            "drop": "they are left out",
+            "singleton": "they are kept in full",
+        }
+        if policy == "error":
+            diagnostics.problems.append(
+                f"{text}; raise it to {max_length}, or set policy.oversize_rows to truncate (remove"
+                " the end), drop or singleton"
+            )
+        else:
+            diagnostics.warnings.append(
+                f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
+            )
+    is_limited = policy in ("truncate", "drop")
+    _check_budget(config, min(max_length, limit) if is_limited else max_length, diagnostics)
+
+
+def check_prompts(
+    config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+) -> None:
+    """Check that prompts leave tokens for a completion, and rows against the token budgets.
+
+    `lengths` is row index -> tokens of the sampled prompts.
+    """
+    if not lengths:
+        return
+    diagnostics.add_lines("lengths", _describe_lengths(rows, lengths, "prompts"))
+    limit = config.policy.max_total_sequence_length
+    max_new_tokens = config.policy.generation.max_new_tokens
+    max_length = max(lengths.values())
+    above = [index for index in lengths if lengths[index] >= limit]
+    if above:
+        _add_long_prompts(config, rows, above, lengths, diagnostics)
+        return
+    needed = max_length + max_new_tokens
+    if needed > limit:
+        num_short = sum(length + max_new_tokens > limit for length in lengths.values())
+        diagnostics.warnings.append(
+            f"{num_short} of the {len(lengths):,} prompts sampled leave less than"
+            f" policy.generation.max_new_tokens {max_new_tokens} for the completion;"
+            f" policy.max_total_sequence_length {needed} would fit them all"
+        )
+    _check_budget(config, min(needed, limit), diagnostics)
+
+
+def _add_long_prompts(
+    config: GrpoRunConfig,
+    rows: Rows,
+    above: list[int],
+    lengths: Mapping[int, int],
+    diagnostics: Diagnostics,
+) -> None:
+    """Add the problem or warning about the prompts `above` the sequence length."""
+    longest = _longest(above, lengths)
+    text = (
+        f"{len(above)} of the {len(lengths):,} prompts sampled leave no tokens for a completion"
+        f" within policy.max_total_sequence_length {config.policy.max_total_sequence_length}, the"
+        f" longest with {lengths[longest]} tokens ({rows.locations[longest]})"
+    )
+    outcomes = {"truncate": "their beginnings are removed", "drop": "they are left out"}
+    policy = config.policy.oversize_rows
+    if policy in outcomes:
+        diagnostics.warnings.append(
+            f"{text}; policy.oversize_rows is {policy}, so {outcomes[policy]}"
+        )
+    else:
+        diagnostics.problems.append(
+            f"{text}; raise it above {lengths[longest]}, or set policy.oversize_rows to truncate"
+            " (remove the beginning) or drop (leave the rows out)"
+        )
+
+
+def check_vocabulary(
+    model: PretrainedConfig | None, rows: Iterable[np.ndarray], diagnostics: Diagnostics
+) -> None:
+    """Check that every token id of `rows`, int [L] each, is in the model's vocabulary."""
+    if model is None:
+        return
+    vocabulary_size = model.get_text_config().vocab_size
+    max_id = max((int(row.max()) for row in rows if len(row)), default=0)
+    if max_id >= vocabulary_size:
+        diagnostics.problems.append(
+            f"the tokenizer makes token {max_id}, but the model's vocabulary ends at"
+            f" {vocabulary_size - 1}; tokenizer and model do not belong together"
+            " (policy.tokenizer_name, policy.model_name)"
+        )
+
+
+def _longest(indices: list[int], lengths: Mapping[int, int]) -> int:
+    return max(indices, key=lambda index: lengths[index])
+
+
+def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
+    longest = _longest(list(lengths), lengths)
+    if len(lengths) == len(rows):
+        which = f"all {len(rows):,}"
+    else:
+        which = f"{len(lengths):,} sampled of {len(rows):,}"
+    return (
+        f"{noun} ({which}): the longest has {lengths[longest]:,} tokens ({rows.locations[longest]})"
+    )
+
+
+def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) -> None:
+    """Check the longest row against the token budgets of the batching mode that is enabled."""
+    mode = batching_section(config)
+    if mode is None:
+        return
+    name, section = mode
+    for key, budget in (
+        ("train_mb_tokens", section.train_mb_tokens),
+        ("logprob_mb_tokens", section.logprob_mb_tokens),
+    ):
+        multiple = section.sequence_length_round
+        needed = -(-max_length // multiple) * multiple
+        if needed <= budget:
+            diagnostics.add_lines(
+                "lengths",
+                f"{name}.{key} {budget:,} fits {budget // needed} of the longest row ({needed:,}"
+                " tokens)",
+            )
+        elif config.policy.oversize_rows != "error":
+            # With `error` the rows are a problem of `check_lengths` or `config.check` already.
+            diagnostics.warnings.append(
+                f"the longest row takes {needed} tokens, more than {name}.{key} {budget};"
+                f" policy.oversize_rows is {config.policy.oversize_rows}"
+            )
