@@ -30,9 +30,9 @@ _MARKDOWN_HEADER = """# Configuration reference
 Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py` by
 `nemo-like config all --markdown > docs/configuration.md`; a test compares the two.
 
-Keys are written as nested sections in YAML (`policy: {{optimizer: {{lr: 1.0e-4}}}}`) and with dots on
-the command line (`policy.optimizer.lr=1e-4`). `null` stands for no value. `NAME` is a name of your
-choice.
+Keys are written as nested sections in YAML (`policy: {{optimizer: {{lr: 1.0e-4}}}}`) and with
+dots on the command line (`policy.optimizer.lr=1e-4`). `null` stands for no value. `NAME` is a name
+of your choice.
 """
 
 

@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 
 EPILOG = """examples:
-  nemo-like plan --lengths conv.csv --column ContextTokens,GeneratedTokens --model 7b --dp 8 --memory-gb 80
+  nemo-like plan --lengths conv.csv --column ContextTokens,GeneratedTokens --model 7b --dp 8
+  nemo-like plan --lengths lengths.txt --model 7b --dp 8 --memory-gb 80
   nemo-like plan --lengths lengths.txt --max-tokens 16384 --dp 64 --html plan.html
   nemo-like plan --data train.jsonl --tokenizer models/SmolLM2-135M-Instruct --model 135m --dp 2
-  nemo-like plan --config examples/configs/demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
+  nemo-like plan --config demo_grpo.yaml policy.sequence_packing.train_mb_tokens=4096
   nemo-like plan --metrics runs/demo_grpo/metrics.jsonl
-"""  # noqa: E501 - command lines are shown as they are typed
+"""
 MAX_ROWS = 65_536
 """Rows that are planned without --limit."""
 NUM_STEPS = 16

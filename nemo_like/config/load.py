@@ -123,10 +123,7 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
     if guess is not None:
         return guess
     sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
-    if found:
-        problem = "has sections of several jobs"
-    else:
-        problem = "has no section that only one job has"
+    problem = "has sections of several jobs" if found else "has no section that only one job has"
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
 
 
