@@ -9,6 +9,8 @@ import pytest
 from nemo_like.config.load import load_config
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
+from tests.recipe import Recipe
+from tests.test_docs import documented_names, matches
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OVERRIDES = ["reward.functions.brief.path=brief_reward.brief", "reward.functions.brief.weight=0.1"]
@@ -34,3 +36,22 @@ def test_brief_is_a_line_between_two_lengths(
 
     completion = "x" * num_characters
     assert brief(RewardSample(prompt="2+2=?", completion=completion)) == pytest.approx(reward)
+
+
+def test_a_run_uses_the_function_and_logs_documented_names_only(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_like.algorithms.grpo import run_grpo
+
+    monkeypatch.syspath_prepend(str(EXAMPLES / "rewards"))
+    config = recipe.grpo(
+        *OVERRIDES,
+        "grpo.max_num_steps=1",
+        "grpo.val_at_start=false",
+        "checkpointing.enabled=false",
+        "checkpointing.export_hf=false",
+    )
+    logged = run_grpo(config).last
+    assert 0.0 < logged["reward/brief_mean"] <= 1.0
+    documented = documented_names()
+    assert [name for name in logged if not any(matches(name, other) for other in documented)] == []
