@@ -32,10 +32,14 @@ def compare_packers(lengths: np.ndarray, capacity: int) -> None:
     for algorithm in PackingAlgorithm:
         packer = get_packer(algorithm, capacity, collect_metrics=True)
         bins = packer.pack(lengths)
-        assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+        # Every packer returns a partition: each row is in exactly one bin.
+        packed_rows = np.concatenate(bins)
+        assert np.array_equal(np.sort(packed_rows), np.arange(len(lengths)))
+        # None only without `collect_metrics`.
         assert packer.metrics is not None
         stats = packer.metrics.get_aggregated_stats()
-        print(f"  {algorithm:<32} {len(bins):>4} bins, {stats['average_utilization']:.1%} filled")
+        utilization = stats["average_utilization"]
+        print(f"  {algorithm:<32} {len(bins):>4} bins, {utilization:.1%} filled")
 
 
 def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[BatchPlan]:
@@ -49,16 +53,14 @@ def compare_plans(lengths: np.ndarray, capacity: int, num_ranks: int) -> list[Ba
     balanced = PlanSpec(max_tokens=capacity, num_ranks=num_ranks, balance="flops")
     plans = []
     print(f"one step on {num_ranks} data-parallel ranks:")
-    for name, spec in (
-        ("bins assigned round-robin", round_robin),
-        ("packed and balanced", balanced),
-    ):
+    specs = {"bins assigned round-robin": round_robin, "packed and balanced": balanced}
+    for name, spec in specs.items():
         plan = plan_batch(lengths, spec)
-        metrics = plan.metrics()
-        print(
-            f"  {name:<32} {plan.num_microbatches:>4} microbatches per rank, slowest rank"
-            f" {metrics['packing/rank_imbalance_flops']:.4f} x the mean"
-        )
+        # The default cost model is that of a dense 7B model; see `CostModel.from_spec`.
+        imbalance = plan.metrics()["packing/rank_imbalance_flops"]
+        count = plan.num_microbatches
+        balance = f"slowest rank {imbalance:.4f} x the mean"
+        print(f"  {name:<32} {count:>4} microbatches per rank, {balance}")
         plans.append(plan)
     return plans
 
