@@ -1,4 +1,4 @@
-"""Encoded rows to the columns of a batch: one flat array per column, no padding."""
+"""Conversion of encoded rows to the columns of a batch: one flat array per column, no padding."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from nemo_like.data.jagged import Jagged
 
 
 class EncodedRow(NamedTuple):
-    """One row of token ids. Example: `EncodedRow(input_ids=[1, 5, 9, 2], token_mask=[0, 0, 1, 1])`,
-    loss on 9 and 2.
+    """One row of token ids.
+
+    Example: `EncodedRow(input_ids=[1, 5, 9, 2], token_mask=[0, 0, 1, 1])` has loss on 9 and 2.
     """
 
     input_ids: np.ndarray
     """int32 [L]."""
     token_mask: np.ndarray
-    """uint8 [L], 1 where the token is trained."""
+    """uint8 [L], 1 for a trained token."""
 
 
 def collate(rows: Sequence[EncodedRow]) -> dict[str, Jagged | np.ndarray]:
-    """Columns `input_ids`, `token_mask` (Jagged), `length` int64 [B], `row_mask` bool [B].
+    """Return the columns of a batch: `input_ids` and `token_mask` (Jagged), `length` int64 [B] and
+    `row_mask` bool [B].
 
     Raises ValueError for no rows.
     """
     if not rows:
         raise ValueError("a batch needs at least one row")
     input_ids = Jagged.from_rows([row.input_ids for row in rows], np.int32)
+    mask_values = np.concatenate([row.token_mask for row in rows]).astype(np.uint8, copy=False)
     return {
         "input_ids": input_ids,
-        "token_mask": Jagged(
-            np.concatenate([row.token_mask for row in rows]).astype(np.uint8, copy=False),
-            input_ids.offsets,
-        ),
+        "token_mask": Jagged(mask_values, input_ids.offsets),
         "length": input_ids.lengths,
         "row_mask": np.ones(len(rows), dtype=bool),
     }

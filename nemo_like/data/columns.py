@@ -1,5 +1,6 @@
-"""Row operations on one column of a batch: a tensor [B, ...], an array [B, ...], a Jagged or a list
-of B entries.
+"""Row operations on one column of a batch.
+
+A column is a tensor [B, ...], an array [B, ...], a Jagged or a list of B entries.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Column = Tensor | np.ndarray | Jagged | list
 
 
 def num_rows(name: str, column: Any) -> int:
-    """B. Raises TypeError for what cannot be a column."""
+    """Return B. Raises TypeError for a value that cannot be a column."""
     if isinstance(column, (Tensor, np.ndarray)) and column.ndim == 0:
         raise TypeError(f"column {name!r} is a single number; a column has one entry per row")
     if not isinstance(column, (Tensor, np.ndarray, Jagged, list)):
@@ -30,7 +31,7 @@ def num_rows(name: str, column: Any) -> int:
 
 
 def row_widths(column: Column) -> np.ndarray:
-    """int64 [B]: how many tokens each row has room for."""
+    """Return the number of tokens that each row can hold, int64 [B]."""
     if isinstance(column, Jagged):
         return column.lengths
     if isinstance(column, list):
@@ -39,9 +40,7 @@ def row_widths(column: Column) -> np.ndarray:
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
-    """The given rows (int64 [n]) in the given order, copied once. Entries of lists stay the same
-    objects.
-    """
+    """Select rows (int64 [n]) in the given order, copied once. List entries are not copied."""
     if isinstance(column, Tensor):
         return column[torch.from_numpy(rows).to(column.device)]
     if isinstance(column, Jagged):
@@ -52,13 +51,16 @@ def take_rows(column: Column, rows: np.ndarray) -> Column:
 
 
 def slice_rows(column: Column, start: int, stop: int) -> Column:
-    """Rows [start, stop), as a view except for lists."""
-    return column.slice(start, stop) if isinstance(column, Jagged) else column[start:stop]
+    """Return rows [start, stop), as a view except for lists."""
+    if isinstance(column, Jagged):
+        return column.slice(start, stop)
+    return column[start:stop]
 
 
 def repeat_rows(column: Column, num_repeats: int) -> Column:
-    """Each row `num_repeats` times, side by side; entries of lists are deep copies, so each can be
-    changed alone.
+    """Repeat each row `num_repeats` times consecutively.
+
+    List entries are deep copies, so that each can be changed without the others.
     """
     if isinstance(column, Tensor):
         return column.repeat_interleave(num_repeats, dim=0)
@@ -69,27 +71,25 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
 
 
 def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
-    """At most `max_length` along `dim` (dim 1 of a Jagged is its tokens); columns without that dim
-    stay as they are.
+    """Truncate a column to at most `max_length` along `dim`.
+
+    Dim 1 of a Jagged is its tokens. A column without that dim is returned unchanged.
     """
     if isinstance(column, Jagged):
         return column.truncate(max_length) if dim == 1 else column
+    if not isinstance(column, (Tensor, np.ndarray)) or column.ndim <= dim:
+        return column
     if isinstance(column, Tensor):
-        return (
-            column.narrow(dim, 0, min(max_length, column.shape[dim]))
-            if column.ndim > dim
-            else column
-        )
-    if isinstance(column, np.ndarray) and column.ndim > dim:
-        return column[(slice(None),) * dim + (slice(0, max_length),)]
-    return column
+        return column.narrow(dim, 0, min(max_length, column.shape[dim]))
+    index = (slice(None),) * dim + (slice(0, max_length),)
+    return column[index]
 
 
 def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Column:
-    """All rows of all parts. Tensors and arrays of different size along dim 1 are right-padded with
-    `pad_value` first.
+    """Concatenate the rows of all parts.
 
-    Raises TypeError where the parts are of different kinds.
+    Tensors and arrays of different size along dim 1 are right-padded with `pad_value`. Raises
+    TypeError for parts of different types.
     """
     kinds = {type(part) for part in parts}
     if len(kinds) > 1:
@@ -102,18 +102,20 @@ def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Col
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
     size = max((part.shape[1] for part in parts if part.ndim > 1), default=0)  # type: ignore[union-attr]
-    wide = [_pad_dim_1(part, size, pad_value) for part in parts]  # type: ignore[arg-type]
-    return torch.cat(wide) if isinstance(first, Tensor) else np.concatenate(wide)  # type: ignore[arg-type]
+    padded = [_pad_dim_1(part, size, pad_value) for part in parts]  # type: ignore[arg-type]
+    if isinstance(first, Tensor):
+        return torch.cat(padded)  # type: ignore[arg-type]
+    return np.concatenate(padded)  # type: ignore[arg-type]
 
 
 def _pad_dim_1(part: Any, size: int, pad_value: float) -> Any:
+    """Right-pad a tensor or array [B, S, ...] to [B, size, ...]; others are returned unchanged."""
     if part.ndim < 2 or part.shape[1] == size:
         return part
     shape = (part.shape[0], size, *part.shape[2:])
-    padded = (
-        part.new_full(shape, pad_value)
-        if isinstance(part, Tensor)
-        else np.full(shape, pad_value, dtype=part.dtype)
-    )
+    if isinstance(part, Tensor):
+        padded: Any = part.new_full(shape, pad_value)
+    else:
+        padded = np.full(shape, pad_value, dtype=part.dtype)
     padded[:, : part.shape[1]] = part
     return padded

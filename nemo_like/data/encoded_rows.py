@@ -1,14 +1,14 @@
-"""Rows encoded once, ahead of their use: in this process, or in processes of their own where that
-takes long.
+"""Rows that are encoded once, ahead of their use, in this process or in worker processes.
 
 `start` begins to encode the rows in the order of their first visit; `finish` waits for the end or
-for a time limit and raises for a bad row; `fetch` gives encoded rows and has those that are missing
-encoded next. Encoded rows stay: in memory, and above a limit in a file without a name, which
-disappears with the process.
+for a time limit and raises for a bad row; `fetch` returns encoded rows and encodes missing ones
+next. Encoded rows are kept in memory and, above a limit, in an unnamed file that disappears with
+the process.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -37,21 +37,27 @@ ROW_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""What a row can make an encoding raise. A tokenizer refuses text that is no Unicode (a lone
-surrogate) with a TypeError.
+"""Exceptions that a row can cause in an encoding. A tokenizer refuses text that is not Unicode (a
+lone surrogate) with a TypeError.
 """
 MAX_MEMORY_BYTES = 2**30
+"""Size of encoded rows above which further ones are written to the file."""
+_BYTES_PER_TOKEN = 5
+"""An int32 token id and a uint8 mask."""
+_ROWS_PER_CHUNK = 16
+"""Rows encoded in this process between two checks of the time."""
 _TRIAL_S = 1.0
-_WORTH_PROCESSES_S = 5.0
-"""Rows that take less than this to encode here do so: starting processes takes about as long."""
+"""Time for which rows are encoded here to estimate the total time."""
+_MIN_POOL_S = 5.0
+"""Estimated time from which worker processes are used: starting them takes about as long."""
 _MAX_AUTO_PROCESSES = 8
-_TODO, _DONE, _DROPPED = 0, 1, 2
+_TODO = 0
+_DONE = 1
+_DROPPED = 2
 
 
 class EncodedRows:
-    """All rows of a file in their encoded form, each encoded once. `close` stops what is still
-    going on.
-    """
+    """The rows of a file in encoded form, each encoded once. `close` stops the worker processes."""
 
     def __init__(
         self,
@@ -62,60 +68,59 @@ class EncodedRows:
         setup: dict[str, Any] | None = None,
         num_processes: int | None = None,
     ) -> None:
-        """`module` serves `encoding_pool` in a process of its own, which is given `setup`.
+        """Prepare to encode `rows`.
 
-        Without it, and with `num_processes=0`, rows are encoded in this process.
+        `module` is the module that worker processes run (see `encoding_pool.serve`) and `setup` its
+        input. Without a module, and with `num_processes=0`, rows are encoded in this process.
         `num_processes=None` decides by the time that the first rows take.
         """
         self.digests = rows.digests
-        self._rows, self._encode = rows, encode
-        self._module, self._setup = module, setup or {}
+        self._rows = rows
+        self._encode = encode
+        self._module = module
+        self._setup = setup or {}
         self._num_processes = 0 if module is None else num_processes
         self._state = np.zeros(len(rows), dtype=np.uint8)
         self._cache = _Cache(len(rows))
         self._pool: EncodingPool | None = None
+        # Guards `_state`, `_cache` and `_problem`, which threads of the pool change.
         self._changed = threading.Condition()
         self._queue: list[int] = []
         self._problem: tuple[int, str] | None = None
         self.num_started = 0
-        """Rows that `start` was given."""
+        """Number of rows given to `start`."""
         self.is_finished = True
-        """Whether all of them are encoded, and `finish` has returned."""
+        """True if all of them are encoded and `finish` has returned."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def num_encoded(self) -> int:
-        """Rows that have been encoded so far."""
+        """Number of rows encoded so far."""
         return int(np.count_nonzero(self._state))
 
     @property
     def is_kept(self) -> np.ndarray:
-        """bool [N]: rows that are not known to be left out."""
+        """Mask of rows that are not known to be dropped, bool [N]."""
         return self._state != _DROPPED
 
     @property
     def num_kept(self) -> int:
-        """Rows that are not known to be left out."""
+        """Number of rows that are not known to be dropped."""
         return int(np.count_nonzero(self.is_kept))
 
     def start(self, order: np.ndarray) -> None:
-        """Begin to encode the rows `order`. Raises ConfigError for a bad row that is found at
-        once.
+        """Begin to encode the rows `order` int64 [n].
+
+        Raises ConfigError for a bad row that is found at once.
         """
         self._queue = order.tolist()
         self.num_started = len(self._queue)
         self.is_finished = False
         num_processes = self._num_processes
         if num_processes is None:
-            began, at = time.perf_counter(), 0
-            while at < len(self._queue) and time.perf_counter() - began < _TRIAL_S:
-                self._encode_here(self._queue[at : at + 16])
-                at += 16
-            spent, self._queue = time.perf_counter() - began, self._queue[at:]
-            is_short = spent * len(self._queue) / max(at, 1) < _WORTH_PROCESSES_S
-            num_processes = 0 if is_short else min(_MAX_AUTO_PROCESSES, max(_num_cpus() // 2, 1))
+            num_processes = self._choose_num_processes()
         if num_processes and self._queue and self._module is not None:
             self._pool = EncodingPool(
                 self._module, self._setup, num_processes, self._rows.rows, self._receive
@@ -123,26 +128,40 @@ class EncodedRows:
             self._pool.submit(self._queue)
             self._queue = []
 
+    def _choose_num_processes(self) -> int:
+        """Encode rows of the queue for a short time and estimate the time of the rest."""
+        began = time.perf_counter()
+        num_tried = 0
+        while num_tried < len(self._queue) and time.perf_counter() - began < _TRIAL_S:
+            self._encode_here(self._queue[num_tried : num_tried + _ROWS_PER_CHUNK])
+            num_tried += _ROWS_PER_CHUNK
+        spent_s = time.perf_counter() - began
+        self._queue = self._queue[num_tried:]
+        remaining_s = spent_s * len(self._queue) / max(num_tried, 1)
+        if remaining_s < _MIN_POOL_S:
+            return 0
+        return min(_MAX_AUTO_PROCESSES, max(_num_cpus() // 2, 1))
+
     def finish(
         self, advance: Callable[[int], None] = lambda count: None, timeout_s: float | None = None
     ) -> bool:
-        """Wait until the rows given to `start` are encoded, at most `timeout_s`; whether they are.
+        """Wait until the rows given to `start` are encoded, at most `timeout_s` seconds.
 
-        `advance` is called with the number of rows encoded since its last call. Raises ConfigError
-        for a bad row.
+        Returns True if they are. `advance` is called with the number of rows encoded since its last
+        call. Raises ConfigError for a bad row.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        reported = 0
+        num_reported = 0
         while True:
             if self._queue:
-                self._encode_here(self._queue[:16])
-                self._queue = self._queue[16:]
+                self._encode_here(self._queue[:_ROWS_PER_CHUNK])
+                self._queue = self._queue[_ROWS_PER_CHUNK:]
             elif self._pool is not None:
                 with self._changed:
                     self._changed.wait(0.2)
             self._raise_problem()
-            advance(self.num_encoded - reported)
-            reported = self.num_encoded
+            advance(self.num_encoded - num_reported)
+            num_reported = self.num_encoded
             if not self._queue and (self._pool is None or self._pool.is_idle):
                 self.close()
                 self.is_finished = True
@@ -151,36 +170,42 @@ class EncodedRows:
                 return False
 
     def fetch(self, rows: Sequence[int]) -> list[EncodedRow | None]:
-        """The encoded rows of the given indices; None for one that is left out. Raises ConfigError
-        for a bad row.
+        """Return the encoded rows, None for a dropped row. Raises ConfigError for a bad row.
 
-        A bad row that was found in the background is an error here too, before its turn comes.
+        A bad row that was found in the background raises here too, even if it was not requested.
         """
         self._raise_problem()
         missing = [row for row in rows if self._state[row] == _TODO]
         if missing and self._pool is not None and not self._pool.is_idle:
             self._pool.submit(missing, first=True)
-            with self._changed:
-                while self._problem is None and any(self._state[row] == _TODO for row in missing):
-                    self._changed.wait(1.0)
-                    if self._pool is None or self._pool.is_idle:
-                        break
+            self._wait_for(missing)
             self._raise_problem()
             missing = [row for row in missing if self._state[row] == _TODO]
+        # The pool may have ended without these rows; then they are encoded here.
         self._encode_here(missing)
         return [self._cache.get(row) if self._state[row] == _DONE else None for row in rows]
 
+    def _wait_for(self, rows: list[int]) -> None:
+        """Wait until the pool has encoded `rows`, has a problem, or is idle."""
+        with self._changed:
+            while self._problem is None and any(self._state[row] == _TODO for row in rows):
+                # The timeout covers a pool that ends without a notification.
+                self._changed.wait(1.0)
+                if self._pool is None or self._pool.is_idle:
+                    break
+
     def location(self, row: int) -> str:
-        """Where the row stands. Example: `data/train.jsonl:17`."""
+        """Return the location of a row. Example: `data/train.jsonl:17`."""
         return self._rows.locations[row]
 
     def close(self) -> None:
-        """Stop the processes; rows that are missing are then encoded in this one."""
+        """Stop the worker processes; missing rows are then encoded in this process."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def _encode_here(self, rows: Sequence[int]) -> None:
+        """Encode `rows` in this process, except those that are encoded already."""
         for row in rows:
             if self._state[row] == _TODO:
                 encoded, problem = encode_row(self._encode, self._rows[row])
@@ -188,25 +213,32 @@ class EncodedRows:
                 self._raise_problem()
 
     def _receive(self, row: int, encoded: EncodedRow | None, problem: str | None) -> None:
-        """One row's result, from any thread. A negative row stands for the pool itself."""
+        """Store the result of one row, from any thread. Row -1 is a problem of the pool itself."""
         with self._changed:
             if problem is not None:
+                # Of several bad rows the first of the file is reported.
                 if self._problem is None or row < self._problem[0]:
                     self._problem = (row, problem)
             elif row >= 0 and self._state[row] == _TODO:
-                try:
-                    if encoded is not None:
-                        self._cache.put(row, encoded)
-                    self._state[row] = _DROPPED if encoded is None else _DONE
-                except OSError as error:
-                    self._problem = (
-                        -1,
-                        f"encoded rows cannot be kept in {tempfile.gettempdir()}: {error}; set"
-                        f" TMPDIR",
-                    )
+                self._store(row, encoded)
             self._changed.notify_all()
 
+    def _store(self, row: int, encoded: EncodedRow | None) -> None:
+        """Put an encoded row into the cache; a write error becomes the problem to raise."""
+        if encoded is None:
+            self._state[row] = _DROPPED
+            return
+        try:
+            self._cache.put(row, encoded)
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            text = f"encoded rows cannot be kept in {folder}: {error}; set TMPDIR"
+            self._problem = (-1, text)
+            return
+        self._state[row] = _DONE
+
     def _raise_problem(self) -> None:
+        """Raise ConfigError if a problem was received."""
         with self._changed:
             problem = self._problem
         if problem is not None:
@@ -216,7 +248,7 @@ class EncodedRows:
 
 
 def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]:
-    """(the encoded row or None, what is wrong with it or None)."""
+    """Encode a row: (encoded row or None, problem or None)."""
     try:
         return encode(row), None
     except ROW_ERRORS as error:
@@ -224,7 +256,7 @@ def encode_row(encode: Encode, row: Row) -> tuple[EncodedRow | None, str | None]
 
 
 def row_error_text(error: Exception) -> str:
-    """What is wrong with a row whose encoding raised one of `ROW_ERRORS`."""
+    """Describe the problem of a row whose encoding raised one of `ROW_ERRORS`."""
     if isinstance(error, ConfigError | RenderingLimitError):
         return str(error)
     reason = " ".join(str(error).split())[:200]
@@ -232,9 +264,7 @@ def row_error_text(error: Exception) -> str:
 
 
 class _Cache:
-    """Encoded rows by index; the first `MAX_MEMORY_BYTES` in memory, the others in a file without a
-    name.
-    """
+    """Encoded rows by index: in memory up to `MAX_MEMORY_BYTES`, then in an unnamed file."""
 
     def __init__(self, num_rows: int) -> None:
         self._in_memory: dict[int, EncodedRow] = {}
@@ -245,32 +275,36 @@ class _Cache:
         self._lengths = np.zeros(num_rows, dtype=np.int32)
 
     def put(self, row: int, encoded: EncodedRow) -> None:
-        """Raises OSError if the file cannot be written."""
+        """Store a row. Raises OSError if the file cannot be written."""
         ids = np.asarray(encoded.input_ids, dtype=np.int32)
         mask = np.asarray(encoded.token_mask, dtype=np.uint8)
-        if self._num_bytes + 5 * len(ids) <= MAX_MEMORY_BYTES:
+        num_bytes = _BYTES_PER_TOKEN * len(ids)
+        if self._num_bytes + num_bytes <= MAX_MEMORY_BYTES:
             self._in_memory[row] = EncodedRow(ids, mask)
-            self._num_bytes += 5 * len(ids)
+            self._num_bytes += num_bytes
             return
         if self._file is None:
+            # The duplicate descriptor keeps the unnamed file open after the block.
             with tempfile.TemporaryFile() as file:
                 self._file = os.dup(file.fileno())
         data = ids.tobytes() + mask.tobytes()
-        written = os.pwrite(self._file, data, self._end)
-        if written < len(data):
-            raise OSError(28, "no space left on device")
-        self._offsets[row], self._lengths[row] = self._end, len(ids)
+        num_written = os.pwrite(self._file, data, self._end)
+        if num_written < len(data):
+            raise OSError(errno.ENOSPC, "no space left on device")
+        self._offsets[row] = self._end
+        self._lengths[row] = len(ids)
         self._end += len(data)
 
     def get(self, row: int) -> EncodedRow:
+        """Return a row that was stored."""
         if row in self._in_memory:
             return self._in_memory[row]
-        assert self._file is not None, "a row that was put is in memory or in the file"
+        assert self._file is not None, "a stored row is in memory or in the file"
         length = int(self._lengths[row])
-        data = os.pread(self._file, 5 * length, int(self._offsets[row]))
-        return EncodedRow(
-            np.frombuffer(data, np.int32, length), np.frombuffer(data, np.uint8, offset=4 * length)
-        )
+        data = os.pread(self._file, _BYTES_PER_TOKEN * length, int(self._offsets[row]))
+        ids = np.frombuffer(data, np.int32, length)
+        mask = np.frombuffer(data, np.uint8, offset=4 * length)
+        return EncodedRow(ids, mask)
 
     def __del__(self) -> None:
         if self._file is not None:
@@ -278,4 +312,5 @@ class _Cache:
 
 
 def _num_cpus() -> int:
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))

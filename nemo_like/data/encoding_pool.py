@@ -1,9 +1,10 @@
-"""Processes that encode rows, and what they and this process say to each other through pipes.
+"""Worker processes that encode rows, and their message protocol over pipes.
 
-A message is two lengths, JSON and bytes. First the setup, then lists of rows; the answer to a list
-is the lengths of the encoded rows, or why one has none, and their ids and masks. The processes are
-started anew, so they share no thread, no lock and no device with this one, and they end when their
-input does, which is also when this process is killed.
+A message is two lengths, JSON and bytes. The first message to a process is its setup, the others
+are lists of rows. The answer to a list has the lengths of the encoded rows, or the problem of a
+row, and their ids and masks. The processes are started with `subprocess`, not forked, so they share
+no thread, lock or device with this one. They end when their input ends, which also happens when
+this process is killed.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row
 
 Receive = Callable[[int, EncodedRow | None, str | None], None]
-"""Called with (row index, encoded row or None, problem or None), from a thread; index -1 is a
-problem of the pool.
+"""Callback with (row index, encoded row or None, problem or None), called from a thread. Index -1
+is a problem of the pool.
 """
 
 _HEADER = struct.Struct("<QQ")
 _ROWS_PER_MESSAGE = 16
-_DROPPED, _BAD = -1, -2
+# Values in the list of lengths for rows that are not encoded.
+_DROPPED = -1
+_BAD = -2
 _MAX_MEMORY_BYTES = 8 << 30
-"""Address space that an encoding process may add to what it has at its start: imports, a tokenizer,
-and its rows.
+"""Address space that an encoding process may add after its start, for imports, the tokenizer and
+its rows.
 """
 
 
 class EncodingPool:
-    """Encodes rows of `rows` by their index, in the order of submission, in processes that run
-    `module`.
-    """
+    """Worker processes that run `module` and encode rows of `rows` in the order of submission."""
 
     def __init__(
         self,
@@ -53,67 +54,62 @@ class EncodingPool:
         rows: Sequence[Row],
         receive: Receive,
     ) -> None:
-        self._rows, self._receive = rows, receive
+        self._rows = rows
+        self._receive = receive
+        # Chunks of row indices. Guarded by `_changed`, like `_num_running` and `_is_closed`.
         self._waiting: deque[list[int]] = deque()
         self._num_running = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=_environment(),
-                process_group=0,  # so that Ctrl-C in the terminal is this process's business alone
-            )
-            for _ in range(num_processes)
-        ]
+        self._processes = [_start_process(module) for _ in range(num_processes)]
         for process in self._processes:
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(process, setup), name="encoding", daemon=True
-            ).start()
+            )
+            thread.start()
 
     @property
     def is_idle(self) -> bool:
-        """Whether every submitted row is encoded."""
+        """True if every submitted row is encoded."""
         with self._changed:
             return not self._waiting and not self._num_running
 
     def submit(self, indices: Sequence[int], *, first: bool = False) -> None:
-        """Have the rows encoded; with `first` before all that wait."""
+        """Queue rows; with `first` ahead of all queued rows."""
+        chunks = []
+        for start in range(0, len(indices), _ROWS_PER_MESSAGE):
+            chunks.append(list(indices[start : start + _ROWS_PER_MESSAGE]))
         with self._changed:
             if first:
-                wanted = set(indices)
-                self._waiting = deque(
-                    [
-                        kept
-                        for chunk in self._waiting
-                        if (kept := [i for i in chunk if i not in wanted])
-                    ]
-                )
-            chunks = [
-                list(indices[at : at + _ROWS_PER_MESSAGE])
-                for at in range(0, len(indices), _ROWS_PER_MESSAGE)
-            ]
-            if first:
+                self._remove_waiting(set(indices))
                 self._waiting.extendleft(reversed(chunks))
             else:
                 self._waiting.extend(chunks)
             self._changed.notify_all()
 
+    def _remove_waiting(self, rows: set[int]) -> None:
+        """Remove rows from the queue, so that they are not encoded twice."""
+        waiting: deque[list[int]] = deque()
+        for chunk in self._waiting:
+            remaining = [row for row in chunk if row not in rows]
+            if remaining:
+                waiting.append(remaining)
+        self._waiting = waiting
+
     def close(self) -> None:
-        """End the processes; what was not encoded stays so."""
+        """Kill the processes; queued rows are not encoded."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
             self._changed.notify_all()
         for process in self._processes:
-            process.kill()  # it holds nothing that could be left half-written
+            # The processes write no files, so nothing can be left incomplete.
+            process.kill()
         for process in self._processes:
             process.wait()
 
     def _serve(self, process: subprocess.Popen[bytes], setup: dict[str, Any]) -> None:
-        """One thread per process: give it rows, and take what it returns."""
+        """Send rows to a process and receive its answers; runs in one thread per process."""
         assert process.stdin is not None and process.stdout is not None
         try:
             with process.stdin, process.stdout:
@@ -127,15 +123,18 @@ class EncodingPool:
         except (OSError, EOFError, ValueError, TypeError) as error:
             if self._is_closed:
                 return
-            reason = (
-                f"ended with code {process.wait(5)}"
-                if isinstance(error, OSError | EOFError)
-                else f"{error}"
+            reason = str(error)
+            if isinstance(error, OSError | EOFError):
+                # The pipe is closed, so the exit code is the cause.
+                reason = f"ended with code {process.wait(5)}"
+            problem = (
+                f"a process that encodes rows failed: {reason}; see its output above, or set"
+                " data.num_encoding_workers=0 to encode in the driver"
             )
-            self._receive(-1, None, f"a process that encodes rows failed: {reason}; see its output above, or set"
-                          " data.num_encoding_workers=0 to encode in the driver")  # fmt: skip
+            self._receive(-1, None, problem)
 
     def _next_chunk(self) -> list[int] | None:
+        """Wait for the next chunk of row indices; None after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
@@ -145,17 +144,20 @@ class EncodingPool:
             return self._waiting.popleft()
 
     def _take(self, chunk: list[int], values: dict[str, Any], data: bytes) -> None:
-        at = 0
+        """Pass the answer for a chunk to the callback, row by row."""
+        offset = 0
         for position, (row, length) in enumerate(zip(chunk, values["lengths"], strict=True)):
-            if length < 0:
-                self._receive(
-                    row, None, values["problems"][str(position)] if length == _BAD else None
-                )
+            if length == _DROPPED:
+                self._receive(row, None, None)
                 continue
-            ids = np.frombuffer(data, np.int32, length, at)
-            mask = np.frombuffer(data, np.uint8, length, at + 4 * length)
+            if length == _BAD:
+                self._receive(row, None, values["problems"][str(position)])
+                continue
+            ids = np.frombuffer(data, np.int32, length, offset)
+            mask = np.frombuffer(data, np.uint8, length, offset + 4 * length)
+            # Copies, because a view would keep the data of the entire message in memory.
             self._receive(row, EncodedRow(ids.copy(), mask.copy()), None)
-            at += 5 * length
+            offset += 5 * length
         with self._changed:
             self._num_running -= 1
 
@@ -163,75 +165,111 @@ class EncodingPool:
 def serve(
     open_encode: Callable[[dict[str, Any]], Callable[[Row], tuple[EncodedRow | None, str | None]]],
 ) -> None:
-    """The other end: read the setup and lists of rows from standard input until it ends, answer on
-    standard output.
+    """Run the loop of a worker process: read from standard input, answer on standard output.
 
-    `open_encode` makes of the setup a function from a row to (encoded row or None, problem or
-    None).
+    `open_encode` converts the setup to a function that maps a row to (encoded row or None, problem
+    or None).
     """
+    # The driver handles Ctrl-C and closes the pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not come between two messages
+    # Output that a library prints must not corrupt the messages, so it goes to standard error.
+    os.dup2(2, 1)
     setup = read_message(source)
     encode = None
     while (message := read_message(source)) is not None:
         if encode is None:
             assert setup is not None
             encode = open_encode(setup[0])
-        lengths, problems, parts = [], {}, []
-        for position, row in enumerate(message[0]):
-            encoded, problem = encode(row)
-            if encoded is None:
-                lengths.append(_DROPPED if problem is None else _BAD)
-                problems |= {} if problem is None else {str(position): problem}
-                continue
-            lengths.append(len(encoded.input_ids))
-            parts += [
-                encoded.input_ids.astype(np.int32).tobytes(),
-                encoded.token_mask.astype(np.uint8).tobytes(),
-            ]
+        values, data = _encode_rows(message[0], encode)
         try:
-            write_message(target, {"lengths": lengths, "problems": problems}, b"".join(parts))
+            write_message(target, values, data)
         except BrokenPipeError:
+            # The driver has ended. Exit without a traceback on the terminal.
             sys.stderr.close()
-            os._exit(0)  # nobody is there any more
+            os._exit(0)
+
+
+def _encode_rows(
+    rows: list[Row], encode: Callable[[Row], tuple[EncodedRow | None, str | None]]
+) -> tuple[dict[str, Any], bytes]:
+    """Encode rows into the answer to a message: (lengths and problems, ids and masks)."""
+    lengths = []
+    problems = {}
+    data = []
+    for position, row in enumerate(rows):
+        encoded, problem = encode(row)
+        if problem is not None and encoded is None:
+            lengths.append(_BAD)
+            problems[str(position)] = problem
+        elif encoded is None:
+            lengths.append(_DROPPED)
+        else:
+            lengths.append(len(encoded.input_ids))
+            data.append(encoded.input_ids.astype(np.int32).tobytes())
+            data.append(encoded.token_mask.astype(np.uint8).tobytes())
+    return {"lengths": lengths, "problems": problems}, b"".join(data)
+
+
+def _start_process(module: str) -> subprocess.Popen[bytes]:
+    """Start a process that runs `module` with pipes for input and output."""
+    return subprocess.Popen(
+        # -P: do not import modules from the working directory.
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment(),
+        # In a process group of its own it does not receive Ctrl-C from the terminal.
+        process_group=0,
+    )
 
 
 def _limit_memory() -> None:
-    """Bound the address space, so that a template that multiplies a text ends in a MemoryError, not
-    in the OOM killer.
+    """Limit the address space of this process.
+
+    A chat template that multiplies a text then raises MemoryError instead of invoking the OOM
+    killer.
     """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # only Linux has it
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        # Only Linux has this file.
         return
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + _MAX_MEMORY_BYTES
+    limit = num_pages * os.sysconf("SC_PAGE_SIZE") + _MAX_MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its own copy of the package first, one thread, and no accelerator."""
+    """Return the environment of a worker process: this copy of the package first in the path, one
+    thread, and no accelerator.
+    """
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def write_message(stream: IO[bytes], value: Any, data: bytes = b"") -> None:
-    """Raises TypeError or ValueError for a value without a JSON form."""
+    """Write one message. Raises TypeError or ValueError for a value without a JSON form."""
     text = json.dumps(value, default=str).encode()
     stream.write(_HEADER.pack(len(text), len(data)) + text + data)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> tuple[Any, bytes] | None:
-    """(JSON value, bytes); None at the end of the stream, also in the middle of a message."""
+    """Read one message: (JSON value, bytes), or None at the end of the stream.
+
+    A stream that ends within a message also gives None.
+    """
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
     num_text, num_data = _HEADER.unpack(header)
-    text, data = stream.read(num_text), stream.read(num_data)
-    return None if len(data) < num_data or len(text) < num_text else (json.loads(text), data)
+    text = stream.read(num_text)
+    data = stream.read(num_data)
+    if len(text) < num_text or len(data) < num_data:
+        return None
+    return json.loads(text), data

@@ -1,5 +1,6 @@
-"""Rows of different lengths in one flat NumPy array: what travels between processes, so padding
-never does.
+"""Rows of different lengths in one flat NumPy array: the format in which columns are transferred.
+
+Only real tokens are sent between processes, never padding.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 _SHORT_ROW_TOKENS = 100
+"""Mean row length below which `take` gathers by token index instead of by row slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """B rows stored end to end.
+    """B rows stored contiguously.
 
     `values` is [T] or [T, ...] (any dtype), `offsets` int64 [B+1] with `offsets[0] == 0` and
     `offsets[-1] == T`.
@@ -29,22 +31,20 @@ class Jagged:
     def from_rows(
         cls, rows: Sequence[Sequence[int] | Sequence[float] | np.ndarray], dtype: np.dtype | type
     ) -> Jagged:
-        """Concatenate `rows` (an empty sequence gives zero rows)."""
+        """Concatenate `rows`; an empty sequence gives zero rows."""
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
-        values = (
-            np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
-            if len(rows)
-            else np.empty(0, dtype)
-        )
+        if len(rows) == 0:
+            return cls.from_lengths(np.empty(0, dtype), lengths)
+        values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
         return cls.from_lengths(values.astype(dtype, copy=False), lengths)
 
     @classmethod
     def from_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> Jagged:
-        """Split flat `values` [T] into rows of `lengths` [B]; raises ValueError if they do not add
-        up to T.
+        """Split flat `values` [T] into rows of `lengths` int [B].
+
+        Raises ValueError unless the lengths sum to T.
         """
-        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        offsets = _offsets(lengths)
         if offsets[-1] != len(values):
             raise ValueError(
                 f"row lengths add up to {offsets[-1]} but there are {len(values)} values"
@@ -55,7 +55,7 @@ class Jagged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """Row `row` as a view [L]."""
+        """Return row `row` as a view [L]."""
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
@@ -71,75 +71,83 @@ class Jagged:
 
     @property
     def dtype(self) -> np.dtype:
+        """Data type of the values."""
         return self.values.dtype
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Rows [start, stop) as a view: no token is copied."""
+        """Return rows [start, stop) as a view: no token is copied."""
         offsets = self.offsets[start : stop + 1]
         return Jagged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Jagged:
-        """The given rows in the given order; each token is copied exactly once."""
+        """Select rows in the given order; each token is copied exactly once."""
         rows = np.asarray(rows, dtype=np.int64)
-        starts, stops = self.offsets[:-1][rows], self.offsets[1:][rows]
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(stops - starts, out=offsets[1:])
-        # An index per token beats a slice per row while rows are short; measured break-even is
-        # about 100 tokens a row.
-        if offsets[-1] < _SHORT_ROW_TOKENS * len(rows):
-            index = np.repeat(starts - offsets[:-1], stops - starts) + np.arange(
-                offsets[-1], dtype=np.int64
-            )
+        starts = self.offsets[:-1][rows]
+        stops = self.offsets[1:][rows]
+        lengths = stops - starts
+        offsets = _offsets(lengths)
+        num_tokens = offsets[-1]
+        # An index per token is faster than a slice per row while rows are short; the measured
+        # break-even is about 100 tokens per row.
+        if num_tokens < _SHORT_ROW_TOKENS * len(rows):
+            shifts = np.repeat(starts - offsets[:-1], lengths)
+            index = shifts + np.arange(num_tokens, dtype=np.int64)
             return Jagged(self.values[index], offsets)
-        slices = [
-            self.values[start:stop]
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-        ]
-        return Jagged(np.concatenate(slices) if slices else self.values[:0].copy(), offsets)
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        slices = [self.values[start:stop] for start, stop in bounds]
+        values = np.concatenate(slices) if slices else self.values[:0].copy()
+        return Jagged(values, offsets)
 
     def truncate(self, max_length: int) -> Jagged:
-        """Every row cut at its end to at most `max_length` tokens."""
-        position = np.arange(len(self.values), dtype=np.int64) - np.repeat(
-            self.offsets[:-1], self.lengths
-        )
-        return Jagged.from_lengths(
-            self.values[position < max_length], np.minimum(self.lengths, max_length)
-        )
+        """Truncate every row at its end to at most `max_length` tokens."""
+        first = np.repeat(self.offsets[:-1], self.lengths)
+        position = np.arange(len(self.values), dtype=np.int64) - first
+        lengths = np.minimum(self.lengths, max_length)
+        return Jagged.from_lengths(self.values[position < max_length], lengths)
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
-        """All rows of all parts, in order. Raises ValueError for no parts."""
+        """Concatenate the rows of all parts, in order. Raises ValueError for no parts."""
         if not parts:
             raise ValueError("Jagged.concat needs at least one part")
-        return Jagged.from_lengths(
-            np.concatenate([part.values for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-        )
+        values = np.concatenate([part.values for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Jagged.from_lengths(values, lengths)
 
     @classmethod
     def from_padded(cls, padded: np.ndarray, lengths: np.ndarray) -> Jagged:
-        """The first `lengths[b]` values of each row of `padded` [B, S]; the rest is dropped."""
+        """Keep the first `lengths[b]` values of each row of `padded` [B, S]."""
         longest = int(np.max(lengths, initial=0))
         if len(lengths) != len(padded) or longest > padded.shape[1]:
             raise ValueError(
                 f"{len(lengths)} lengths up to {longest} do not fit an array of shape"
                 f" {padded.shape}"
             )
-        return cls.from_lengths(
-            padded[np.arange(padded.shape[1]) < np.asarray(lengths)[:, None]], np.asarray(lengths)
-        )
+        lengths = np.asarray(lengths)
+        is_real = np.arange(padded.shape[1]) < lengths[:, None]
+        return cls.from_lengths(padded[is_real], lengths)
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> np.ndarray:
-        """[B, S, ...] with S the longest row (or `length`); raises ValueError if a row is longer
-        than `length`.
+        """Return a padded array [B, S, ...] with S the longest row, or `length`.
+
+        Raises ValueError if a row is longer than `length`.
         """
         lengths = self.lengths
         longest = int(lengths.max(initial=0))
-        size = longest if length is None else length
-        if longest > size:
-            raise ValueError(f"a row has {longest} tokens, more than the asked length {size}")
-        padded = np.full(
-            (len(self), size, *self.values.shape[1:]), pad_value, dtype=self.values.dtype
-        )
-        padded[np.arange(size) < lengths[:, None]] = self.values
+        padded_length = longest if length is None else length
+        if longest > padded_length:
+            raise ValueError(
+                f"a row has {longest} tokens, more than the requested length {padded_length}"
+            )
+        shape = (len(self), padded_length, *self.values.shape[1:])
+        padded = np.full(shape, pad_value, dtype=self.values.dtype)
+        is_real = np.arange(padded_length) < lengths[:, None]
+        padded[is_real] = self.values
         return padded
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """Return row offsets int64 [B+1] of row lengths [B]."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -1,9 +1,8 @@
-"""Shuffled batches of encoded rows, epoch after epoch. The position is small, and a resumed run
-continues exactly.
+"""Shuffled batches of encoded rows, epoch after epoch, with exact resume.
 
 Each epoch visits each row once. Batches do not cross epochs: the last batch of an epoch is short,
-or left out with `last_batch="drop"`. Rows whose encoding is None are left out and counted; the
-batch takes the next row instead.
+or dropped with `last_batch="drop"`. Rows whose encoding is None are dropped and counted; the batch
+takes the next row instead.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ class FetchableRows(Protocol[Out]):
 
     @property
     def digests(self) -> np.ndarray:
-        """uint64 [N]: a hash of the content of each row."""
+        """Hash of the content of each row, uint64 [N]."""
         ...
 
     def fetch(self, rows: Sequence[int]) -> list[Out | None]:
-        """The encoded rows of the given indices; None for a row that is left out. Raises
-        ConfigError for a bad row.
-        """
+        """Return the encoded rows, None for a dropped row. Raises ConfigError for a bad row."""
         ...
 
     def location(self, row: int) -> str:
-        """Where a row stands. Example: `data/train.jsonl:17`."""
+        """Return the location of a row. Example: `data/train.jsonl:17`."""
         ...
 
 
 class RowLoader(Generic[Out]):
-    """Endless batches of encoded rows; `next` gives at most `batch_size` of them, never of two
-    epochs.
+    """Endless batches of at most `batch_size` encoded rows, all of one epoch.
 
     Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with
     `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
@@ -64,38 +60,39 @@ class RowLoader(Generic[Out]):
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
         self.num_dropped = 0
-        """Rows left out while the last batch was formed, because their encoding is None."""
+        """Number of rows dropped for the last batch because their encoding is None."""
         self._rows = rows
         self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
         self._batch_rows: list[int] = []
 
     def __len__(self) -> int:
-        """Number of rows of the file, those that are left out included."""
+        """Number of rows of the file, dropped ones included."""
         return len(self._order)
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
+        """Number of completed epochs."""
         return self._order.epoch
 
     @property
     def order(self) -> np.ndarray:
-        """All rows in the order of this epoch, int64 [N]."""
+        """Row indices in the order of this epoch, int64 [N]."""
         return self._order.order
 
     def __iter__(self) -> Iterator[list[Out]]:
         return self
 
     def __next__(self) -> list[Out]:
-        """Return the next batch. Raises ConfigError for a bad row, or if an epoch has no batch at
-        all.
+        """Return the next batch.
 
-        The position is then as it was before the call.
+        Raises ConfigError for a bad row, or if an epoch has no batch. The position is then the same
+        as before the call.
         """
         with self._order.undone_on_error():
             return self._next_batch()
 
     def _next_batch(self) -> list[Out]:
+        """Form the next batch and begin the next epoch if this one has no further batch."""
         first_epoch = self._order.epoch
         self.num_dropped = 0
         batch: list[Out] = []
@@ -103,18 +100,19 @@ class RowLoader(Generic[Out]):
         while len(batch) < self.batch_size:
             taken = self._order.take(self.batch_size - len(batch)).tolist()
             encoded = self._rows.fetch(taken)
-            kept = [row for row in encoded if row is not None]
-            batch += kept
-            self._batch_rows += [
-                index for index, row in zip(taken, encoded, strict=True) if row is not None
-            ]
-            self.num_dropped += len(encoded) - len(kept)
-            if self._order.num_left and not self._is_rest_left_out(len(batch)):
+            for index, row in zip(taken, encoded, strict=True):
+                if row is None:
+                    self.num_dropped += 1
+                else:
+                    batch.append(row)
+                    self._batch_rows.append(index)
+            if self._order.num_left and not self._is_rest_dropped(len(batch)):
                 continue
             self._order.start_epoch()
             if len(batch) == self.batch_size or (batch and self.last_batch == "keep"):
                 return batch
-            # Two epochs: the first may have begun in the middle.
+            # The first epoch may have begun in the middle, so only a complete second one without a
+            # batch is an error.
             if self._order.epoch - first_epoch > 1:
                 raise ConfigError(no_batch_text(len(batch), self.batch_size))
             batch = []
@@ -122,62 +120,64 @@ class RowLoader(Generic[Out]):
         return batch
 
     def batch_locations(self) -> list[str]:
-        """Where the rows of the batch that `next` returned last stand. Example:
-        `data/train.jsonl:17`.
-        """
+        """Return the locations of the rows of the last batch. Example: `data/train.jsonl:17`."""
         return [self._rows.location(row) for row in self._batch_rows]
 
-    def _is_rest_left_out(self, num_rows: int) -> bool:
-        """Whether the batch is full, with `num_rows`, and what this epoch has left cannot fill
-        another one.
-        """
+    def _is_rest_dropped(self, num_rows: int) -> bool:
+        """Return True if the batch of `num_rows` is full and the rest of the epoch is dropped."""
         is_full = num_rows == self.batch_size
         return is_full and self.last_batch == "drop" and self._order.num_left < self.batch_size
 
     def first_rows(self, num_rows: int) -> list[Out]:
-        """The first rows of the file that are not left out, of the first `num_rows`; the position
-        does not move.
+        """Return the encoded rows of the first `num_rows` of the file, without dropped ones.
+
+        The position does not change.
         """
         encoded = self._rows.fetch(range(min(num_rows, len(self))))
         return [row for row in encoded if row is not None]
 
     def batches_left(self, num_epochs: int, is_kept: np.ndarray | None = None) -> int:
-        """Batches from the present position to the end of epoch `num_epochs`; `is_kept` bool [N],
-        default all.
+        """Count the batches from the current position to the end of epoch `num_epochs`.
+
+        `is_kept` bool [N] marks rows that are not dropped; the default is all.
         """
         if self._order.epoch >= num_epochs:
             return 0
-        is_kept = np.ones(len(self), dtype=bool) if is_kept is None else is_kept
-        in_this_epoch = num_batches(
-            int(is_kept[self._order.left].sum()), self.batch_size, self.last_batch
-        )
-        later_epochs = num_epochs - self._order.epoch - 1
-        return in_this_epoch + later_epochs * num_batches(
-            int(is_kept.sum()), self.batch_size, self.last_batch
-        )
+        if is_kept is None:
+            is_kept = np.ones(len(self), dtype=bool)
+        num_left = int(is_kept[self._order.left].sum())
+        num_later_epochs = num_epochs - self._order.epoch - 1
+        per_epoch = num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
+        in_this_epoch = num_batches(num_left, self.batch_size, self.last_batch)
+        return in_this_epoch + num_later_epochs * per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values; see `RowOrder.state_dict`."""
+        """Return JSON values; see `RowOrder.state_dict`."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the row of `state`; see `RowOrder.load_state_dict`. Another batch size is
-        allowed.
+        """Continue after the row of `state`; see `RowOrder.load_state_dict`.
+
+        The batch size may differ.
         """
         self._order.load_state_dict(state)
 
 
 def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:
-    """Batches of one epoch. Example: 10 rows in batches of 4 are 3 batches, 2 with
-    `last_batch="drop"`.
+    """Count the batches of one epoch.
+
+    Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`.
     """
     return num_rows // batch_size if last_batch == "drop" else -(-num_rows // batch_size)
 
 
 def no_batch_text(num_rows: int, batch_size: int) -> str:
-    """Why an epoch of `num_rows` usable rows has no batch."""
+    """Explain why an epoch of `num_rows` usable rows has no batch."""
     if num_rows == 0:
-        return "data.train_path: every row is left out by policy.oversize_rows=drop; raise policy.max_total_sequence_length"
+        return (
+            "data.train_path: every row is dropped by policy.oversize_rows=drop; raise"
+            " policy.max_total_sequence_length"
+        )
     return (
         f"data.train_path has {num_rows} usable rows, fewer than the {batch_size} of one batch, and"
         f" data.last_batch is drop, so"

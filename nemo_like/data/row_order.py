@@ -1,9 +1,9 @@
-"""The order in which the rows of a data set are visited, and a position in it that survives changes
-of later rows.
+"""Order in which the rows of a data set are visited, with a position that is robust to changes of
+later rows.
 
 An epoch visits the rows sorted by a hash of the seed, the epoch and the row's content. Removing or
-changing one row therefore leaves the order of all others as it was, and the position is the hash of
-the last visited row. A sketch of all rows visited so far shows at a resume whether one of those was
+changing one row therefore does not change the order of the others, and the position is the hash of
+the last visited row. A sketch of all rows visited so far shows on resume whether one of them
 changed.
 """
 
@@ -21,31 +21,33 @@ from nemo_like.data.row_sketch import MAX_DIFFERENCE, RowSketch, mix, unmix
 
 _STATE_KEYS = {"version", "seed", "shuffle", "epoch", "num_visited", "last", "late", "seen"}
 _VERSION = 2
-_MOST_COPIES = 2**32
-_VISITED = -1
-"""In place of a late number: an equal copy of this row was visited."""
+_MAX_COPIES = 2**32
+"""Maximum number of equal rows that a row id distinguishes."""
+_COPY_VISITED = -1
+"""Value of `late` for a row of which an equal copy was visited."""
 
 
 class RowOrder:
-    """Row indices in the order of their visit, epoch after epoch; every epoch visits every row
-    exactly once.
+    """Row indices in visiting order, epoch after epoch; every epoch visits each row exactly once.
 
-    A row that appears or changes between two runs and whose place in the epoch has already passed
-    is visited at the end of the epoch ("late").
+    A row that is added or changed between two runs, and whose position in the epoch has already
+    passed, is visited at the end of the epoch. It is called late.
 
     Example: 3 rows, not shuffled: `take(2)` is [0, 1], `take(2)` is [2], `start_epoch()`, `take(2)`
     is [0, 1].
     """
 
     def __init__(self, digests: np.ndarray, *, seed: int = 0, shuffle: bool = True) -> None:
-        """`digests` is uint64 [N], a hash of the content of each row; equal rows may be there
-        several times.
+        """Initialize from `digests` uint64 [N], a hash of the content of each row.
+
+        Equal rows may occur several times.
         """
         if len(digests) == 0:
             raise ValueError("an order needs at least one row")
-        self.seed, self.shuffle = seed, shuffle
-        # Without shuffling the position in the file is part of a row's identity, as it decides when
-        # the row is visited.
+        self.seed = seed
+        self.shuffle = shuffle
+        # The number distinguishes equal rows. Without shuffling it is the position in the file,
+        # which is part of a row's identity because it decides when the row is visited.
         number = _occurrences(digests) if shuffle else np.arange(len(digests), dtype=np.uint64)
         self._digests = digests
         self._ids = mix(digests ^ mix(number))
@@ -62,26 +64,26 @@ class RowOrder:
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
+        """Number of completed epochs."""
         return self._epoch
 
     @property
     def num_left(self) -> int:
-        """Rows that this epoch has not visited yet."""
+        """Number of rows that this epoch has not visited yet."""
         return len(self._ids) - self._position
 
     @property
     def order(self) -> np.ndarray:
-        """All rows in the order of this epoch, int64 [N]."""
+        """Row indices in the order of this epoch, int64 [N]."""
         return self._order
 
     @property
     def left(self) -> np.ndarray:
-        """The rows this epoch has not visited yet, in their order, int64 [num_left]."""
+        """Rows that this epoch has not visited yet, in order, int64 [num_left]."""
         return self._order[self._position :]
 
     def take(self, num_rows: int) -> np.ndarray:
-        """The next rows of this epoch, int64 [at most `num_rows`]; none at its end."""
+        """Return the next rows of this epoch, int64 [at most `num_rows`], and advance."""
         rows = self._order[self._position : self._position + num_rows]
         self._position += len(rows)
         self._newly_seen.append(rows[~self._seen[rows]])
@@ -90,27 +92,32 @@ class RowOrder:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """If the block raises, return to the position before it."""
-        epoch, position, late = self._epoch, self._position, self._late.copy()
+        """Restore the position if the block raises."""
+        epoch = self._epoch
+        position = self._position
+        late = self._late.copy()
+        # `_seen` has one entry per row, so the changes are recorded instead of a copy.
         self._newly_seen = []
         try:
             yield
         except BaseException:
-            self._epoch, self._position, self._late = epoch, position, late
+            self._epoch = epoch
+            self._position = position
+            self._late = late
             for rows in self._newly_seen:
                 self._seen[rows] = False
             self._sort()
             raise
 
     def start_epoch(self) -> None:
-        """Begin the next epoch, whatever is left of this one."""
+        """Begin the next epoch; rows left in this one are skipped."""
         self._epoch += 1
         self._position = 0
         self._late[:] = 0
         self._sort()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values of a size that does not depend on the number of rows."""
+        """Return JSON values; their size does not depend on the number of rows."""
         last = None
         if self._position:
             row = self._order[self._position - 1]
@@ -128,10 +135,10 @@ class RowOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the last row that was visited when `state` was taken.
+        """Continue after the last row that was visited when `state` was taken.
 
-        Rows that had not been visited may have changed, appeared or disappeared since. Raises
-        ConfigError if visited rows did, or if the seed or the kind of order is another.
+        Rows that were not visited may have been changed, added or removed since. Raises ConfigError
+        if visited rows were, or if the seed or `shuffle` differs.
         """
         if set(state) != _STATE_KEYS or state["version"] != _VERSION:
             raise ConfigError(
@@ -148,12 +155,9 @@ class RowOrder:
                     f" order of the rows; set {key}={state[name]} or start a new run"
                 )
         self._epoch = int(state["epoch"])
-        generations = dict(state["late"])
-        self._late = np.array(
-            [generations.get(row_id, 0) for row_id in self._ids.tolist()]
-            if generations
-            else self._late
-        )
+        late_numbers = dict(state["late"])
+        if late_numbers:
+            self._late = np.array([late_numbers.get(row_id, 0) for row_id in self._ids.tolist()])
         self._keys = self._epoch_keys()
         passed = self._passed(state["last"])
         try:
@@ -164,21 +168,27 @@ class RowOrder:
             ) from error
         self._seen = self._seen_rows(seen, passed)
         if state["last"] is not None:
+            # New rows whose position has passed: they form the next pass of late rows.
             self._late[passed & ~self._seen] = state["last"][0] + 1
         self._sort()
         self._position = int(self._passed(state["last"]).sum())
 
     def _passed(self, last: list[int] | None) -> np.ndarray:
-        """bool [N]: rows whose place in this epoch is not behind that of the last visited row."""
+        """Mark rows whose position in this epoch is not after the last visited row, bool [N].
+
+        `last` is (late number, key) of that row; rows are visited in this order.
+        """
         if last is None:
             return np.zeros(len(self._ids), dtype=bool)
-        generation, key = last[0], np.uint64(last[1])
-        return (self._late < generation) | ((self._late == generation) & (self._keys <= key))
+        late_number = last[0]
+        key = np.uint64(last[1])
+        is_before = self._late < late_number
+        return is_before | ((self._late == late_number) & (self._keys <= key))
 
     def _seen_rows(self, seen: RowSketch, passed: np.ndarray) -> np.ndarray:
-        """bool [N]: the rows of the sketch. Raises ConfigError unless all of them are still
-        there.
-        """
+        """Mark the rows of the sketch, bool [N]. Raises ConfigError unless all of them exist."""
+        # In the first epoch only rows up to the position can have been visited, so other rows may
+        # differ in any number.
         candidates = passed if self._epoch == 0 else np.ones(len(self._ids), dtype=bool)
         difference = RowSketch.of(self._ids[candidates]).difference(seen)
         if difference is None:
@@ -193,7 +203,7 @@ class RowOrder:
         seen_rows = candidates & ~np.isin(self._ids, new)
         copies = self._unseen_copies(missing, seen_rows)
         missing = missing[copies < 0]
-        self._late[copies[copies >= 0]] = _VISITED
+        self._late[copies[copies >= 0]] = _COPY_VISITED
         seen_rows[copies[copies >= 0]] = True
         if len(missing):
             count = f"{len(missing)} rows" if len(missing) > 1 else "1 row"
@@ -207,38 +217,40 @@ class RowOrder:
         return seen_rows
 
     def _unseen_copies(self, missing: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """int64 [M]: for each missing id a row that is not `seen` and has the content of that id,
-        or -1.
+        """Find an unseen row with the content of each missing id uint64 [M]; int64 [M], -1 if none.
 
-        Where a file has equal rows and one of them is removed, it does not matter which one was
+        If a file has equal rows and one of them is removed, it does not matter which one was
         visited.
         """
         copies = np.full(len(missing), -1)
         free = np.flatnonzero(~seen) if self.shuffle else np.empty(0, np.int64)
         for index, inner in enumerate(unmix(missing)):
-            matches = free[unmix(inner ^ self._digests[free]) < _MOST_COPIES]
+            # An id is mix(digest ^ mix(number)), so a row with the same digest gives back a small
+            # number, and any other row a random one.
+            matches = free[unmix(inner ^ self._digests[free]) < _MAX_COPIES]
             if len(matches):
                 copies[index] = matches[0]
                 free = free[free != matches[0]]
         return copies
 
     def _epoch_keys(self) -> np.ndarray:
-        """uint64 [N]: what the rows of this epoch are sorted by."""
+        """Return the sort keys of the rows in this epoch, uint64 [N]."""
         if not self.shuffle:
             return np.arange(len(self._ids), dtype=np.uint64)
         salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
         return mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
 
     def _sort(self) -> None:
+        """Sort the rows by late number, then by key."""
         self._keys = self._epoch_keys()
-        by_key = np.argsort(self._keys, kind="stable")
-        self._order = (
-            by_key[np.argsort(self._late[by_key], kind="stable")] if self._late.any() else by_key
-        )
+        order = np.argsort(self._keys, kind="stable")
+        if self._late.any():
+            order = order[np.argsort(self._late[order], kind="stable")]
+        self._order = order
 
 
 def _occurrences(digests: np.ndarray) -> np.ndarray:
-    """uint64 [N]: how many equal rows stand before each row."""
+    """Count the equal rows before each row, uint64 [N]."""
     order = np.argsort(digests, kind="stable")
     ordered = digests[order]
     index = np.arange(len(digests))

@@ -1,10 +1,9 @@
-"""A set of row ids in a few kilobytes of JSON, from which small differences to another set can be
-read.
+"""Sketch of a set of row ids in a few kilobytes, from which small set differences can be decoded.
 
-An invertible Bloom lookup table (Eppstein et al., "What's the Difference? Efficient Set
+It is an invertible Bloom lookup table (Eppstein et al., "What's the Difference? Efficient Set
 Reconciliation without Prior Context", 2011): every id is added to one cell of each of four tables.
-The difference of two sketches holds only ids that one set has and the other has not, and a cell
-with exactly one of them gives it away. The size does not depend on the number of ids.
+The difference of two sketches has only ids that are in one set and not in the other, and a cell
+with exactly one id reveals it. The size does not depend on the number of ids.
 """
 
 from __future__ import annotations
@@ -17,62 +16,66 @@ import numpy as np
 NUM_TABLES = 4
 CELLS_PER_TABLE = 64
 MAX_DIFFERENCE = 100
-"""Differences of up to this many ids are found with probability above 0.999."""
+"""Differences of up to this many ids are decoded with probability above 0.999."""
+_NUM_CELLS = NUM_TABLES * CELLS_PER_TABLE
 _CHECK_SALT = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False)
 class RowSketch:
-    """Example: `RowSketch.of(a).difference(RowSketch.of(b))` is `(ids only in a, ids only in
-    b)`.
+    """Sketch of a set of ids.
+
+    Example: `RowSketch.of(a).difference(RowSketch.of(b))` is `(ids only in a, ids only in b)`.
     """
 
     counts: np.ndarray
-    """int64 [tables x cells]: ids in each cell."""
+    """int64 [tables x cells]: number of ids in each cell."""
     ids: np.ndarray
     """uint64 [tables x cells]: exclusive or of the ids in each cell."""
     checks: np.ndarray
-    """uint64 [tables x cells]: exclusive or of a hash of each id, which tells a cell of one id from
-    a cell of several.
+    """uint64 [tables x cells]: exclusive or of a hash of each id, which distinguishes a cell of one
+    id from a cell of several.
     """
 
     @classmethod
     def of(cls, ids: np.ndarray) -> RowSketch:
-        """The sketch of distinct `ids`, uint64 [N]."""
-        size = NUM_TABLES * CELLS_PER_TABLE
-        sketch = cls(np.zeros(size, np.int64), np.zeros(size, np.uint64), np.zeros(size, np.uint64))
+        """Return the sketch of distinct `ids`, uint64 [N]."""
+        counts = np.zeros(_NUM_CELLS, np.int64)
+        id_xors = np.zeros(_NUM_CELLS, np.uint64)
+        check_xors = np.zeros(_NUM_CELLS, np.uint64)
         checks = mix(ids ^ np.uint64(_CHECK_SALT))
         for cells in _cells(ids):
-            sketch.counts[:] += np.bincount(cells, minlength=size)
-            np.bitwise_xor.at(sketch.ids, cells, ids)
-            np.bitwise_xor.at(sketch.checks, cells, checks)
-        return sketch
+            counts += np.bincount(cells, minlength=_NUM_CELLS)
+            np.bitwise_xor.at(id_xors, cells, ids)
+            np.bitwise_xor.at(check_xors, cells, checks)
+        return cls(counts, id_xors, check_xors)
 
     def difference(self, other: RowSketch) -> tuple[np.ndarray, np.ndarray] | None:
-        """(ids only in this set, ids only in `other`), uint64 each; None where there are too many
-        to tell.
+        """Decode (ids only in this set, ids only in `other`), uint64 each.
+
+        Returns None if there are too many to decode.
         """
-        counts, ids, checks = (
-            self.counts - other.counts,
-            self.ids ^ other.ids,
-            self.checks ^ other.checks,
-        )
+        counts = self.counts - other.counts
+        ids = self.ids ^ other.ids
+        checks = self.checks ^ other.checks
         only: dict[int, list[int]] = {1: [], -1: []}
         pending = list(range(len(counts)))
         while pending:
             cell = pending.pop()
-            sign, value = int(counts[cell]), ids[cell : cell + 1].copy()
+            sign = int(counts[cell])
+            value = ids[cell : cell + 1].copy()
             check = mix(value ^ np.uint64(_CHECK_SALT))
-            if (
-                abs(sign) != 1
-                or check[0] != checks[cell]
-                or not any(cells[0] == cell for cells in _cells(value))
-            ):
+            if abs(sign) != 1 or check[0] != checks[cell]:
+                continue
+            # A matching check is not enough: the id must also belong to this cell.
+            value_cells = _cells(value)
+            if not any(cells[0] == cell for cells in value_cells):
                 continue
             only[sign].append(int(value[0]))
             if len(only[1]) + len(only[-1]) > len(counts):
                 return None
-            for cells in _cells(value):
+            # Removing the id from its other cells may leave one id in them.
+            for cells in value_cells:
                 counts[cells] -= sign
                 ids[cells] ^= value
                 checks[cells] ^= check
@@ -82,7 +85,7 @@ class RowSketch:
         return np.array(only[1], np.uint64), np.array(only[-1], np.uint64)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return {
             "counts": self.counts.tolist(),
             "ids": self.ids.tolist(),
@@ -91,18 +94,20 @@ class RowSketch:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RowSketch:
-        """What `to_dict` wrote. Raises KeyError, ValueError or OverflowError for anything else."""
+        """Return the sketch that `to_dict` converted.
+
+        Raises KeyError, ValueError or OverflowError for other values.
+        """
         counts = np.array(values["counts"], np.int64)
-        ids, checks = (np.array(values[name], np.uint64) for name in ("ids", "checks"))
-        if any(part.shape != (NUM_TABLES * CELLS_PER_TABLE,) for part in (counts, ids, checks)):
-            raise ValueError(
-                f"a sketch has {NUM_TABLES * CELLS_PER_TABLE} cells, this one has {len(counts)}"
-            )
+        ids = np.array(values["ids"], np.uint64)
+        checks = np.array(values["checks"], np.uint64)
+        if any(array.shape != (_NUM_CELLS,) for array in (counts, ids, checks)):
+            raise ValueError(f"a sketch has {_NUM_CELLS} cells, this one has {len(counts)}")
         return cls(counts, ids, checks)
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijective hash of uint64 [N]: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Hash uint64 [N] bijectively: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -110,7 +115,9 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def unmix(values: np.ndarray) -> np.ndarray:
-    """The inverse of `mix`."""
+    """Invert `mix`, uint64 [N]."""
+    # The constants are the modular inverses of those in `mix`. A shift by k of 64 bits is undone by
+    # repeating it with multiples of k.
     mixed = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
     mixed = mixed * np.uint64(0x319642B2D24D8EC3)
     mixed = mixed ^ (mixed >> np.uint64(27)) ^ (mixed >> np.uint64(54))
@@ -120,11 +127,11 @@ def unmix(values: np.ndarray) -> np.ndarray:
 
 
 def _cells(ids: np.ndarray) -> list[np.ndarray]:
-    """The cell of each id in each table, int64 [N] each."""
+    """Return the cell of each id uint64 [N] in each table, int64 [N] each."""
     hashed = mix(mix(ids))
-    shifts = range(0, 16 * NUM_TABLES, 16)
-    return [
-        ((hashed >> np.uint64(shift)) % np.uint64(CELLS_PER_TABLE)).astype(np.int64)
-        + table * CELLS_PER_TABLE
-        for table, shift in enumerate(shifts)
-    ]
+    cells = []
+    for table in range(NUM_TABLES):
+        bits = hashed >> np.uint64(16 * table)
+        cell = (bits % np.uint64(CELLS_PER_TABLE)).astype(np.int64)
+        cells.append(cell + table * CELLS_PER_TABLE)
+    return cells

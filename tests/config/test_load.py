@@ -309,7 +309,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ("policy.optimizer=3", "policy.optimizer is 3; it is a section with keys (lr, "),
         (
             "policy.sequence_packing.algorithm=ffd",
-            "balanced (did you mean first_fit_decreasing?) (the command line)",
+            "concatenative (did you mean first_fit_decreasing?) (the command line)",
         ),
         ("policy.sequence_packing.algorithm=best_fit", "(did you mean best_fit_decreasing?)"),
         (

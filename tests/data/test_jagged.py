@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused() -> None:
     jagged, _ = make([2, 3])
     with pytest.raises(ValueError, match="row lengths add up to 3 but there are 4 values"):
         Jagged.from_lengths(np.zeros(4), np.array([1, 2]))
-    with pytest.raises(ValueError, match="a row has 3 tokens, more than the asked length 2"):
+    with pytest.raises(ValueError, match="a row has 3 tokens, more than the requested length 2"):
         jagged.to_padded(length=2)
     with pytest.raises(
         ValueError, match=r"2 lengths up to 4 do not fit an array of shape \(2, 3\)"

@@ -113,7 +113,7 @@ def test_rows_without_an_encoding_are_left_out_and_counted() -> None:
     loader = loader_of(range(6), 2, lambda row: None if row in (1, 3) else str(row), shuffle=False)
     assert (next(loader), loader.num_dropped) == (["0", "2"], 1)
     assert (next(loader), loader.num_dropped) == (["4", "5"], 1)
-    with pytest.raises(ConfigError, match=r"every row is left out by policy\.oversize_rows=drop"):
+    with pytest.raises(ConfigError, match=r"every row is dropped by policy\.oversize_rows=drop"):
         next(loader_of(range(6), 2, lambda row: None))
 
 
@@ -200,7 +200,8 @@ def test_rows_that_were_not_visited_may_change_and_others_may_not(
         ]
     if num_visited < 40:
         assert sorted(visited + come) == sorted(edited)
-        assert after.epoch == 1
+        # An epoch without rows left ends with the next batch.
+        assert after.epoch == (1 if come else 0)
 
 
 def test_a_row_that_changed_after_its_place_had_passed_comes_last_and_survives_another_resume() -> (
