@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
-
-if TYPE_CHECKING:
-    from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_calls import call_sharded
+from nemo_like.distributed.worker_group import WorkerGroup
 
 _MAX_TEXT_SHOWN = 500
 
@@ -57,6 +56,14 @@ class RewardError(Exception):
         return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
 
 
+class RewardWorkerProtocol(Protocol):
+    """The method of `rewards.RewardWorker` that the driver calls."""
+
+    def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
+        """Return the values of every function, float32 [B], by name."""
+        ...
+
+
 class RewardEnvironment:
     """Scores completions on a group of `RewardWorker`.
 
@@ -81,7 +88,7 @@ class RewardEnvironment:
         num_workers = self.group.topology.dp
         bounds = np.linspace(0, len(samples), num_workers + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
-        parts = self.group.run_all_workers_sharded_data("score", chunks)
+        parts = call_sharded(self.group, RewardWorkerProtocol.score, chunks)
         components = {
             name: np.concatenate([part[name] for part in parts]) for name in self._weights
         }

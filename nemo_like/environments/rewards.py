@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.reward import RewardError, RewardFunction, RewardSample
-
-if TYPE_CHECKING:
-    from nemo_like.distributed.worker_group import WorkerContext
 
 
 def load_reward_functions(
@@ -40,10 +38,7 @@ class RewardWorker:
         self._paths = {name: function.path for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
-        """Return the values of every function, float32 [B], by name.
-
-        Raises RewardError, with the sample, if a function fails.
-        """
+        """See `RewardWorkerProtocol.score`. Raises RewardError with the sample if one fails."""
         return {name: self._score(name, samples) for name in self._functions}
 
     def _score(self, name: str, samples: Sequence[RewardSample]) -> np.ndarray:
