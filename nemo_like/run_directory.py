@@ -1,7 +1,7 @@
 """The run directory `<output_dir>/<run_name>`: names, lock, config.yaml, and cleanup at a resume.
 
-No file of an existing run changes before `start_run`, which is called after every check that can
-refuse the run.
+No file of an existing run changes before `start_run_directory`, which is called after every check
+that can refuse the run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RunDirectory:
 
 
 @contextmanager
-def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
+def open_run_directory(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDirectory]:
     """Create or open a run's directory and lock it inside the block.
 
     Files of an existing run are not changed. Raises ConfigError if a run of this name has written
@@ -94,46 +94,48 @@ def open_run(output_dir: str, run_name: str, *, resume: bool) -> Iterator[RunDir
         raise ConfigError(
             f"run_name: {run_name!r} cannot name a directory; use letters, digits, '_', '-' and '.'"
         )
-    run = RunDirectory(Path(output_dir) / run_name)
-    _refuse_other_directory(run)
-    _make_directories(run.path)
+    directory = RunDirectory(Path(output_dir) / run_name)
+    _refuse_other_directory(directory)
+    _make_directories(directory.path)
     with ExitStack() as lock:
         try:
-            lock.enter_context(locked(run.path))
+            lock.enter_context(locked(directory.path))
         except WriteError as error:
             raise ConfigError(f"output_dir: {error}") from error
         # Under the lock, or another driver could write results after the check.
         if not resume:
-            _refuse_results(run)
-        _make_directories(run.logs, run.lengths.parent, run.rollouts(0).parent)
-        yield run
+            _refuse_results(directory)
+        _make_directories(directory.logs, directory.lengths.parent, directory.rollouts(0).parent)
+        yield directory
 
 
-def write_config(run: RunDirectory, config: Mapping[str, Any]) -> None:
+def write_config(directory: RunDirectory, config: Mapping[str, Any]) -> None:
     """Replace config.yaml by the resolved configuration. Raises WriteError."""
-    write_text(run.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    write_text(directory.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
 
-def start_run(run: RunDirectory, config: Mapping[str, Any], resumed_step: int | None) -> None:
+def start_run_directory(
+    directory: RunDirectory, config: Mapping[str, Any], resumed_step: int | None
+) -> None:
     """Remove the records after `resumed_step`, which the run writes again; write config.yaml.
 
     Call it after every check that can refuse the run. A truncated last line, which a kill leaves,
     is removed as well. None means a start at step 0: metrics.jsonl is kept under another name then.
     Raises WriteError.
     """
-    if resumed_step is None and run.metrics.exists() and run.metrics.stat().st_size > 0:
-        renamed = run.metrics.with_name(run.metrics.name + _BEFORE_RESUME)
+    if resumed_step is None and directory.metrics.exists() and directory.metrics.stat().st_size > 0:
+        renamed = directory.metrics.with_name(directory.metrics.name + _BEFORE_RESUME)
         logger.warning("the run starts again at step 0; its earlier metrics are in %s", renamed)
         with reporting_write_errors(renamed):
-            run.metrics.replace(renamed)
+            directory.metrics.replace(renamed)
     last_step = -1 if resumed_step is None else resumed_step
-    for directory in (run.path, run.lengths.parent):
-        for path in sorted(directory.glob("*.jsonl")):
+    for parent in (directory.path, directory.lengths.parent):
+        for path in sorted(parent.glob("*.jsonl")):
             if path.is_file():
                 keep_records(path, last_step)
-    _remove_steps_after(last_step, run.rollouts(0).parent)
-    _remove_steps_after(last_step, run.skipped(0).parent)
-    write_config(run, config)
+    _remove_steps_after(last_step, directory.rollouts(0).parent)
+    _remove_steps_after(last_step, directory.skipped(0).parent)
+    write_config(directory, config)
 
 
 def _remove_steps_after(last_step: int, directory: Path) -> None:
@@ -169,16 +171,16 @@ def keep_records(path: Path, last_step: int) -> None:
     logger.info("removed %d records after step %d from %s", num_removed, max(last_step, 0), path)
 
 
-def log_config_changes(run: RunDirectory, config: Mapping[str, Any]) -> None:
+def log_config_changes(directory: RunDirectory, config: Mapping[str, Any]) -> None:
     """Log every key whose value differs from the existing config.yaml, old -> new."""
-    if not run.config.exists():
+    if not directory.config.exists():
         return
     try:
-        before = flatten(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+        before = flatten(yaml.safe_load(directory.config.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError, AttributeError, RecursionError) as error:
         logger.warning(
             "%s cannot be read, so changes of the configuration are not listed: %s",
-            run.config,
+            directory.config,
             error,
         )
         return
@@ -214,19 +216,21 @@ def _make_directories(*directories: Path) -> None:
             ) from error
 
 
-def _refuse_other_directory(run: RunDirectory) -> None:
+def _refuse_other_directory(directory: RunDirectory) -> None:
     """Raise ConfigError if the path exists and is not a run's directory."""
     try:
-        if not run.path.exists():
+        if not directory.path.exists():
             return
-        names = {path.name for path in run.path.iterdir()} if run.path.is_dir() else None
+        names = None
+        if directory.path.is_dir():
+            names = {path.name for path in directory.path.iterdir()}
     except OSError as error:
-        raise ConfigError(f"output_dir: cannot read {run.path} ({error.strerror})") from error
+        raise ConfigError(f"output_dir: cannot read {directory.path} ({error.strerror})") from error
     if names is None or (
         names and "config.yaml" not in names and any(_is_foreign(name) for name in names)
     ):
         raise ConfigError(
-            f"run_name: {run.path} exists and is not the directory of a run; choose another"
+            f"run_name: {directory.path} exists and is not the directory of a run; choose another"
             f" run_name"
         )
 
@@ -235,14 +239,14 @@ def _is_foreign(name: str) -> bool:
     return name not in _NAMES and not name.startswith(f".{LOCK_NAME}.")
 
 
-def _refuse_results(run: RunDirectory) -> None:
+def _refuse_results(directory: RunDirectory) -> None:
     """Raise ConfigError if the directory has results; a run that wrote none may start again."""
-    has_metrics = run.metrics.exists() and run.metrics.stat().st_size > 0
-    checkpoints = run.path / "checkpoints"
+    has_metrics = directory.metrics.exists() and directory.metrics.stat().st_size > 0
+    checkpoints = directory.path / "checkpoints"
     if has_metrics or (checkpoints.exists() and any(checkpoints.iterdir())):
         raise ConfigError(
-            f"run_name: {run.path} already has a run; choose another run_name, or set resume=true"
-            " to continue it from its latest checkpoint"
+            f"run_name: {directory.path} already has a run; choose another run_name, or set"
+            " resume=true to continue it from its latest checkpoint"
         )
 
 

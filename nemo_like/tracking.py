@@ -54,14 +54,14 @@ class Sink(Protocol):
 class Tracker:
     """Sends the metrics of each step to every configured destination. A context manager.
 
-    A step is logged once, in increasing order. `start_run` has removed the records after
+    A step is logged once, in increasing order. `start_run_directory` has removed the records after
     `resumed_step`, which the run writes again. A number that is not finite is `null` in
     metrics.jsonl. Raises WriteError.
     """
 
     def __init__(
         self,
-        run: RunDirectory,
+        directory: RunDirectory,
         config: LoggerConfig,
         run_config: Mapping[str, Any],
         *,
@@ -76,7 +76,7 @@ class Tracker:
         self._sinks: list[Sink] = []
         # If a later sink cannot be opened, those that are open are closed.
         with ExitStack() as on_failure:
-            for sink in _open_sinks(run, config, run_config, resumed_step):
+            for sink in _open_sinks(directory, config, run_config, resumed_step):
                 on_failure.callback(sink.close)
                 self._sinks.append(sink)
             self._closing = on_failure.pop_all()
@@ -129,15 +129,18 @@ class Tracker:
 
 
 def _open_sinks(
-    run: RunDirectory, config: LoggerConfig, run_config: Mapping[str, Any], resumed_step: int | None
+    directory: RunDirectory,
+    config: LoggerConfig,
+    run_config: Mapping[str, Any],
+    resumed_step: int | None,
 ) -> Iterator[Sink]:
-    yield _JsonlSink(run.metrics)
+    yield _JsonlSink(directory.metrics)
     if config.tensorboard:
-        yield _TensorBoardSink(run.tensorboard, resumed_step)
+        yield _TensorBoardSink(directory.tensorboard, resumed_step)
     if config.wandb_project is not None:
-        yield _WandbSink(config.wandb_project, run, run_config)
+        yield _WandbSink(config.wandb_project, directory, run_config)
     if config.mlflow_experiment is not None:
-        yield _MlflowSink(config.mlflow_experiment, run, run_config)
+        yield _MlflowSink(config.mlflow_experiment, directory, run_config)
 
 
 class _JsonlSink:
@@ -225,14 +228,16 @@ def _event_file_name(directory: Path) -> str:
 class _WandbSink:
     """A wandb run. Its id is stored in `logs/wandb_run_id`, so that a resume continues it."""
 
-    def __init__(self, project: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, project: str, directory: RunDirectory, run_config: Mapping[str, Any]
+    ) -> None:
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=project,
-            id=_stored_id(run.logs / "wandb_run_id", lambda: secrets.token_hex(8)),
-            name=run.path.name,
+            id=_stored_id(directory.logs / "wandb_run_id", lambda: secrets.token_hex(8)),
+            name=directory.path.name,
             resume="allow",
-            dir=str(run.logs),
+            dir=str(directory.logs),
             config=dict(run_config),
         )
         self._run.define_metric("step")
@@ -252,14 +257,16 @@ class _WandbSink:
 class _MlflowSink:
     """An mlflow run. Its id is stored in `logs/mlflow_run_id`, so that a resume continues it."""
 
-    def __init__(self, experiment: str, run: RunDirectory, run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, experiment: str, directory: RunDirectory, run_config: Mapping[str, Any]
+    ) -> None:
         self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(experiment)
-        id_path = run.logs / "mlflow_run_id"
+        id_path = directory.logs / "mlflow_run_id"
         if id_path.exists():
             self._mlflow.start_run(run_id=id_path.read_text(encoding="utf-8").strip())
         else:
-            started = self._mlflow.start_run(run_name=run.path.name)
+            started = self._mlflow.start_run(run_name=directory.path.name)
             write_text(id_path, started.info.run_id + "\n")
             self._mlflow.log_params(flatten(run_config))
 

@@ -21,7 +21,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import LoggerConfig, OptimizerConfig
 from nemo_like.files import WriteError
-from nemo_like.run_directory import RunDirectory, log_config_changes, open_run, start_run
+from nemo_like.run_directory import (
+    RunDirectory,
+    log_config_changes,
+    open_run_directory,
+    start_run_directory,
+)
 from nemo_like.tracking import Tracker
 
 PLAIN = LoggerConfig(tensorboard=False)
@@ -36,10 +41,10 @@ def new_run(
     tmp_path: Path, *, resume: bool = False, resumed_step: int | None = None, config: dict = CONFIG
 ) -> RunDirectory:
     """A run as a job opens it, with its lock given back at once."""
-    with open_run(str(tmp_path), "first", resume=resume) as run:
+    with open_run_directory(str(tmp_path), "first", resume=resume) as run:
         if resume:
             log_config_changes(run, config)
-        start_run(run, config, resumed_step)
+        start_run_directory(run, config, resumed_step)
     return run
 
 
@@ -59,7 +64,7 @@ def log_steps(
     resumed_step: int | None = None,
     config: LoggerConfig = PLAIN,
 ) -> None:
-    start_run(run, CONFIG, resumed_step)
+    start_run_directory(run, CONFIG, resumed_step)
     with Tracker(run, config, CONFIG, resumed_step=resumed_step) as tracker:
         for step in steps:
             tracker.log(step, {"policy/loss": step / 3})
@@ -128,7 +133,7 @@ def test_somebody_elses_directory_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_name_must_be_one_directory(tmp_path: Path, name: str) -> None:
     with (
         pytest.raises(ConfigError, match=r"run_name: .* cannot name a directory"),
-        open_run(str(tmp_path), name, resume=False),
+        open_run_directory(str(tmp_path), name, resume=False),
     ):
         pass
 
@@ -138,7 +143,7 @@ def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     match = r"output_dir: cannot create .*file/first"
     with (
         pytest.raises(ConfigError, match=match),
-        open_run(str(tmp_path / "file"), "first", resume=True),
+        open_run_directory(str(tmp_path / "file"), "first", resume=True),
     ):
         pass
 
@@ -246,7 +251,7 @@ def test_tensorboard_has_the_scalars_and_a_resume_purges_what_it_repeats(tmp_pat
 
 def test_metrics_that_cannot_be_written_are_one_paragraph(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    start_run(run, CONFIG, None)
+    start_run_directory(run, CONFIG, None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with (
         pytest.raises(

@@ -35,8 +35,8 @@ from nemo_like.progress import Progress, Sample
 from nemo_like.run_directory import (
     RunDirectory,
     log_config_changes,
-    open_run,
-    start_run,
+    open_run_directory,
+    start_run_directory,
     write_config,
 )
 from nemo_like.run_log import RunLog, run_log
@@ -115,7 +115,7 @@ class TrainingRun:
                 f"resume: no checkpoint in {self.checkpointer.path}, so the run starts at step 0"
             )
         # The policy and the loader accepted the checkpoint, so files may change now.
-        start_run(self.directory, self.resolved, resumed_step)
+        start_run_directory(self.directory, self.resolved, resumed_step)
         tracker = Tracker(
             self.directory,
             self.config.logger,
@@ -333,7 +333,7 @@ def open_training_run(
     progress = Progress(num_steps=num_steps)
     with (
         stop_requests(config) as stop,
-        open_run(config.output_dir, config.run_name, resume=config.resume) as directory,
+        open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
         run_log(directory.logs / "driver.log") as log_file,
         ExitStack() as closing,
     ):
@@ -346,7 +346,7 @@ def open_training_run(
         resumed = None
         if config.resume:
             resumed = checkpointer.find_latest(lambda path: checkpoint_problem(path / _POLICY))
-            # config.yaml itself is replaced in `start_run`, after the last check.
+            # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
             write_config(directory, plain)
