@@ -245,7 +245,7 @@ def test_going_back_removes_what_lies_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pointer", [None, "", "checkpoints/step_99\n", "../../elsewhere\n"])
-def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_whole_folder(
+def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_complete_folder(
     tmp_path: Path, pointer: str | None
 ) -> None:
     checkpointer = checkpointer_at(tmp_path)

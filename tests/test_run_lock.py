@@ -127,7 +127,7 @@ def test_stale_locks(tmp_path: Path, has_flock: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"host": "a"}'])
-def test_a_damaged_lock_that_nobody_holds_is_taken_over(tmp_path: Path, content: str) -> None:
+def test_a_damaged_lock_without_an_owner_is_taken_over(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK_NAME).write_text(content)
     with locked(tmp_path):
         assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()

@@ -70,7 +70,7 @@ def log_steps(
             tracker.log(step, {"policy/loss": step / 3})
 
 
-def test_open_run_makes_the_directory_and_the_resolved_config(tmp_path: Path) -> None:
+def test_open_run_directory_makes_the_directory_and_the_resolved_config(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run.path == tmp_path / "first"
     assert {path.name for path in run.path.iterdir()} == {

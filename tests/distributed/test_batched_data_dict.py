@@ -234,7 +234,7 @@ def test_repeat_interleave_copies_what_can_change() -> None:
     assert len(repeated["message_log"][1]) == 1
 
 
-def test_truncate_tensors_cuts_one_dim_in_place() -> None:
+def test_truncate_tensors_truncates_one_dim_in_place() -> None:
     batch = make_batch([3, 1, 2])
     batch["ids_array"] = batch["input_ids"].numpy()
     batch.truncate_tensors(dim=1, truncated_len=2)
@@ -315,7 +315,7 @@ def test_uneven_plain_shards_are_short_or_empty() -> None:
         ({"shards": 2, "sequence_packing_args": packing_args(4)}, "row"),
     ],
 )
-def test_shard_by_batch_size_says_what_does_not_fit(
+def test_shard_by_batch_size_reports_what_does_not_fit(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -56,7 +56,7 @@ SEGFAULT = "hello\nFatal Python error: Segmentation fault\n\nStack (most recent 
         ),
     ],
 )
-def test_the_cause_is_told_from_the_traces(
+def test_the_cause_is_diagnosed_from_the_evidence(
     report: str, log: str, num_oom_kills: int, cause: str, key: str
 ) -> None:
     diagnosis = diagnose(report, Evidence(log_tail=log), num_oom_kills)

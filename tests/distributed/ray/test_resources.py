@@ -76,7 +76,7 @@ def test_whether_it_fits(requested: ResourceRequest, nodes: Sequence[Node], fits
     st.sampled_from([0.5, 1.0, 2.0]),
 )
 @settings(max_examples=100)
-def test_the_advice_fits_or_says_what_to_add(
+def test_the_advice_fits_or_names_what_to_add(
     cpus: list[int], num_nodes: int, workers_per_node: int, cpus_per_worker: float
 ) -> None:
     nodes = [node(str(index), count) for index, count in enumerate(cpus)]

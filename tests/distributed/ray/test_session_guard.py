@@ -102,7 +102,7 @@ def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
 
 
 @pytest.mark.parametrize("then", ["signal.pause()", "while True: ray.nodes()"])
-def test_a_driver_whose_raylet_dies_says_so(tmp_path: Path, then: str) -> None:
+def test_a_driver_whose_raylet_dies_reports_it(tmp_path: Path, then: str) -> None:
     """Ray ends the driver's process at its next call, without an exception; an idle driver ends
     too.
     """

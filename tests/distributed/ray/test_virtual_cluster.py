@@ -31,7 +31,7 @@ from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
         ("somewhere", "it is not of the form host:port"),
     ],
 )
-def test_a_wrong_ray_address_is_told_at_once(
+def test_a_wrong_ray_address_is_reported_at_once(
     address: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not ray.is_initialized()

@@ -164,7 +164,7 @@ def test_an_exception_of_a_constructor_surfaces(cluster: RayVirtualCluster) -> N
     )
 
 
-def test_exceptions_and_results_that_cannot_travel_are_told_in_words(
+def test_exceptions_and_results_that_cannot_be_pickled_are_reported(
     cluster: RayVirtualCluster,
 ) -> None:
     with pytest.raises(WorkerError, match=r"worker 0 .* RuntimeError: Unpicklable: no \(really\)"):
@@ -219,7 +219,7 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
     assert "its node left the cluster" in str(gone)
 
 
-def test_a_hung_worker_is_told_from_a_slow_one(
+def test_a_hung_worker_is_distinguished_from_a_slow_one(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank loops, later one is stopped; both end the call with the rank and its last
