@@ -210,7 +210,7 @@ class Bench:
             kill.problems.append(
                 f"an attempt that was not killed failed with exit code {kill.exit_code}"
             )
-        if "Traceback" in errors.split("The last lines it wrote")[0]:
+        if "Traceback" in errors.split("The last lines of its log")[0]:
             kill.problems.append("the message contains a traceback")
         if kill.problems:
             kill.errors = errors[-4000:]
