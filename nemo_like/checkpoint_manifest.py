@@ -82,7 +82,8 @@ def incomplete_reason(directory: Path, step: int) -> str | None:
     def content_problem(name: str) -> str | None:
         return _content_problem(root / name, files[name][1])
 
-    total_size = sum(size for size, _ in files.values())
+    sizes = [size for size, _ in files.values()]
+    total_size = sum(sizes)
     if total_size < _PARALLEL_BYTES:
         return next(filter(None, map(content_problem, files)), None)
     # Threads are enough: hashing releases the GIL.
@@ -129,7 +130,9 @@ def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str 
     is_relative = bool(parts) and not name.startswith("/") and ".." not in parts
     if not is_relative or "\\" in name or "\0" in name:
         raise CheckpointError(f"it lists {name[:80]!r}, which is not a path inside the checkpoint")
-    size = entry.get("size") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"it has no size for {name[:80]!r}")
+    size = entry.get("size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise CheckpointError(f"it has no size for {name[:80]!r}")
     checksum = entry.get("sha256")

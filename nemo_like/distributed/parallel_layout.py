@@ -100,7 +100,8 @@ class Topology:
 
     def replicas(self, dp_rank: int) -> tuple[int, ...]:
         """Return the ranks that get the shard of `dp_rank`, in rank order."""
-        return tuple(rank for rank in range(self.world_size) if self.dp_rank(rank) == dp_rank)
+        ranks = range(self.world_size)
+        return tuple(rank for rank in ranks if self.dp_rank(rank) == dp_rank)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the process groups along `axes`: ranks whose other coordinates are equal.

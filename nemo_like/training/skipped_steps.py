@@ -125,7 +125,8 @@ def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterat
     losses = dict(sorted(step.row_losses.items()))
     # Without a bad loss the gradients overflowed, for which no single row is responsible.
     responsible = {row: loss for row, loss in losses.items() if not math.isfinite(loss)}
-    for row, loss in (responsible or losses).items():
+    recorded = responsible or losses
+    for row, loss in recorded.items():
         token_ids = trained.batch["input_ids"][row].tolist()
         record = {
             "step": trained.step,

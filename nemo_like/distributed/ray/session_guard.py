@@ -174,12 +174,14 @@ def _session_pids(directory: Path) -> Iterator[int]:
             files = dict(_open_files(entry.path))
         except OSError:  # it has ended, or belongs to another user
             continue
+        # Descriptors 1 and 2: standard output and error.
         writes_here = any(files.get(number, "").startswith(prefix) for number in (1, 2))
+        has_file_here = any(name.startswith(prefix) for name in files.values())
+        names_directory = prefix.encode() in command
         # Ray's agents replace their command line by a title such as `ray::DashboardAgent`; they
         # keep their log open.
         is_of_ray = command.startswith(b"ray::") or b"/ray/" in command
-        has_file_here = any(name.startswith(prefix) for name in files.values())
-        if writes_here or (is_of_ray and (prefix.encode() in command or has_file_here)):
+        if writes_here or (is_of_ray and (names_directory or has_file_here)):
             yield int(entry.name)
 
 
