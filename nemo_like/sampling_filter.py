@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which tokens of a distribution may be sampled.
+"""Top-k, top-p and min-p filters of the tokens that may be sampled.
 
 The sampler and the policy's log-probs both use this module, so that both see one distribution.
 A filter is expressed as one threshold per position: a token is kept if its logit is at least that.
@@ -41,7 +41,7 @@ class SamplingFilter:
 
     @classmethod
     def from_config(cls, config: GenerationConfig) -> SamplingFilter | None:
-        """The filter of training rollouts; None if nothing is filtered or sampling is greedy."""
+        """Return the filter of training rollouts; None without filters or with greedy sampling."""
         if config.temperature == 0:
             return None
         token_filter = cls(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
@@ -49,25 +49,26 @@ class SamplingFilter:
 
     @property
     def is_active(self) -> bool:
-        """Whether any token can be removed."""
+        """True if any token can be removed."""
         return self.has_top_k or self.top_p < 1 or self.min_p > 0
 
     @property
     def has_top_k(self) -> bool:
-        """Whether `top_k` is on."""
+        """True if `top_k` is on."""
         return self.top_k is not None and self.top_k > 0
 
     def thresholds(self, logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The smallest logit that is kept at each position, float32 [T]; -inf where all are.
+        """Return the smallest logit that is kept at each position, float32 [T]; -inf if all are.
 
         `logits` is float32 [T, V] after the temperature and is not modified. With `group`,
-        `logits` holds this rank's part of the vocabulary, of any size; all ranks of the group call
+        `logits` are those of this rank's vocabulary shard, of any size; all ranks of the group call
         with the same T and get the same result. No tensor of vocabulary size is communicated:
         top-k and top-p each sum one number per position, 32 times.
         """
         highest = _highest(logits, group)
         threshold = torch.full_like(highest, -torch.inf)
         if self.min_p > 0:
+            # p >= min_p * p_max, in logits: z >= z_max + log(min_p).
             threshold = highest + math.log(self.min_p)
         if self.top_k is not None and self.has_top_k:
             threshold = torch.maximum(threshold, _kth_largest(logits, highest, self.top_k, group))
@@ -77,18 +78,22 @@ class SamplingFilter:
 
 
 def filter_logits(logits: Tensor, token_filter: SamplingFilter) -> Tensor:
-    """`logits` [T, V] with -inf for every removed token; the same tensor if nothing is filtered.
+    """Set the logits of removed tokens to -inf; `logits` [T, V] itself if nothing is filtered.
 
-    Logits that are not a number stay as they are.
+    Logits that are NaN stay NaN.
     """
     if not token_filter.is_active:
         return logits
-    return logits.masked_fill(logits < token_filter.thresholds(logits)[:, None], -torch.inf)
+    thresholds = token_filter.thresholds(logits)
+    return logits.masked_fill(logits < thresholds[:, None], -torch.inf)
 
 
 def _highest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest logit of each position over all ranks, [T]."""
-    highest = logits.amax(dim=1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+    """Return the largest logit of each position over all ranks, [T]."""
+    # amax is an error for an empty vocabulary shard.
+    highest = logits.new_full((len(logits),), -torch.inf)
+    if logits.shape[1]:
+        highest = logits.amax(dim=1)
     if group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     return highest
@@ -97,15 +102,17 @@ def _highest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _kth_largest(
     logits: Tensor, highest: Tensor, k: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The k-th largest logit of each position over all ranks, [T]; -inf if there are fewer."""
+    """Return the k-th largest logit of each position over all ranks, [T]; -inf if fewer exist."""
     lowest = torch.full_like(highest, -torch.inf)
     if group is None:
-        return logits.topk(k, dim=1).values[:, -1] if k <= logits.shape[1] else lowest
+        if k > logits.shape[1]:
+            return lowest
+        return logits.topk(k, dim=1).values[:, -1]
 
-    def num_from(threshold: Tensor) -> Tensor:
+    def count_from(threshold: Tensor) -> Tensor:
         return _sum((logits >= threshold[:, None]).sum(dim=1), group)
 
-    return _largest_threshold(num_from, torch.full_like(highest, k), lowest, highest)
+    return _largest_threshold(count_from, torch.full_like(highest, k), lowest, highest)
 
 
 def _nucleus_threshold(
@@ -115,15 +122,16 @@ def _nucleus_threshold(
     top_p: float,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The largest t [T] with sum(exp(z) for z >= t) at least `top_p` of that for z >= `lowest`.
+    """Return the largest t [T] with sum(exp(z) for z >= t) >= `top_p` * the sum for z >= `lowest`.
 
     The tokens above t alone have less than this mass, so t is the smallest logit of the nucleus.
-    Sums are float64, so that their order does not change the result.
     """
+    # Relative to the largest logit, so that exp does not overflow.
     weights = (logits - highest[:, None]).exp_()
 
     def mass_from(threshold: Tensor) -> Tensor:
         is_below = logits < threshold[:, None]
+        # float64, so that the order of the sum does not change the result.
         return _sum(weights.masked_fill(is_below, 0.0).sum(dim=1, dtype=torch.float64), group)
 
     return _largest_threshold(mass_from, top_p * mass_from(lowest), lowest, highest)
@@ -132,12 +140,13 @@ def _nucleus_threshold(
 def _largest_threshold(
     measure: Callable[[Tensor], Tensor], target: Tensor, lowest: Tensor, highest: Tensor
 ) -> Tensor:
-    """The largest t [T] in [lowest, highest] with measure(t) >= target; `lowest` if there is none.
+    """Return the largest t [T] in [lowest, highest] with measure(t) >= target, else `lowest`.
 
-    `measure` does not increase with t. The float32 numbers are bisected in their order, which
-    takes 32 halvings for any range.
+    `measure` does not increase with t.
     """
-    low, high = _ordinal(lowest), _ordinal(highest)
+    low = _ordinal(lowest)
+    high = _ordinal(highest)
+    # Bisection over the float32 numbers in their order: there are at most 2^32 of them.
     for _ in range(32):
         middle = low + (high - low + 1) // 2
         is_enough = measure(_from_ordinal(middle)) >= target
@@ -147,19 +156,20 @@ def _largest_threshold(
 
 
 def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`values` summed over the ranks, in place."""
+    """All-reduce `values` over the ranks, in place."""
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
 
 
 def _ordinal(values: Tensor) -> Tensor:
-    """int64 numbers in the order of the float32 `values`, consecutive for consecutive floats."""
+    """Map float32 `values` to int64 ordinals: same order, consecutive for consecutive floats."""
+    # The bits of a negative float32 decrease with its value, so they are flipped except the sign.
     bits = values.contiguous().view(torch.int32).long()
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 def _from_ordinal(ordinals: Tensor) -> Tensor:
-    """The float32 numbers of which `_ordinal` gives `ordinals`."""
+    """Invert `_ordinal`."""
     bits = torch.where(ordinals >= 0, ordinals, ordinals ^ 0x7FFFFFFF)
     return bits.to(torch.int32).view(torch.float32)

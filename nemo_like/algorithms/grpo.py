@@ -14,7 +14,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.config.schema import GrpoRunConfig
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
-from nemo_like.generation.generator import SamplingParams
+from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds

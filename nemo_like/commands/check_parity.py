@@ -43,7 +43,7 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec, policy_topology
-from nemo_like.policy.checkpoint.sharded import open_checkpoint
+from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
 from nemo_like.policy.worker import PolicyWorker

@@ -18,7 +18,7 @@ from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.checkpoint.sharded import (
+from nemo_like.policy.checkpoint.sharded_reader import (
     WEIGHT,
     CheckpointReader,
     checkpoint_problem,

@@ -12,15 +12,18 @@ from nemo_like.metrics import Mean
 
 @dataclass(frozen=True, kw_only=True)
 class NllLoss:
-    """-sum(m * log p) over the trained tokens; the worker divides by their global number."""
+    """-sum(m * log p) over the trained tokens; the worker divides by their global count."""
 
     normalization: Normalization = "token"
     needs_entropy: bool = False
     entropy_gradient: bool = False
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Return the summed loss and its mean as metric `policy/loss`."""
+        # where() and not a product: an infinite log-prob at a masked position must not become NaN.
         losses = torch.where(inputs.token_mask, -inputs.policy_logprobs, 0.0)
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
+        # One transfer from the device for both numbers.
         total, weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
         return LossTerms(loss_sum, {"policy/loss": Mean(total, weight)})

@@ -1,9 +1,8 @@
-"""The clipped policy-gradient surrogate of PPO, GRPO and DAPO, its KL to a reference, and the
-train/sampler mismatch.
+"""Clipped policy-gradient loss of PPO, GRPO and DAPO, KL to a reference, train/sampler mismatch.
 
 Sources: Schulman et al. 2017 (PPO clip); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO,
-asymmetric clip and token mean); Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (which of
-them has an unbiased gradient).
+asymmetric clip and token mean); Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (bias
+of their gradients).
 """
 
 from __future__ import annotations
@@ -26,46 +25,52 @@ from nemo_like.losses.reduce import (
 from nemo_like.metrics import Max, Mean, Metrics
 
 _MAX_EXPONENT = 20.0
-"""exp(20) is finite in float32; a larger difference is a broken sample, not a signal."""
+"""Limit of a log-prob difference: exp(20) is finite in float32, and a larger difference is no
+meaningful signal.
+"""
 _MAX_KL = 10.0
-"""Bound of the magnitude of a token's KL estimate, and separately of its derivative."""
+"""Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyGradientLoss:
-    """Per token `max(-A r, -A clip(r, 1 - min, 1 + max))`, `r = exp(l - l_prev)`, plus `beta * KL`
-    minus `c * entropy`.
+    """Clipped surrogate plus `beta * KL` minus `c * entropy`, summed over tokens.
+
+    The surrogate of a token is `max(-A r, -A clip(r, 1 - min, 1 + max))`, r = exp(l - l_prev).
     """
 
     config: PolicyGradientLossConfig
 
     @property
     def normalization(self) -> Normalization:
+        """Divisor of the summed loss: tokens or sequences."""
         return self.config.normalization
 
     @property
     def needs_entropy(self) -> bool:
+        """True: the entropy is at least a metric."""
         return True
 
     @property
     def entropy_gradient(self) -> bool:
+        """True if the loss has an entropy bonus."""
         return self.config.entropy_coefficient > 0
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Reads columns `advantages`, `prev_logprobs`, `generation_logprobs` (and
-        `reference_logprobs` with a KL).
+        """Compute from `advantages`, `prev_logprobs`, `generation_logprobs`, `reference_logprobs`.
 
-        With top-k, top-p or min-p sampling, the ratio is that of the filtered distributions; the KL
-        to the reference and the entropy are those of the whole distributions.
+        The last of these columns is needed with a KL only. With top-k, top-p or min-p sampling the
+        ratio is that of the filtered distributions; the KL to the reference and the entropy are
+        those of the unfiltered distributions.
         """
-        mask, columns = inputs.token_mask, inputs.columns
-        # Masked positions hold no sample; their difference is set to 0 so that neither value nor
+        mask = inputs.token_mask
+        columns = inputs.columns
+        # Masked positions have no sample; their difference is set to 0 so that neither value nor
         # gradient can be NaN.
         delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
         losses, per_token = self._surrogate(delta, columns["advantages"])
         if self.config.reference_policy_kl_penalty > 0:
-            # The reference's log-probs are those of its whole distribution, so the policy's must be
-            # as well.
+            # The reference's log-probs are unfiltered, so the policy's must be as well.
             unfiltered = inputs.unfiltered_logprobs
             policy_logprobs = inputs.policy_logprobs if unfiltered is None else unfiltered
             kl = reference_kl(
@@ -79,9 +84,8 @@ class ClippedPolicyGradientLoss:
         if inputs.entropy is not None:
             per_token["policy/entropy"] = inputs.entropy
             if self.entropy_gradient:
-                losses = losses - self.config.entropy_coefficient * torch.where(
-                    mask, inputs.entropy, 0.0
-                )
+                entropy = torch.where(mask, inputs.entropy, 0.0)
+                losses = losses - self.config.entropy_coefficient * entropy
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
         loss_total, loss_weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
@@ -93,34 +97,39 @@ class ClippedPolicyGradientLoss:
         return LossTerms(loss_sum, metrics)
 
     def _surrogate(self, delta: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T] surrogate losses and the [T] quantities worth a metric."""
-        low, high = 1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max
+        """Return the surrogate losses [T] and the per-token metrics [T] by name.
+
+        `delta` [T] is l - l_prev. With `ratio_clip_c`, the dual clip, the loss of a token with
+        negative advantage is at most -A c.
+        """
+        low = 1.0 - self.config.ratio_clip_min
+        high = 1.0 + self.config.ratio_clip_max
         ratio = torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
         losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+        # Only where the advantage pushes the ratio further out does the clip remove the gradient.
         clipped_high = (ratio > high) & (advantages > 0)
         clipped_low = (ratio < low) & (advantages < 0)
+        kl_k3 = torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) - 1 - delta
         per_token = {
             "policy/ratio_mean": ratio,
             "policy/approx_kl_k1": -delta,
-            "policy/approx_kl_k3": torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
-            - 1
-            - delta,
+            "policy/approx_kl_k3": kl_k3,
             "policy/clip_fraction": (clipped_high | clipped_low),
             "policy/clip_fraction_high": clipped_high,
             "policy/clip_fraction_low": clipped_low,
         }
         if self.config.ratio_clip_c is not None:
             bound = -advantages * self.config.ratio_clip_c
-            dual = (advantages < 0) & (losses > bound)
-            losses = torch.where(dual, bound, losses)
-            per_token["policy/clip_fraction_dual"] = dual
+            clipped_dual = (advantages < 0) & (losses > bound)
+            losses = torch.where(clipped_dual, bound, losses)
+            per_token["policy/clip_fraction_dual"] = clipped_dual
         return losses, per_token
 
 
 def reference_kl(
     policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
 ) -> Tensor:
-    """Per-token estimate of KL(policy || reference), [T]; 0 where `mask` is False.
+    """Estimate KL(policy || reference) per token, float32 [T]; 0 where `mask` is False.
 
     With d = l_ref - l, the value is that of the estimator `kind`, clamped to [-10, 10]:
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, where |d| is at most 20.
@@ -150,7 +159,7 @@ def reference_kl(
 
 
 class _WithGradient(torch.autograd.Function):
-    """A given value whose derivative with respect to the first argument is given as well."""
+    """Returns `value`, with `derivative` as its derivative with respect to `variable`."""
 
     @staticmethod
     def forward(ctx: Any, variable: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
@@ -165,15 +174,13 @@ class _WithGradient(torch.autograd.Function):
 
 
 def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """How far the training engine's log-probs of the sampled tokens are from those the sampler
-    recorded.
+    """Compare the training engine's log-probs of the sampled tokens with the sampler's, [T] each.
 
-    `gen_kl_k3` is healthy at 1e-4..1e-3; `token_mult_prob_error` = mean exp|difference| should stay
-    below about 1.02.
+    Usual values: `gen_kl_k3` of 1e-4 to 1e-3, `token_mult_prob_error` = mean exp|difference| below
+    about 1.02.
     """
-    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).clamp(
-        -_MAX_EXPONENT, _MAX_EXPONENT
-    )
+    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0)
+    difference = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     weight = torch.exp(difference)
     metrics = mean_metrics(
         {
@@ -183,7 +190,7 @@ def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: T
         },
         mask,
     )
-    metrics["mismatch/logprob_diff_max"] = Max(
-        float(difference.abs().max()) if difference.numel() else 0.0
-    )
+    # max() of an empty tensor is an error.
+    max_difference = float(difference.abs().max()) if difference.numel() else 0.0
+    metrics["mismatch/logprob_diff_max"] = Max(max_difference)
     return metrics

@@ -1,9 +1,8 @@
-"""What a loss sees and what it returns: sums and counts, so that the split into microbatches cannot
-change a gradient.
+"""Inputs and results of a loss: sums and counts, independent of the split into microbatches.
 
-A loss never divides by what it sees. It returns the sum over its microbatch; the worker divides by
-`GlobalCounts`, which are known before the first backward of the optimizer step. Packing, microbatch
-size, row order and dp size then cannot change the gradient.
+A loss never divides by the counts of its microbatch. It returns the sum over the microbatch; the
+worker divides by `GlobalCounts`, which are known before the first backward of the optimizer step.
+Packing, microbatch size, row order and dp size therefore cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -33,63 +32,68 @@ class LossInputs:
     """float32 [T], with gradient: log-prob of the next token under the policy at the sampling
     temperature, in the distribution after top-k, top-p and min-p where sampling uses them."""
     token_mask: Tensor
-    """bool [T]: positions that carry loss."""
+    """bool [T]: True for positions whose label is trained."""
     row_ids: Tensor
     """int64 [T]: row of each position, 0 on padding."""
     row_num_tokens: Tensor
-    """float32 [R]: trained tokens of each whole row, also where this rank holds only a part of
-    it.
-    """
+    """float32 [R]: trained tokens of each row over all context-parallel ranks."""
     columns: Mapping[str, Tensor]
     """float32 [T] each: `advantages`, `prev_logprobs`, `generation_logprobs`,
     `reference_logprobs`.
     """
     entropy: Tensor | None = None
-    """float32 [T] of the policy's whole distribution, with gradient if the loss needs it."""
+    """float32 [T]: entropy of the policy's unfiltered distribution, with gradient if the loss needs
+    it.
+    """
     unfiltered_logprobs: Tensor | None = None
-    """float32 [T], with gradient: `policy_logprobs` in the whole distribution; None where nothing
-    is filtered.
+    """float32 [T], with gradient: `policy_logprobs` under the unfiltered distribution; None where
+    nothing is filtered.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """`loss_sum` (scalar, with gradient) is divided by `GlobalCounts.denominator` in one place: the
-    worker.
-    """
+    """Result of a loss. The worker alone divides `loss_sum` by `GlobalCounts.denominator`."""
 
     loss_sum: Tensor
+    """float32 [], with gradient."""
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalCounts:
-    """Over every microbatch of every dp rank of one optimizer step. Example: 8 rows, 512 trained
-    tokens.
+    """Counts over every microbatch of every dp rank of one optimizer step.
+
+    Example: 8 rows, 512 trained tokens.
     """
 
     num_tokens: float
+    """Trained tokens."""
     num_rows: float
+    """Rows with at least one trained token."""
 
     def denominator(self, normalization: Normalization) -> float:
-        """What the summed loss is divided by; 1 where a step trains nothing, so that its gradient
-        is 0 and not NaN.
-        """
-        return max(self.num_tokens if normalization == "token" else self.num_rows, 1.0)
+        """Return the divisor of the summed loss, at least 1."""
+        count = self.num_tokens if normalization == "token" else self.num_rows
+        # At least 1, so that the gradient of a step without trained tokens is 0 and not NaN.
+        return max(count, 1.0)
 
 
 def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:
-    """float32 [T]: weight of each token in the sum. `token`: 1. `sequence`: 1 / trained tokens of
-    its row, so a row sums to 1.
+    """Return the weight of each token in the sum, float32 [T]; 0 for tokens not trained.
+
+    `token`: 1. `sequence`: 1 / trained tokens of the row, so that the weights of a row sum to 1.
     """
     weights = inputs.token_mask.to(torch.float32)
     if normalization == "token":
         return weights
-    return weights / inputs.row_num_tokens.clamp(min=1.0)[inputs.row_ids]
+    # Padding has row 0, and rows without trained tokens have weight 0 anyway.
+    row_num_tokens = inputs.row_num_tokens.clamp(min=1.0)
+    return weights / row_num_tokens[inputs.row_ids]
 
 
 def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> Metrics:
-    """Token means of [T] tensors as exact sums, fetched from the device in one transfer."""
+    """Return token means of [T] tensors where `mask`, fetched from the device in one transfer."""
     if not values:
         return {}
     weight = mask.to(torch.float32)

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def sync(self) -> Sync:
-        """Where ranks wait for each other: at every microbatch, or once per optimizer step."""
+        """Ranks wait for each other at every microbatch, or once per optimizer step."""
         ...
 
     @property

@@ -371,8 +371,7 @@ def _logits_gradient(
         inner = log_probs.copy_(scale[:, None].expand_as(log_probs))
     else:
         grad_entropy, value = entropy
-        # -p (gl + gH (log p + H)); a probability of exactly 0 has log p = -inf and contributes
-        # nothing.
+        # -p (gl + gH (log p + H)); a probability of exactly 0 has log p = -inf and contributes 0.
         inner = log_probs.clamp_(min=_LOWEST).add_(value[:, None])
         inner.mul_(grad_entropy[:, None]).add_(scale[:, None])
     if kept is not None and is_removed is not None:

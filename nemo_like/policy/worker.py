@@ -1,7 +1,7 @@
 """One rank of the policy: computes log-probs, trains and evaluates its shard.
 
 It knows plans, losses and metrics, and no engine. The division that makes a step independent of how
-its rows were split happens here and nowhere else: the counts of the whole optimizer step are summed
+its rows were split happens only here: the counts of the whole optimizer step are summed
 over the dp ranks before the first backward, each microbatch contributes loss_sum / count, and the
 engine sums gradients.
 """
@@ -120,7 +120,7 @@ class PolicyWorker:
         )
 
     def num_weight_buckets(self, max_bytes: int) -> int:
-        """See `PolicyWorkerProtocol.num_weight_buckets`."""
+        """See `WeightSource.num_weight_buckets`."""
         itemsize = 2 if self.config.precision == "bfloat16" else 4
         shapes = self._policy.weight_shapes()
         names = list(shapes)
@@ -129,7 +129,7 @@ class PolicyWorker:
         return len(self._buckets)
 
     def weight_bucket(self, index: int) -> Bucket | None:
-        """See `PolicyWorkerProtocol.weight_bucket`."""
+        """See `WeightSource.weight_bucket`."""
         activity.note(f"weight bucket {index + 1} of {len(self._buckets)}")
         weights = self._policy.full_weights(self._buckets[index])
         if self._policy.rank == 0:

@@ -18,7 +18,7 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.weight_sync.stream import Bucket
+from nemo_like.weight_sync.transport import WeightSource
 
 Columns = Mapping[str, np.ndarray | Jagged]
 
@@ -32,13 +32,13 @@ class PolicyInfo:
     cost: CostModel
     """Forward FLOPs of a row, from the model's configuration."""
     sync: Sync
-    """Where ranks wait for each other: at every microbatch, or once per optimizer step."""
+    """Ranks wait for each other at every microbatch, or once per optimizer step."""
     peak_flops: float
     """Peak FLOP/s of one worker's device, the denominator of MFU."""
     peak_flops_source: str
 
 
-class PolicyWorkerProtocol(Protocol):
+class PolicyWorkerProtocol(WeightSource, Protocol):
     """One rank of the policy. Every method is called on all ranks."""
 
     def info(self) -> PolicyInfo:
@@ -76,14 +76,6 @@ class PolicyWorkerProtocol(Protocol):
 
     def probe_isolation(self) -> IsolationReport:
         """Check that rows of a microbatch do not see each other; raises IsolationError."""
-        ...
-
-    def num_weight_buckets(self, max_bytes: int) -> int:
-        """Plan weight buckets of at most `max_bytes` for later calls of `weight_bucket`."""
-        ...
-
-    def weight_bucket(self, index: int) -> Bucket | None:
-        """Gather bucket `index` of the current weights; rank 0 returns it, the others None."""
         ...
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import RewardEnvironment, RewardSample
-from nemo_like.generation.generator import Completions, Generator, SamplingParams
+from nemo_like.generation.generator import Generator
+from nemo_like.generation.worker_protocol import Completions, SamplingParams
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum, Timers
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_metrics import reward_metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_like.generation.generator import SamplingParams
+from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.metrics import Metrics, Timers
 from nemo_like.progress import Sample
 from nemo_like.rollout.prompt import Prompt

@@ -28,7 +28,7 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
 from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
-from nemo_like.policy.checkpoint.sharded import checkpoint_problem
+from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.progress import Progress, Sample

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.generation.generator import SamplingParams
+from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.training.dataset import PromptSource
 from nemo_like.training.run import open_training_run
 from tests.recipe import Recipe

@@ -18,8 +18,9 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.parallel_layout import Topology
-from nemo_like.generation.generator import Completions, Generator, SamplingParams, deal_by_length
+from nemo_like.generation.generator import Generator, deal_by_length
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.worker_protocol import Completions, SamplingParams
 
 
 class _InProcessGroup:

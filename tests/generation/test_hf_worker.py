@@ -24,8 +24,8 @@ from transformers import (
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
-from nemo_like.generation.generator import Completions, SamplingParams
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.worker_protocol import Completions, SamplingParams
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.stream import Bucket
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.generation.generator import SamplingParams
 from nemo_like.generation.sampling import row_uniforms, sample_tokens
+from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy.checkpoint.sharded import open_checkpoint
+from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 
 VOCABULARY = 67
 _SIZES: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""Turn a GGUF file into a Hugging Face model directory, so that a model kept as GGUF can be
-trained.
-"""
+"""Conversion of a GGUF file to a Hugging Face model directory, so that it can be trained."""
 
 from __future__ import annotations
 
@@ -17,29 +15,30 @@ from nemo_like.files import (
 
 
 def convert_gguf(source: Path, target: Path) -> Path:
-    """Dequantise `source` to float32 safetensors in the new directory `target`, tokenizer and chat
-    template included.
+    """Dequantise `source` to float32 safetensors, tokenizer and chat template in `target`.
 
-    Raises ConfigError when `source` is no GGUF file, when `target` exists, or when the `gguf`
-    package is missing.
+    Raises ConfigError if `source` is no GGUF file, if `target` exists or cannot be written, or if
+    the `gguf` package is missing.
     """
     if not source.is_file() or source.suffix != ".gguf":
         raise ConfigError(f"{source} is not a .gguf file; give the path of one")
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
+    # transformers imports the package by name and would fail late, with an unclear message.
     try:
-        import gguf  # noqa: F401  (transformers imports it by name and only then fails, deep inside)
+        import gguf  # noqa: F401  (see above)
     except ModuleNotFoundError as error:
         raise ConfigError(
             "reading GGUF needs the package gguf: pip install 'nemo-like[gguf]'"
         ) from error
+    # Here and not at the top, so that `--help` and the checks above need no torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent), gguf_file=source.name, dtype=torch.float32
     )
-    # The weights are plain float32 now; what is left of the quantisation would refuse to be saved.
+    # The weights are plain float32 now. With the remains of the quantisation saving would fail.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
     setattr(model, "hf_quantizer", None)  # noqa: B010  (the stub says a module's attributes are modules)

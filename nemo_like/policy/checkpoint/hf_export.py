@@ -1,5 +1,6 @@
-"""Weights as a Hugging Face model directory, with at most one file's tensors in memory: of an
-engine, or of a checkpoint.
+"""Export of an engine or a checkpoint as a Hugging Face model directory.
+
+At most one file's tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MAX_FILE_BYTES = 4 << 30
 
 
 class Weights(Protocol):
-    """What is written: an `Engine`, or a checkpoint."""
+    """Source of the weights: an `Engine`, or a checkpoint."""
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -46,14 +47,13 @@ def write_hf(
     *,
     is_writer: bool = True,
 ) -> None:
-    """Weights in compute precision, configuration, generation configuration and tokenizer. Every
-    rank calls, one writes.
+    """Write weights in compute precision, configuration and tokenizer; every rank calls.
 
-    Names and shapes are those that `save_pretrained` writes, also where the model in memory has
-    others: the experts of a mixture are one stacked tensor there and one tensor each
-    (`mlp.experts.0.gate_proj.weight`) in files, which vLLM and other readers expect. Tied weights
-    are written once, under the name of the input embedding. Raises NonFiniteError on the writer for
-    a weight that is not finite in compute precision.
+    Names and shapes are those that `save_pretrained` writes. They differ from those in memory for
+    MoE layers: a model in memory stacks the experts, files have one tensor per expert
+    (`mlp.experts.0.gate_proj.weight`), which vLLM and other readers expect. Tied weights are
+    written once, under the name of the input embedding. Raises NonFiniteError on the writer for a
+    weight that is not finite in compute precision.
     """
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     shapes = weights.weight_shapes()
@@ -66,67 +66,74 @@ def write_hf(
     stored: list[list[str]] = []
     for index, names in enumerate(files):
         tensors = {}
+        # Every rank iterates to the end: gathering a weight is a collective.
         for name, tensor in weights.full_weights(names):
             activity.note(f"exporting {name}")
             if is_writer:
-                tensors[name] = tensor.to("cpu", dtype).contiguous()
-                if not all_within([tensors[name]]):
-                    raise NonFiniteError(
-                        f"weight {name} contains NaN or infinity as {dtype}, so the model is not"
-                        f" written to {directory}"
-                    )
+                tensors[name] = _checked(name, tensor.to("cpu", dtype).contiguous(), directory)
         if skeleton is not None:
-            tensors = _as_stored(skeleton, tensors)
+            tensors = _to_stored_format(skeleton, tensors)
             stored.append(list(tensors))
-            path = directory / _file_name(index, len(files))
-            activity.note(f"writing {path.name}")
-            with reporting_write_errors(path):
-                save_file(tensors, path, metadata={"format": "pt"})
-            finish_library_file(path)
+            _write_file(directory / _file_name(index, len(files)), tensors)
     if is_writer and len(files) > 1:
         _write_index(stored, shapes, dtype.itemsize, directory)
 
 
+def _checked(name: str, tensor: Tensor, directory: Path) -> Tensor:
+    if not all_within([tensor]):
+        raise NonFiniteError(
+            f"weight {name} contains NaN or infinity as {tensor.dtype}, so the model is not"
+            f" written to {directory}"
+        )
+    return tensor
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    activity.note(f"writing {path.name}")
+    with reporting_write_errors(path):
+        save_file(tensors, path, metadata={"format": "pt"})
+    finish_library_file(path)
+
+
 def _skeleton(model_config: PretrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights; transformers derives from it how its files are
-    written.
-    """
+    """Build the model on the meta device; transformers derives the format of files from it."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config)
 
 
-def _as_stored(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` under the names and in the shapes of files, each with memory of its own as
-    safetensors requires.
-    """
+def _to_stored_format(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert `tensors` to the names and shapes of files."""
     converted = revert_weight_conversion(skeleton, tensors)
-    for name in [name for name in converted if name not in tensors]:
-        converted[name] = converted[name].clone(memory_format=torch.contiguous_format)
+    for name in list(converted):
+        if name not in tensors:
+            # A slice of a stacked tensor; safetensors refuses tensors that share memory.
+            converted[name] = converted[name].clone(memory_format=torch.contiguous_format)
     return converted
 
 
 def split_by_bytes(
     shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int
 ) -> list[list[str]]:
-    """Names in order, in groups of at most `max_bytes`; a larger tensor is a group of its own.
+    """Split names, in order, into groups of at most `max_bytes`; a larger tensor is its own group.
 
-    Example: 10, 20 and 40 bytes with at most 30 give two groups, of two names and of one.
+    Example: tensors of 10, 20 and 40 bytes with a limit of 30 give groups of two names and of one.
     """
     groups: list[list[str]] = []
-    room = 0
+    free_bytes = 0
     for name, shape in shapes.items():
         size = prod(shape) * itemsize
-        if not groups or size > room:
+        if not groups or size > free_bytes:
             groups.append([])
-            room = max_bytes
+            free_bytes = max_bytes
         groups[-1].append(name)
-        room -= size
+        free_bytes -= size
     return groups
 
 
 def _write_configuration(
     model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path
 ) -> None:
+    # A copy, because the engine goes on using its configuration.
     model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
     model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]]
@@ -147,10 +154,9 @@ def _write_configuration(
 def _write_generation_config(
     model_config: PretrainedConfig, model_name: str, end_ids: Sequence[int | None], directory: Path
 ) -> None:
-    """The generation configuration of `model_name`, in which every token of `end_ids` ends a
-    completion.
+    """Write the generation configuration of `model_name` with `end_ids` as additional end tokens.
 
-    Edited as JSON: transformers refuses to write some generation configurations that it reads.
+    It is edited as JSON, because transformers refuses to write some configurations that it reads.
     """
     source = cached_file(
         model_name,
@@ -166,9 +172,10 @@ def _write_generation_config(
         content = json.loads(Path(source).read_text(encoding="utf-8"))
     declared = content.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
-    every = list(dict.fromkeys(token_id for token_id in (*ids, *end_ids) if token_id is not None))
-    if every:
-        content["eos_token_id"] = every[0] if len(every) == 1 else every
+    # A dict keeps the order and removes duplicates.
+    all_ids = list(dict.fromkeys(each for each in (*ids, *end_ids) if each is not None))
+    if all_ids:
+        content["eos_token_id"] = all_ids[0] if len(all_ids) == 1 else all_ids
     write_json(directory / GENERATION_CONFIG_NAME, content)
 
 
@@ -178,20 +185,17 @@ def _write_index(
     itemsize: int,
     directory: Path,
 ) -> None:
-    index = {
-        "metadata": {"total_size": sum(prod(shape) for shape in shapes.values()) * itemsize},
-        "weight_map": {
-            name: _file_name(number, len(files))
-            for number, names in enumerate(files)
-            for name in names
-        },
-    }
+    """Write the index of a model in several files: the file of each stored tensor."""
+    weight_map = {}
+    for number, names in enumerate(files):
+        for name in names:
+            weight_map[name] = _file_name(number, len(files))
+    total_size = sum(prod(shape) for shape in shapes.values()) * itemsize
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     write_json(directory / "model.safetensors.index.json", index)
 
 
 def _file_name(index: int, num_files: int) -> str:
-    return (
-        "model.safetensors"
-        if num_files == 1
-        else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
-    )
+    if num_files == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"

@@ -1,34 +1,27 @@
-"""A policy's sharded checkpoint: safetensors for tensors, JSON for the rest, nothing is unpickled.
+"""A policy's sharded checkpoint: safetensors for tensors, JSON for the rest; nothing is unpickled.
 
-    <directory>/rank_00000_000.safetensors   blocks of weights and of Adam's two moments that rank 0 owns
-    <directory>/rank_00000_001.safetensors   ... more of them; no file is larger than 2 GiB
-    <directory>/rank_00001_000.safetensors   ...
-    <directory>/manifest.json                files, optimizer steps, full shapes; written last, by rank 0
+    <directory>/rank_00000_000.safetensors  blocks of weights and Adam moments that rank 0 owns
+    <directory>/rank_00000_001.safetensors  ... more of them; no file is larger than 2 GiB
+    <directory>/rank_00001_000.safetensors  ...
+    <directory>/manifest.json               files, optimizer steps, full shapes; written last
 
-A block is a rectangle of a full tensor under its Hugging Face name and in its Hugging Face layout,
-so neither the engine nor its layout shows: whoever loads reads the rectangles it needs from
-whatever blocks they lie in, exact to the bit.
+A block is a rectangle of a full tensor under its Hugging Face name and in its Hugging Face layout.
+The format is therefore independent of engine and parallel layout: each rank reads the regions it
+needs from the blocks that contain them, bit by bit. `sharded_reader` reads it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_like.checkpoint_manifest import CheckpointError, read_json
-from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.files import (
     FileRecord,
@@ -38,22 +31,23 @@ from nemo_like.files import (
     sync_directory,
     write_json,
 )
+from nemo_like.policy.checkpoint.sharded_reader import (
+    FORMAT,
+    MANIFEST,
+    check_partition,
+    full_shapes,
+    open_blocks,
+)
 
-MANIFEST = "manifest.json"
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_FORMAT = 2
 _FILES = "rank_*.safetensors"
-_FILE_NAME = re.compile(r"rank_[0-9]{5,9}_[0-9]{3,9}\.safetensors")
 _MAX_FILE_BYTES = 2 * 2**30
 
 
 class Block(NamedTuple):
-    """A rectangle of the full tensor `name`, which is `weight/`, `exp_avg/` or `exp_avg_sq/` and a
-    Hugging Face name.
+    """A rectangle of the full tensor `name`.
 
-    Example: rows 4 to 7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a
-    [4, 32] tensor.
+    The name is a Hugging Face name after `weight/`, `exp_avg/` or `exp_avg_sq/`. Example: rows 4 to
+    7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a [4, 32] tensor.
     """
 
     name: str
@@ -72,26 +66,27 @@ def save(
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, FileRecord]:
-    """Write this rank's blocks as they come; rank 0 writes the manifest once every rank has
-    written. Called by all ranks.
+    """Write this rank's blocks, and on rank 0 the manifest; every rank calls.
 
-    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError where
-    that is not possible.
+    `shapes` are the full shapes of the weights. Together the ranks pass each element of every
+    weight, and with `has_moments` of both its moments, exactly once. Blocks are stored as float32
+    and are kept in memory only until a file is full. An earlier checkpoint in `directory` is
+    removed.
 
-    `shapes` are the full shapes of the weights. Together the ranks give each element of every
-    weight, and with `has_moments` of both its moments, exactly once; ValueError says where they do
-    not. Blocks are stored as float32, and not held longer than it takes to fill a file. What an
-    earlier save left in `directory` is removed.
+    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError if a
+    file cannot be written, ValueError for a wrong block, CheckpointError for an incomplete
+    partition.
     """
     if rank == 0:
         _clear(directory)
     barrier()
     with reporting_write_errors(directory):
-        directory.mkdir(
-            parents=True, exist_ok=True
-        )  # on a file system of its own, a node has only what its ranks create
-    expected = _full_shapes(shapes, has_moments)
-    written = _write_blocks(directory, rank, (_checked(block, expected) for block in blocks))
+        # On a file system that nodes do not share, only a node's own ranks create its directory.
+        directory.mkdir(parents=True, exist_ok=True)
+    expected = full_shapes(shapes, has_moments)
+    checked = (_check_block(block, expected) for block in blocks)
+    written = _write_blocks(directory, rank, checked)
+    # The manifest marks the checkpoint as complete, so it follows every rank's files.
     barrier()
     if rank == 0:
         written[MANIFEST] = _write_manifest(
@@ -101,150 +96,25 @@ def save(
     return written
 
 
-@contextmanager
-def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
-    """What `save` wrote in `directory`, by any number of ranks. Raises CheckpointError if that is
-    no complete checkpoint.
-    """
-    manifest = _read_manifest(directory)
-    with ExitStack() as stack:
-        yield CheckpointReader(
-            directory, manifest, _open_blocks(directory, manifest["files"], stack)
-        )
-
-
-def checkpoint_problem(directory: Path) -> str | None:
-    """Why the policy's part of a checkpoint cannot be loaded, from its manifest and its files'
-    headers; None if it can.
-    """
-    try:
-        with open_checkpoint(directory) as reader:
-            reader.check_partition()
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-class CheckpointReader:
-    """An open checkpoint. Nothing is read from its files before `read` asks for it."""
-
-    def __init__(
-        self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[_StoredBlock]]
-    ):
-        self.num_optimizer_steps: int = manifest["num_optimizer_steps"]
-        self.has_moments: bool = manifest["has_moments"]
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(shape) for name, shape in manifest["shapes"].items()
-        }
-        self._directory = directory
-        self._blocks = blocks
-
-    def check_model(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ConfigError unless the checkpoint is of a model with these weights."""
-        now = {name: tuple(shape) for name, shape in shapes.items()}
-        different = sorted(
-            name for name in now.keys() | self.shapes if now.get(name) != self.shapes.get(name)
-        )
-        if different:
-            name = different[0]
-            saved, wanted = (
-                None if shape is None else list(shape)
-                for shape in (self.shapes.get(name), now.get(name))
-            )
-            raise ConfigError(
-                f"{self._directory} is a checkpoint of another model: {len(different)} weights"
-                f" differ, first {name}, saved as "
-                f"{saved} and now {wanted}; check policy.model_name"
-            )
-
-    def check_partition(self) -> None:
-        """Raise CheckpointError unless the blocks hold every value of every tensor exactly once."""
-        for name, shape in _full_shapes(self.shapes, self.has_moments).items():
-            _check_partition(
-                self._directory, name, shape, [block.region for block in self._blocks.get(name, [])]
-            )
-
-    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The part of the full tensor `name` that begins at `offset`, as a fresh float32 tensor on
-        the CPU.
-        """
-        activity.note(f"reading {name} of a checkpoint")
-        result = torch.empty(tuple(shape), dtype=torch.float32)
-        region = _Region(tuple(offset), tuple(shape))
-        num_found = 0
-        for block in self._blocks.get(name, []):
-            common = region.intersection(block.region)
-            if common.numel:
-                result[common.slices(region)] = block.file.get_slice(block.key)[
-                    common.slices(block.region)
-                ]
-                num_found += common.numel
-        if num_found != region.numel:
-            raise CheckpointError(
-                f"{self._directory} has {num_found} of the {region.numel} values of {name} at"
-                f" {list(offset)}, "
-                f"shape {list(shape)}; it does not hold this part"
-            )
-        return result
-
-
-class _Region(NamedTuple):
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def intersection(self, other: _Region) -> _Region:
-        starts, lengths = [], []
-        for start, length, other_start, other_length in zip(*self, *other, strict=True):
-            starts.append(max(start, other_start))
-            lengths.append(max(0, min(start + length, other_start + other_length) - starts[-1]))
-        return _Region(tuple(starts), tuple(lengths))
-
-    def slices(self, within: _Region) -> tuple[slice, ...]:
-        """Where this region lies in a tensor that holds `within`."""
-        starts = [start - outer for start, outer in zip(self.offset, within.offset, strict=True)]
-        return tuple(
-            slice(start, start + length) for start, length in zip(starts, self.shape, strict=True)
-        )
-
-
-class _StoredBlock(NamedTuple):
-    region: _Region
-    file: Any
-    key: str
-
-
-def _full_shapes(
-    shapes: Mapping[str, Sequence[int]], has_moments: bool
-) -> dict[str, tuple[int, ...]]:
-    """Full shape of every tensor in the checkpoint, by block name."""
-    kinds = (WEIGHT, *MOMENTS) if has_moments else (WEIGHT,)
-    return {f"{kind}/{name}": tuple(shape) for kind in kinds for name, shape in shapes.items()}
-
-
-def _checked(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
+def _check_block(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
+    """Return `block`; raises ValueError if it is not inside a tensor of the checkpoint."""
     name, full_shape, offset, tensor = block
     if expected.get(name) != tuple(full_shape):
         raise ValueError(
             f"a block of {name} has full shape {list(full_shape)}; the checkpoint's is"
             f" {expected.get(name)}"
         )
-    ends = [start + length for start, length in zip(offset, tensor.shape, strict=True)]
-    if any(
-        start < 0 or end > length
-        for start, end, length in zip(offset, ends, full_shape, strict=True)
-    ):
-        raise ValueError(
-            f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside"
-            f" {list(full_shape)}"
-        )
+    for start, length, full_length in zip(offset, tensor.shape, full_shape, strict=True):
+        if start < 0 or start + length > full_length:
+            raise ValueError(
+                f"a block of {name} at {list(offset)}, shape {list(tensor.shape)}, lies outside"
+                f" {list(full_shape)}"
+            )
     return block
 
 
 def _clear(directory: Path) -> None:
+    """Remove an earlier checkpoint, the manifest first, so that it is never taken for complete."""
     with reporting_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         remove_file(directory / MANIFEST)
@@ -253,33 +123,35 @@ def _clear(directory: Path) -> None:
 
 
 def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> dict[str, FileRecord]:
+    """Write the blocks to as many files as needed; returns the files' records by name."""
     pending: list[Block] = []
     written: dict[str, FileRecord] = {}
     num_bytes = 0
 
     def write() -> None:
-        path = _rank_file(directory, rank, len(written))
+        path = directory / f"rank_{rank:05d}_{len(written):03d}.safetensors"
         written[path.name] = _write_file(path, pending)
 
-    for block in itertools.chain.from_iterable(map(_parts, blocks)):
-        size = 4 * block.tensor.numel()
-        if pending and num_bytes + size > _MAX_FILE_BYTES:
-            write()
-            pending, num_bytes = [], 0
-        # A copy, so that what the tensor shares its storage with is neither written nor able to
-        # change it meanwhile.
-        copied = torch.empty(block.tensor.shape, dtype=torch.float32).copy_(block.tensor.detach())
-        pending.append(block._replace(tensor=copied))
-        num_bytes += size
+    for block in blocks:
+        for part in _split(block):
+            size = 4 * part.tensor.numel()
+            if pending and num_bytes + size > _MAX_FILE_BYTES:
+                write()
+                pending = []
+                num_bytes = 0
+            # A copy, so that other views of the same storage are neither written nor able to change
+            # the block before the file is written.
+            copied = torch.empty(part.tensor.shape, dtype=torch.float32)
+            copied.copy_(part.tensor.detach())
+            pending.append(part._replace(tensor=copied))
+            num_bytes += size
     if pending:
         write()
     return written
 
 
-def _parts(block: Block) -> Iterator[Block]:
-    """The block cut along its first dimension so that each part fits in a file; nothing where it is
-    empty.
-    """
+def _split(block: Block) -> Iterator[Block]:
+    """Split a block along dim 0 into parts that fit in a file; an empty block has no parts."""
     tensor = block.tensor
     if tensor.numel() == 0:
         return
@@ -293,20 +165,17 @@ def _parts(block: Block) -> Iterator[Block]:
 
 
 def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
-    keys = [f"{block.name}@{','.join(map(str, block.offset))}" for block in blocks]
-    places = {
-        key: {"name": block.name, "offset": list(block.offset)}
-        for key, block in zip(keys, blocks, strict=True)
-    }
-    if len(places) < len(blocks):
-        raise ValueError(
-            f"a rank gives two blocks at one place:"
-            f" {next(key for key in keys if keys.count(key) > 1)}"
-        )
-    tensors = {key: block.tensor for key, block in zip(keys, blocks, strict=True)}
+    tensors: dict[str, Tensor] = {}
+    positions = {}
+    for block in blocks:
+        key = f"{block.name}@{','.join(map(str, block.offset))}"
+        if key in tensors:
+            raise ValueError(f"a rank passes two blocks with the same position: {key}")
+        tensors[key] = block.tensor
+        positions[key] = {"name": block.name, "offset": list(block.offset)}
     activity.note(f"writing {path.name} of a checkpoint")
     with reporting_write_errors(path):
-        save_file(tensors, path, metadata={"blocks": json.dumps(places)})
+        save_file(tensors, path, metadata={"blocks": json.dumps(positions)})
         return finish_library_file(path)
 
 
@@ -317,16 +186,15 @@ def _write_manifest(
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
 ) -> FileRecord:
-    """Check that the ranks' blocks are the whole model, each part once, and say that the checkpoint
-    is complete.
-    """
+    """Check that the ranks' blocks partition every tensor, then write the manifest."""
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
     with ExitStack() as stack:
-        blocks = _open_blocks(directory, files, stack)
+        blocks = open_blocks(directory, files, stack)
     for name, shape in expected.items():
-        _check_partition(directory, name, shape, [block.region for block in blocks.get(name, [])])
+        regions = [block.region for block in blocks.get(name, [])]
+        check_partition(directory, name, shape, regions)
     manifest = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "num_optimizer_steps": num_optimizer_steps,
         "has_moments": has_moments,
         "shapes": {name: list(shape) for name, shape in shapes.items()},
@@ -334,114 +202,6 @@ def _write_manifest(
     }
     record = write_json(directory / MANIFEST, manifest)
     with reporting_write_errors(directory):
+        # The names of the files must be on disk before the checkpoint counts as complete.
         sync_directory(directory)
     return record
-
-
-def _check_partition(
-    directory: Path, name: str, shape: tuple[int, ...], regions: list[_Region]
-) -> None:
-    """Blocks that lie within the tensor, do not overlap and add up to its size are exactly the
-    tensor.
-    """
-    for region in regions:
-        ends = [start + length for start, length in zip(*region, strict=True)]
-        if len(ends) != len(shape) or any(
-            end > length for end, length in zip(ends, shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"a block of {name} in {directory} lies outside the tensor: {region}"
-            )
-    num_written = sum(region.numel for region in regions)
-    if num_written != math.prod(shape):
-        raise CheckpointError(
-            f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to"
-            f" {directory}"
-        )
-    starts = np.array([region.offset for region in regions], dtype=np.int64).reshape(
-        len(regions), len(shape)
-    )
-    ends = starts + np.array([region.shape for region in regions], dtype=np.int64).reshape(
-        starts.shape
-    )
-    overlaps = np.triu(((starts[:, None] < ends) & (starts < ends[:, None])).all(-1), k=1)
-    if overlaps.any():
-        first, second = (regions[index] for index in np.argwhere(overlaps)[0])
-        raise CheckpointError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, its entries of the types that `_write_manifest` gives them; CheckpointError for
-    anything else.
-    """
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist, so {directory} holds no complete policy checkpoint"
-        )
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise CheckpointError(
-            f"{path} has format {str(found)[:20]}; this version reads format {_FORMAT}"
-        )
-    files, shapes = manifest.get("files"), manifest.get("shapes")
-    is_valid = (
-        _is_count(manifest.get("num_optimizer_steps"))
-        and isinstance(manifest.get("has_moments"), bool)
-        and isinstance(files, dict)
-        and all(_FILE_NAME.fullmatch(name) and _is_count(size) for name, size in files.items())
-        and isinstance(shapes, dict)
-        and len(shapes) > 0
-        and all(isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes.values())
-    )
-    if not is_valid:
-        raise CheckpointError(
-            f"{path} is damaged: its entries are not those of a policy checkpoint"
-        )
-    return manifest
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _open_blocks(
-    directory: Path, files: Mapping[str, int], stack: ExitStack
-) -> dict[str, list[_StoredBlock]]:
-    """Every stored block by the name of its tensor. Only the files' headers are read."""
-    blocks: dict[str, list[_StoredBlock]] = {}
-    for file_name, size in files.items():
-        path = directory / file_name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise CheckpointError(
-                f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or"
-                f" load another one"
-            )
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            for key, place in json.loads(file.metadata()["blocks"]).items():
-                shape = tuple(file.get_slice(key).get_shape())
-                name, offset = place["name"], tuple(place["offset"])
-                if len(offset) != len(shape) or not all(map(_is_count, offset)):
-                    raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
-                blocks.setdefault(name, []).append(_StoredBlock(_Region(offset, shape), file, key))
-        except (
-            OSError,
-            SafetensorError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise CheckpointError(
-                f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})"
-            ) from error
-    return blocks
-
-
-def _rank_file(directory: Path, rank: int, index: int) -> Path:
-    return directory / f"rank_{rank:05d}_{index:03d}.safetensors"

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT, Block, CheckpointReader
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import (
+    MOMENTS,
+    WEIGHT,
+    CheckpointReader,
+    open_checkpoint,
+)
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 
 
@@ -44,7 +50,7 @@ def load(
     another model.
     """
     optimizer.state.clear()
-    with sharded_checkpoint.open_checkpoint(directory) as reader:
+    with open_checkpoint(directory) as reader:
         reader.check_model(_shapes(parameters))
         for sharded in parameters:
             _read_into(sharded.parameter, reader, WEIGHT, sharded)

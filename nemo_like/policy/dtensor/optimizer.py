@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.config.schema import OptimizerConfig
-from nemo_like.policy.checkpoint.sharded import MOMENTS
+from nemo_like.policy.checkpoint.sharded_reader import MOMENTS
 from nemo_like.policy.collectives import sum_floats
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard

@@ -208,7 +208,7 @@ def _planned_modules(
         needs_linear = style != _PARTIAL_GRAD
         if not is_known or (needs_linear and not isinstance(module, nn.Linear)):
             raise _unsupported(
-                model_name, f"its plan wants {name}, a {type(module).__name__}, to be {style}"
+                model_name, f"its plan requires {name}, a {type(module).__name__}, to be {style}"
             )
         yield modules[name.rpartition(".")[0]], module, style
 

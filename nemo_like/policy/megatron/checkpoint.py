@@ -10,7 +10,8 @@ from torch import nn
 
 from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT, Block
+from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT, open_checkpoint
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
@@ -53,7 +54,7 @@ def load(
     Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
     another model.
     """
-    with sharded_checkpoint.open_checkpoint(directory) as reader:
+    with open_checkpoint(directory) as reader:
         reader.check_model(shapes)
 
         def read_weight(name: str, offset: Shape, shape: Shape) -> torch.Tensor:

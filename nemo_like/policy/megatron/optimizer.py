@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nemo_like.config.schema import OptimizerConfig
-from nemo_like.policy.checkpoint.sharded import MOMENTS, WEIGHT
+from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT
 from nemo_like.policy.megatron.cpu import cuda_type_names
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.model import PackedModel

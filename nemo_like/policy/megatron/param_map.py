@@ -7,7 +7,6 @@ names, and checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -100,6 +99,7 @@ class ModelSharding:
     @property
     def vocabulary_rows(self) -> int:
         """Rows of the embedding on each tp rank, padding of the vocabulary included."""
+        # Megatron-Core needs equal shards, so the vocabulary is padded to a multiple of tp.
         return -(-self.spec.vocab_size // self.tp)
 
     def layers(self, stage: int) -> range:
@@ -122,141 +122,168 @@ class ModelSharding:
 
     def param_map(self, stage: int, tp_rank: int, ep_rank: int = 0) -> ParamMap:
         """Return the parameters of a rank at pipeline stage `stage`."""
-        return dict(self._specs(stage, tp_rank, ep_rank))
+        return _RankParams(self, stage, tp_rank, ep_rank).build()
 
-    def _specs(self, stage: int, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        if stage == 0:
-            embedding = self._vocabulary(EMBEDDING, tp_rank, is_owner=True)
-            yield "embedding.word_embeddings.weight", embedding
-        for index, layer in enumerate(self.layers(stage)):
-            hf_layer = f"model.layers.{layer}"
+
+class _RankParams:
+    """Builds the parameter map of one rank."""
+
+    def __init__(self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int) -> None:
+        self._sharding = sharding
+        self._model = sharding.spec
+        self._hidden = sharding.spec.hidden_size
+        self._stage = stage
+        self._tp_rank = tp_rank
+        self._ep_rank = ep_rank
+        self._specs: ParamMap = {}
+
+    def build(self) -> ParamMap:
+        """Return the parameters by Megatron-Core name."""
+        if self._stage == 0:
+            self._add_vocabulary("embedding.word_embeddings.weight", EMBEDDING, is_owner=True)
+        for index, layer in enumerate(self._sharding.layers(self._stage)):
             # Megatron-Core counts layers from 0 on each pipeline stage.
             prefix = f"decoder.layers.{index}"
-            for name, spec in self._attention(hf_layer, tp_rank):
-                yield f"{prefix}.{name}", spec
-            if layer in self.moe_layers:
-                mlp = self._moe_mlp(hf_layer, tp_rank, ep_rank)
+            hf_layer = f"model.layers.{layer}"
+            self._add_attention(prefix, hf_layer)
+            if layer in self._sharding.moe_layers:
+                self._add_moe_mlp(f"{prefix}.mlp", f"{hf_layer}.mlp")
             else:
-                mlp = self._dense_mlp(hf_layer, tp_rank)
-            for name, spec in mlp:
-                yield f"{prefix}.{name}", spec
-        if stage == self.pp - 1:
-            yield from self._output_specs(stage, tp_rank)
+                self._add_dense_mlp(f"{prefix}.mlp", f"{hf_layer}.mlp")
+        if self._stage == self._sharding.pp - 1:
+            self._add_output()
+        return self._specs
 
-    def _output_specs(self, stage: int, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        norm = self._replicated("model.norm.weight", (self.spec.hidden_size,), tp_rank)
-        yield "decoder.final_layernorm.weight", norm
-        if not self.spec.is_tied:
-            yield "output_layer.weight", self._vocabulary(HEAD, tp_rank, is_owner=True)
-        elif stage > 0:
-            # The first stage owns a tied embedding; the last stage has a replica of it.
-            yield "output_layer.weight", self._vocabulary(EMBEDDING, tp_rank, is_owner=False)
+    def _add_output(self) -> None:
+        norm_shape = (self._hidden,)
+        self._add_replicated("decoder.final_layernorm.weight", "model.norm.weight", norm_shape)
+        head = "output_layer.weight"
+        if not self._model.is_tied:
+            self._add_vocabulary(head, HEAD, is_owner=True)
+        elif self._stage > 0:
+            # The first stage owns a tied embedding; the last stage has a replica of it. On a single
+            # stage both are one parameter.
+            self._add_vocabulary(head, EMBEDDING, is_owner=False)
 
-    def _attention(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        attention = f"{layer}.self_attn"
-        hidden_shape = (self.spec.hidden_size,)
-        input_norm = self._replicated(f"{layer}.input_layernorm.weight", hidden_shape, tp_rank)
-        yield "input_layernorm.weight", input_norm
-        width = self.spec.num_heads * self.spec.head_dim
-        o_proj = self._column_range(f"{attention}.o_proj.weight", width, tp_rank)
-        yield "self_attention.linear_proj.weight", o_proj
-        qkv = self._qkv(attention, "weight", hidden_shape, tp_rank)
-        yield "self_attention.linear_qkv.weight", qkv
-        if self.spec.has_qkv_bias:
-            yield "self_attention.linear_qkv.bias", self._qkv(attention, "bias", (), tp_rank)
-        if self.spec.has_qk_norm:
-            head_shape = (self.spec.head_dim,)
-            q_norm = self._replicated(f"{attention}.q_norm.weight", head_shape, tp_rank)
-            yield "self_attention.q_layernorm.weight", q_norm
-            k_norm = self._replicated(f"{attention}.k_norm.weight", head_shape, tp_rank)
-            yield "self_attention.k_layernorm.weight", k_norm
-        norm = f"{layer}.post_attention_layernorm.weight"
-        yield "pre_mlp_layernorm.weight", self._replicated(norm, hidden_shape, tp_rank)
-
-    def _dense_mlp(self, layer: str, tp_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        yield "mlp.linear_fc1.weight", self._gate_and_up(f"{layer}.mlp", tp_rank)
-        down = self._column_range(
-            f"{layer}.mlp.down_proj.weight", self.spec.intermediate_size, tp_rank
+    def _add_attention(self, prefix: str, hf_layer: str) -> None:
+        model = self._model
+        norm_shape = (self._hidden,)
+        head_shape = (model.head_dim,)
+        attention = f"{prefix}.self_attention"
+        hf_attention = f"{hf_layer}.self_attn"
+        self._add_replicated(
+            f"{prefix}.input_layernorm.weight", f"{hf_layer}.input_layernorm.weight", norm_shape
         )
-        yield "mlp.linear_fc2.weight", down
+        width = model.num_heads * model.head_dim
+        self._add_row_parallel(
+            f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", width
+        )
+        self._add_qkv(f"{attention}.linear_qkv", hf_attention, "weight", tail=(self._hidden,))
+        if model.has_qkv_bias:
+            self._add_qkv(f"{attention}.linear_qkv", hf_attention, "bias", tail=())
+        if model.has_qk_norm:
+            self._add_replicated(
+                f"{attention}.q_layernorm.weight", f"{hf_attention}.q_norm.weight", head_shape
+            )
+            self._add_replicated(
+                f"{attention}.k_layernorm.weight", f"{hf_attention}.k_norm.weight", head_shape
+            )
+        # Hugging Face names the norm by what precedes it, Megatron-Core by what follows.
+        hf_norm = f"{hf_layer}.post_attention_layernorm.weight"
+        self._add_replicated(f"{prefix}.pre_mlp_layernorm.weight", hf_norm, norm_shape)
 
-    def _moe_mlp(self, layer: str, tp_rank: int, ep_rank: int) -> Iterator[tuple[str, ParamSpec]]:
-        moe = self.spec.moe
+    def _add_dense_mlp(self, mlp: str, hf_mlp: str) -> None:
+        self._add_gate_and_up(f"{mlp}.linear_fc1.weight", hf_mlp)
+        width = self._model.intermediate_size
+        self._add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
+
+    def _add_moe_mlp(self, mlp: str, hf_mlp: str) -> None:
+        moe = self._model.moe
         assert moe is not None, "only MoE layers have experts"
-        router_shape = (moe.num_experts, self.spec.hidden_size)
-        router = self._replicated(f"{layer}.mlp.gate.weight", router_shape, tp_rank)
-        yield "mlp.router.weight", router
-        experts = f"{layer}.mlp.experts"
-        fc1_shape = (1, 2 * moe.expert_size, self.spec.hidden_size)
-        fc2_shape = (1, self.spec.hidden_size, moe.expert_size)
-        for index, expert in enumerate(self.experts(ep_rank)):
-            local_expert = f"mlp.experts.local_experts.{index}"
-            fc1 = _expert_spec(f"{experts}.gate_up_proj", expert, fc1_shape)
-            yield f"{local_expert}.linear_fc1.weight", fc1
-            fc2 = _expert_spec(f"{experts}.down_proj", expert, fc2_shape)
-            yield f"{local_expert}.linear_fc2.weight", fc2
+        router_shape = (moe.num_experts, self._hidden)
+        self._add_replicated(f"{mlp}.router.weight", f"{hf_mlp}.gate.weight", router_shape)
+        fc1_shape = (1, 2 * moe.expert_size, self._hidden)
+        fc2_shape = (1, self._hidden, moe.expert_size)
+        for index, expert in enumerate(self._sharding.experts(self._ep_rank)):
+            # Experts are counted from 0 on each expert-parallel rank.
+            local = f"{mlp}.experts.local_experts.{index}"
+            stacked = f"{hf_mlp}.experts"
+            fc1 = f"{local}.linear_fc1.weight"
+            self._add_expert(fc1, f"{stacked}.gate_up_proj", expert, fc1_shape)
+            fc2 = f"{local}.linear_fc2.weight"
+            self._add_expert(fc2, f"{stacked}.down_proj", expert, fc2_shape)
 
-    def _replicated(self, name: str, shape: Shape, tp_rank: int) -> ParamSpec:
-        """Spec of a weight that every tp rank has in full; tp rank 0 owns it."""
+    def _add_replicated(self, name: str, hf_name: str, shape: Shape) -> None:
+        """Add a weight that every tp rank has in full; tp rank 0 owns it."""
         zeros = (0,) * len(shape)
-        return ParamSpec(shape, (HFSlice(name, zeros, shape, zeros),), is_owner=tp_rank == 0)
+        hf_slice = HFSlice(hf_name, zeros, shape, zeros)
+        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=self._tp_rank == 0)
 
-    def _column_range(self, name: str, width: int, tp_rank: int) -> ParamSpec:
-        """Spec of a row-parallel weight: its `width` columns (input features) are sharded."""
-        shape = (self.spec.hidden_size, width // self.tp)
-        hf_slice = HFSlice(name, (0, tp_rank * shape[1]), shape, (0, 0))
-        return ParamSpec(shape, (hf_slice,), is_owner=True)
+    def _add_row_parallel(self, name: str, hf_name: str, width: int) -> None:
+        """Add a weight whose `width` columns (input features) are sharded over the tp ranks."""
+        size = width // self._sharding.tp
+        shape = (self._hidden, size)
+        hf_slice = HFSlice(hf_name, (0, self._tp_rank * size), shape, (0, 0))
+        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def _vocabulary(self, name: str, tp_rank: int, *, is_owner: bool) -> ParamSpec:
-        shape = (self.vocabulary_rows, self.spec.hidden_size)
-        rows = self.vocabulary_range(tp_rank)
-        if not rows:
-            return ParamSpec(shape, (), is_owner)
-        hf_slice = HFSlice(name, (rows.start, 0), (len(rows), self.spec.hidden_size), (0, 0))
-        return ParamSpec(shape, (hf_slice,), is_owner)
+    def _add_vocabulary(self, name: str, hf_name: str, *, is_owner: bool) -> None:
+        """Add an embedding whose rows are sharded; the last ranks may have only padding."""
+        rows = self._sharding.vocabulary_range(self._tp_rank)
+        slices: tuple[HFSlice, ...] = ()
+        if rows:
+            shape = (len(rows), self._hidden)
+            slices = (HFSlice(hf_name, (rows.start, 0), shape, (0, 0)),)
+        padded_shape = (self._sharding.vocabulary_rows, self._hidden)
+        self._specs[name] = ParamSpec(padded_shape, slices, is_owner)
 
-    def _gate_and_up(self, mlp: str, tp_rank: int) -> ParamSpec:
-        """Spec of the fused gate and up projection: this rank's gate rows, then its up rows."""
-        size = self.spec.intermediate_size // self.tp
-        shape = (size, self.spec.hidden_size)
-        offset = (tp_rank * size, 0)
-        gate = HFSlice(f"{mlp}.gate_proj.weight", offset, shape, (0, 0))
-        up = HFSlice(f"{mlp}.up_proj.weight", offset, shape, (size, 0))
-        return ParamSpec((2 * size, self.spec.hidden_size), (gate, up), is_owner=True)
+    def _add_gate_and_up(self, name: str, hf_mlp: str) -> None:
+        """Add the fused gate and up projection: this rank's gate rows, then its up rows."""
+        size = self._model.intermediate_size // self._sharding.tp
+        shape = (size, self._hidden)
+        offset = (self._tp_rank * size, 0)
+        gate = HFSlice(f"{hf_mlp}.gate_proj.weight", offset, shape, (0, 0))
+        up = HFSlice(f"{hf_mlp}.up_proj.weight", offset, shape, (size, 0))
+        self._specs[name] = ParamSpec((2 * size, self._hidden), (gate, up), is_owner=True)
 
-    def _qkv(self, attention: str, kind: str, tail: Shape, tp_rank: int) -> ParamSpec:
-        """Spec of the fused q, k and v projection: `weight` with `tail` [hidden], or `bias`.
+    def _add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
+        """Add one unsharded expert: index `expert` of the stacked Hugging Face tensor."""
+        hf_slice = HFSlice(hf_name, (expert, 0, 0), shape, (0, 0, 0))
+        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True, is_expert=True)
 
-        Megatron-Core orders the rows by key-value group: the q rows of a group, then its k rows,
-        then its v rows. Each tp rank has an equal, contiguous part of this order.
+    def _add_qkv(self, name: str, hf_attention: str, kind: str, *, tail: Shape) -> None:
+        """Add the fused q, k and v projection: its `weight` with `tail` (hidden,), or its `bias`.
+
+        Each tp rank has an equal, contiguous part of the fused rows.
         """
         zeros = (0,) * len(tail)
-        fused_rows = self._fused_qkv_rows(attention, kind)
-        size = sum(num_rows for _, _, num_rows in fused_rows) // self.tp
-        start = tp_rank * size
-        stop = start + size
+        fused = []
+        num_rows = 0
+        for hf_name, first_row, length in self._fused_qkv_rows(hf_attention, kind):
+            fused.append(HFSlice(hf_name, (first_row, *zeros), (length, *tail), (num_rows, *zeros)))
+            num_rows += length
+        size = num_rows // self._sharding.tp
+        start = self._tp_rank * size
         slices = []
-        position = 0
-        for name, row, num_rows in fused_rows:
-            unsharded = HFSlice(name, (row, *zeros), (num_rows, *tail), (position, *zeros))
-            part = unsharded.rows(start, stop)
+        for unsharded in fused:
+            part = unsharded.rows(start, start + size)
             if part.numel:
-                slices.append(part._replace(local_offset=(part.local_offset[0] - start, *zeros)))
-            position += num_rows
-        return ParamSpec((size, *tail), tuple(slices), is_owner=True)
+                local_row = part.local_offset[0] - start
+                slices.append(part._replace(local_offset=(local_row, *zeros)))
+        self._specs[f"{name}.{kind}"] = ParamSpec((size, *tail), tuple(slices), is_owner=True)
 
-    def _fused_qkv_rows(self, attention: str, kind: str) -> list[tuple[str, int, int]]:
-        """(Hugging Face name, first row, number of rows) in the row order of the fused weight."""
-        group_size = self.spec.num_heads // self.spec.num_kv_heads * self.spec.head_dim
-        rows: list[tuple[str, int, int]] = []
-        for group in range(self.spec.num_kv_heads):
-            rows.append((f"{attention}.q_proj.{kind}", group * group_size, group_size))
-            rows.append(
-                (f"{attention}.k_proj.{kind}", group * self.spec.head_dim, self.spec.head_dim)
-            )
-            rows.append(
-                (f"{attention}.v_proj.{kind}", group * self.spec.head_dim, self.spec.head_dim)
-            )
+    def _fused_qkv_rows(self, hf_attention: str, kind: str) -> list[tuple[str, int, int]]:
+        """Return (Hugging Face name, first row, number of rows) in the order of the fused rows.
+
+        Megatron-Core orders them by key-value group: the q rows of a group, its k rows, its v rows.
+        """
+        head_dim = self._model.head_dim
+        num_kv_heads = self._model.num_kv_heads
+        group_size = self._model.num_heads // num_kv_heads * head_dim
+        rows = []
+        for group in range(num_kv_heads):
+            rows.append((f"{hf_attention}.q_proj.{kind}", group * group_size, group_size))
+            rows.append((f"{hf_attention}.k_proj.{kind}", group * head_dim, head_dim))
+            rows.append((f"{hf_attention}.v_proj.{kind}", group * head_dim, head_dim))
         return rows
 
 
@@ -268,12 +295,6 @@ def parallel_coords(topology: Topology, ep: int, rank: int) -> tuple[int, int, i
     coordinates = topology.coordinates(rank)
     first_rank_of_stage = topology.rank(pp=coordinates.pp)
     return coordinates.pp, coordinates.tp, (rank - first_rank_of_stage) % ep
-
-
-def _expert_spec(name: str, expert: int, shape: Shape) -> ParamSpec:
-    """Spec of one unsharded expert, which is index `expert` of the stacked Hugging Face tensor."""
-    hf_slice = HFSlice(name, (expert, 0, 0), shape, (0, 0, 0))
-    return ParamSpec(shape, (hf_slice,), is_owner=True, is_expert=True)
 
 
 def _index(offset: Shape, shape: Shape) -> tuple[slice, ...]:

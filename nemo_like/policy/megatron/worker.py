@@ -15,8 +15,8 @@ from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.worker import PolicyWorker
 
-# Every rank would print these on import and use of Megatron-Core. It misses Apex and Transformer
-# Engine, which nothing here needs, and uses torch names that the newest torch has replaced.
+# Every rank would print these on import and use of Megatron-Core: Apex and Transformer Engine are
+# not installed, as they are not needed, and newer releases of torch deprecate names that it uses.
 for _message in (
     ".*Apex.* not installed",
     "`torch.distributed.* is deprecated",

@@ -25,7 +25,8 @@ from nemo_like.checkpoint import CheckpointError
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block, checkpoint_problem, open_checkpoint, save
+from nemo_like.policy.checkpoint.sharded import Block, save
+from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem, open_checkpoint
 
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (5,)}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -180,7 +181,7 @@ def test_an_incomplete_folder_is_refused(tmp_path):
             pass
         assert re.search(match, str(checkpoint_problem(tmp_path)))
 
-    refused(r"manifest\.json does not exist, so .* holds no complete policy checkpoint")
+    refused(r"manifest\.json does not exist, so .* is not a complete policy checkpoint")
     blocks = whole(random_model())
     save_blocks(tmp_path, [blocks[:3], blocks[3:]])
     second = tmp_path / "rank_00001_000.safetensors"
@@ -288,7 +289,7 @@ def test_blocks_that_are_not_the_model_leave_no_checkpoint(tmp_path):
         [*others, half],
         [norm._replace(tensor=norm.tensor[:2])],
     )
-    refused(r"two blocks at one place: exp_avg/norm\.weight@0", [*blocks, half])
+    refused(r"two blocks with the same position: exp_avg/norm\.weight@0", [*blocks, half])
     refused(r"at \[3\], shape \[5\], lies outside \[5\]", [*others, norm._replace(offset=(3,))])
     refused(
         r"full shape \[6\]; the checkpoint's is \(5,\)", [*others, norm._replace(full_shape=(6,))]

@@ -24,7 +24,7 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.checkpoint.sharded import open_checkpoint
+from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.engine import MegatronEngine
 from tests.policy.megatron.ranks import as_tensors, joined, meeting_in, of_model, open_pool

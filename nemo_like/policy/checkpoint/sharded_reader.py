@@ -1,0 +1,281 @@
+"""Reading of a policy's sharded checkpoint; `sharded` documents the format and writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_like.checkpoint_manifest import CheckpointError, read_json
+from nemo_like.config.errors import ConfigError
+from nemo_like.distributed import activity
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_FILE_NAME = re.compile(r"rank_[0-9]{5,9}_[0-9]{3,9}\.safetensors")
+
+
+class Region(NamedTuple):
+    """A rectangle of a full tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Region) -> Region:
+        """Return the common rectangle, with a length of 0 where there is none."""
+        starts = []
+        lengths = []
+        for start, length, other_start, other_length in zip(*self, *other, strict=True):
+            common_start = max(start, other_start)
+            common_end = min(start + length, other_start + other_length)
+            starts.append(common_start)
+            lengths.append(max(0, common_end - common_start))
+        return Region(tuple(starts), tuple(lengths))
+
+    def slices(self, within: Region) -> tuple[slice, ...]:
+        """Return the index of this region in a tensor of the region `within`."""
+        slices = []
+        for start, length, outer in zip(self.offset, self.shape, within.offset, strict=True):
+            slices.append(slice(start - outer, start - outer + length))
+        return tuple(slices)
+
+
+class StoredBlock(NamedTuple):
+    """A region of a tensor in an open file."""
+
+    region: Region
+    file: Any
+    key: str
+
+
+class CheckpointReader:
+    """An open checkpoint. `read` reads from its files; before that only headers are read."""
+
+    def __init__(
+        self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[StoredBlock]]
+    ):
+        self.num_optimizer_steps: int = manifest["num_optimizer_steps"]
+        self.has_moments: bool = manifest["has_moments"]
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(shape) for name, shape in manifest["shapes"].items()
+        }
+        self._directory = directory
+        self._blocks = blocks
+
+    def check_model(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise ConfigError unless the checkpoint is of a model with these weights."""
+        expected = {name: list(shape) for name, shape in shapes.items()}
+        saved = {name: list(shape) for name, shape in self.shapes.items()}
+        different = sorted(
+            name for name in expected.keys() | saved if expected.get(name) != saved.get(name)
+        )
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"{self._directory} is a checkpoint of another model: {len(different)} weights"
+                f" differ, first {name}, saved as {saved.get(name)} and now {expected.get(name)};"
+                " check policy.model_name"
+            )
+
+    def check_partition(self) -> None:
+        """Raise CheckpointError unless every value of every tensor is stored exactly once."""
+        for name, shape in full_shapes(self.shapes, self.has_moments).items():
+            regions = [block.region for block in self._blocks.get(name, [])]
+            check_partition(self._directory, name, shape, regions)
+
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read the region of the tensor `name` as a new float32 tensor on the CPU.
+
+        Raises CheckpointError if the stored blocks do not cover it.
+        """
+        activity.note(f"reading {name} of a checkpoint")
+        result = torch.empty(tuple(shape), dtype=torch.float32)
+        region = Region(tuple(offset), tuple(shape))
+        num_found = 0
+        for block in self._blocks.get(name, []):
+            common = region.intersection(block.region)
+            if common.numel:
+                stored = block.file.get_slice(block.key)[common.slices(block.region)]
+                result[common.slices(region)] = stored
+                num_found += common.numel
+        # Blocks do not overlap (`check_partition`), so the count is exact.
+        if num_found != region.numel:
+            raise CheckpointError(
+                f"{self._directory} has {num_found} of the {region.numel} values of {name} at"
+                f" {list(offset)}, shape {list(shape)}; the checkpoint lacks the others"
+            )
+        return result
+
+
+@contextmanager
+def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
+    """Open a checkpoint that `sharded.save` wrote with any number of ranks.
+
+    Raises CheckpointError if it is not a complete checkpoint.
+    """
+    manifest = _read_manifest(directory)
+    with ExitStack() as stack:
+        blocks = open_blocks(directory, manifest["files"], stack)
+        yield CheckpointReader(directory, manifest, blocks)
+
+
+def checkpoint_problem(directory: Path) -> str | None:
+    """Return the reason why a policy checkpoint cannot be loaded, None if it can.
+
+    Only the manifest and the files' headers are read.
+    """
+    try:
+        with open_checkpoint(directory) as reader:
+            reader.check_partition()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def full_shapes(
+    shapes: Mapping[str, Sequence[int]], has_moments: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of every tensor in the checkpoint by block name, `<kind>/<weight>`."""
+    result = {}
+    for kind in (WEIGHT, *MOMENTS) if has_moments else (WEIGHT,):
+        for name, shape in shapes.items():
+            result[f"{kind}/{name}"] = tuple(shape)
+    return result
+
+
+def check_partition(
+    directory: Path, name: str, shape: tuple[int, ...], regions: list[Region]
+) -> None:
+    """Raise CheckpointError unless `regions` partition a tensor of `shape`.
+
+    They do if they are inside the tensor, do not overlap and have as many elements as the tensor.
+    """
+    for region in regions:
+        ends = [start + length for start, length in zip(*region, strict=True)]
+        is_inside = len(ends) == len(shape) and all(
+            end <= length for end, length in zip(ends, shape, strict=True)
+        )
+        if not is_inside:
+            raise CheckpointError(
+                f"a block of {name} in {directory} lies outside the tensor: {region}"
+            )
+    num_written = sum(region.numel for region in regions)
+    if num_written != math.prod(shape):
+        raise CheckpointError(
+            f"the ranks wrote {num_written} of the {math.prod(shape)} values of {name} to"
+            f" {directory}"
+        )
+    # [num_regions, num_dims]; reshape keeps the dims of an empty list.
+    starts = np.array([region.offset for region in regions], dtype=np.int64)
+    starts = starts.reshape(len(regions), len(shape))
+    lengths = np.array([region.shape for region in regions], dtype=np.int64)
+    ends = starts + lengths.reshape(starts.shape)
+    # Two rectangles overlap if their intervals overlap in every dim.
+    is_overlap = ((starts[:, None] < ends) & (starts < ends[:, None])).all(-1)
+    pairs = np.argwhere(np.triu(is_overlap, k=1))
+    if len(pairs):
+        first, second = (regions[index] for index in pairs[0])
+        raise CheckpointError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
+
+
+def open_blocks(
+    directory: Path, files: Mapping[str, int], stack: ExitStack
+) -> dict[str, list[StoredBlock]]:
+    """Open `files` (name -> bytes) and return their blocks by tensor name; reads headers only.
+
+    Raises CheckpointError for a file that is missing, of another size, or damaged.
+    """
+    blocks: dict[str, list[StoredBlock]] = {}
+    for file_name, size in files.items():
+        path = directory / file_name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise CheckpointError(
+                f"{path} {state}; the checkpoint in {directory} is incomplete, copy it again or"
+                f" load another one"
+            )
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for key, position in json.loads(file.metadata()["blocks"]).items():
+                shape = tuple(file.get_slice(key).get_shape())
+                name = position["name"]
+                offset = tuple(position["offset"])
+                if len(offset) != len(shape) or not all(map(_is_count, offset)):
+                    raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
+                block = StoredBlock(Region(offset, shape), file, key)
+                blocks.setdefault(name, []).append(block)
+        # Damaged bytes can make the header anything, so any of these can be the first to notice.
+        except (
+            OSError,
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+    return blocks
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Read the manifest; raises CheckpointError unless its entries have the expected types."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist, so {directory} is not a complete policy checkpoint"
+        )
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise CheckpointError(
+            f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}"
+        )
+    is_valid = (
+        _is_count(manifest.get("num_optimizer_steps"))
+        and isinstance(manifest.get("has_moments"), bool)
+        and _are_file_sizes(manifest.get("files"))
+        and _are_shapes(manifest.get("shapes"))
+    )
+    if not is_valid:
+        raise CheckpointError(
+            f"{path} is damaged: its entries are not those of a policy checkpoint"
+        )
+    return manifest
+
+
+def _are_file_sizes(files: Any) -> bool:
+    # The pattern also rejects names that would lead out of the directory.
+    return isinstance(files, dict) and all(
+        _FILE_NAME.fullmatch(name) and _is_count(size) for name, size in files.items()
+    )
+
+
+def _are_shapes(shapes: Any) -> bool:
+    if not isinstance(shapes, dict) or not shapes:
+        return False
+    return all(isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes.values())
+
+
+def _is_count(value: Any) -> bool:
+    # bool is a subclass of int; torch takes sizes below 2^63.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
