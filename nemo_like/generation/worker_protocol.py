@@ -84,6 +84,7 @@ class Completions:
     """Version of the weights, set by the last weight update; 0 is the model as loaded."""
 
     def __len__(self) -> int:
+        """Number of completions, B."""
         return len(self.finish_reasons)
 
     def take(self, rows: np.ndarray) -> Completions:

@@ -15,6 +15,8 @@ class NllLoss:
     """-sum(m * log p) over the trained tokens; the worker divides by their global count."""
 
     normalization: Normalization = "token"
+    uses_sampling_distribution: bool = False
+    """A likelihood is that of the model's own distribution: temperature 1, no filters."""
     needs_entropy: bool = False
     entropy_gradient: bool = False
 

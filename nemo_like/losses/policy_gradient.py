@@ -47,6 +47,11 @@ class ClippedPolicyGradientLoss:
         return self.config.normalization
 
     @property
+    def uses_sampling_distribution(self) -> bool:
+        """True: log-probs are those of the distribution that is sampled from."""
+        return True
+
+    @property
     def needs_entropy(self) -> bool:
         """True: the entropy is at least a metric."""
         return True

@@ -96,8 +96,10 @@ def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> Metrics:
     """Return token means of [T] tensors where `mask`, fetched from the device in one transfer."""
     if not values:
         return {}
-    weight = mask.to(torch.float32)
-    # where() and not a product: an infinity at a masked position must not become NaN.
-    sums = [torch.where(mask, value.detach().float(), 0.0).sum() for value in values.values()]
-    *totals, count = torch.stack([*sums, weight.sum()]).tolist()
+    sums = []
+    for value in values.values():
+        # where() and not a product: an infinity at a masked position must not become NaN.
+        sums.append(torch.where(mask, value.detach().float(), 0.0).sum())
+    count_tensor = mask.to(torch.float32).sum()
+    *totals, count = torch.stack([*sums, count_tensor]).tolist()
     return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}

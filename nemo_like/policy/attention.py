@@ -102,7 +102,10 @@ def attention_forward(
             raise ValueError("context parallelism needs packed rows; pass cu_seqlens")
         out = padded_attention(query, key, value, scale=scale, window=sliding_window)
         return out.transpose(1, 2), None
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    # Packed rows have B = 1: [1, H, T, D] to [T, H, D].
+    q = query.squeeze(0).transpose(0, 1)
+    k = key.squeeze(0).transpose(0, 1)
+    v = value.squeeze(0).transpose(0, 1)
     out = varlen_attention(
         q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,7 +66,7 @@ class EngineOptimizer(Protocol):
 OptimizerT = TypeVar("OptimizerT", bound=EngineOptimizer)
 
 
-class EngineBase(Generic[OptimizerT]):
+class EngineBase(ABC, Generic[OptimizerT]):
     """Implements the part of `Engine` that does not depend on how the model is sharded."""
 
     def __init__(
@@ -83,6 +83,7 @@ class EngineBase(Generic[OptimizerT]):
         self.rank = rank
         self.num_optimizer_steps = 0
         self.clock = ComputeClock(device)
+        # Subclasses have the same groups under `groups`, with their own type.
         self._axes = groups
         self._optimizer: OptimizerT | None = None
 
@@ -119,6 +120,7 @@ class EngineBase(Generic[OptimizerT]):
         norm = optimizer.gradient_norm(is_loss_finite=is_loss_finite)
         factor = clip_factor(norm, self.config.max_grad_norm)
         if factor is None:
+            # Not finite or too large: skip the step. All ranks have the same norm.
             optimizer.zero_grad()
             return norm
         if factor < 1:
@@ -132,6 +134,7 @@ class EngineBase(Generic[OptimizerT]):
         is_finite = all_within(self.local_weights(), LARGEST)
         if with_moments:
             is_finite &= all_within(self.optimizer.moments())
+        # Summed over the ranks, so that all of them raise or none.
         num_not_finite = 0.0 if is_finite else 1.0
         (total,) = sum_floats([num_not_finite], self._axes.world, self.device)
         return total == 0

@@ -92,6 +92,7 @@ def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 
 
 def _random_rows(vocab_size: int) -> list[np.ndarray]:
+    # A fixed seed: every rank must compute the same rows.
     generator = np.random.default_rng(0)
     return [generator.integers(0, vocab_size, length).astype(np.int32) for length in _LENGTHS]
 

@@ -106,6 +106,7 @@ def build_inputs(
     is_real = grid.position < grid.length
     has_label = grid.position < grid.length - 1
     input_ids = grid.gather("input_ids", shard["input_ids"], 0, is_real, pad_token_id)
+    # Shift 1: the label of a position is the next token of its row.
     labels = grid.gather("input_ids", shard["input_ids"], 1, has_label, 0)
     columns: dict[str, Tensor] = {}
     row_columns: dict[str, Tensor] = {}
@@ -150,6 +151,7 @@ def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
         )
     flat = values.detach().to("cpu", torch.float32).numpy()
     lengths = np.array(inputs.lengths, dtype=np.int64)
+    # Rows start at padded offsets here, and at unpadded ones in the result.
     starts = _starts(inputs.padded_lengths)[:-1]
     row, token = segment_positions(lengths)
     result = np.zeros(len(token), dtype=np.float32)

@@ -185,6 +185,7 @@ class Policy:
 
         None where the budgets are equal, so that one plan serves both passes.
         """
+        # A forward without backward needs less memory, so its budget may be larger.
         max_tokens, max_rows = microbatch_budget(self.config, "evaluate")
         if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):
             return None

@@ -44,6 +44,7 @@ def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Ten
     """Gather [num_tokens], in the order of the pack, from this rank's share [T]."""
     if inputs.cp_size == 1:
         return values
+    # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
     positions = torch.from_numpy(cp_gather_positions(np.array(segments), inputs.cp_size))
     return engine.gather_over_cp(values)[positions.to(values.device)]

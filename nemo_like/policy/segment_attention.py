@@ -145,6 +145,8 @@ def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bo
     for (start_q, end_q), (start_k, end_k) in bounds:
         if end_q > start_q:
             segments.append(_Segment(start_q, end_q - start_q, start_k, end_k - start_k))
+    # Sorted, so that segments of one group are neighbours. They have one `chunk`, the ratio of key
+    # to query length, so that similar query lengths imply similar key lengths.
     segments.sort(key=lambda segment: (segment.chunk, segment.length_q, segment.start_q))
     groups: list[_Group] = []
     order: list[Tensor] = []
@@ -181,9 +183,10 @@ def _make_group(members: list[_Segment]) -> _Group:
 def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
     """Slots of segments at `starts` [n] with `lengths` [n], padded to `length`."""
     index = torch.arange(length)
-    positions = (starts[:, None] + torch.minimum(index, lengths[:, None] - 1)).flatten()
-    kept = (index < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return _Slots(positions, kept)
+    last = lengths[:, None] - 1
+    positions = starts[:, None] + torch.minimum(index, last)
+    is_kept = index <= last
+    return _Slots(positions.flatten(), is_kept.flatten().nonzero().squeeze(1))
 
 
 def _output_positions(group: _Group) -> Tensor:
@@ -198,6 +201,7 @@ def _attend_group(
     q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
 ) -> Tensor:
     """Return [kept positions of the group, H, D]."""
+    # A query chunk at the end of its keys is `lag` positions behind their start.
     lags = [segment.length_k - segment.length_q for segment in group.segments]
     if group.slots_q is None or group.slots_k is None:
         (segment,) = group.segments
@@ -209,7 +213,9 @@ def _attend_group(
     q = _rectangle(q, group.slots_q, num_segments)
     k = _rectangle(k, group.slots_k, num_segments)
     v = _rectangle(v, group.slots_k, num_segments)
-    out = sdpa(q, k, v, scale, window, causal, lags).transpose(1, 2).flatten(0, 1)
+    out = sdpa(q, k, v, scale, window, causal, lags)
+    # [segments, H, length, D] to [slots, H, D].
+    out = out.transpose(1, 2).flatten(0, 1)
     kept = group.slots_q.kept
     if len(kept) == len(out):
         return out

@@ -21,7 +21,7 @@ from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
-from nemo_like.losses import GlobalCounts, Loss, LossInputs, NllLoss
+from nemo_like.losses import GlobalCounts, Loss, LossInputs
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
@@ -121,6 +121,7 @@ class PolicyWorker:
 
     def num_weight_buckets(self, max_bytes: int) -> int:
         """See `WeightSource.num_weight_buckets`."""
+        # Weights are sent in compute precision.
         itemsize = 2 if self.config.precision == "bfloat16" else 4
         shapes = self._policy.weight_shapes()
         names = list(shapes)
@@ -187,12 +188,8 @@ class PolicyWorker:
         return SamplingFilter.from_config(self.config.generation)
 
     def _logprob_options(self, loss: Loss) -> dict[str, Any]:
-        """Options of `Engine.run` that define the distribution of the log-probs.
-
-        A likelihood loss uses the model's own distribution, a policy gradient the one that is
-        sampled from.
-        """
-        if isinstance(loss, NllLoss):
+        """Return the options of `Engine.run` that define the distribution of the log-probs."""
+        if not loss.uses_sampling_distribution:
             return {"temperature": 1.0, "with_entropy": loss.needs_entropy}
         return {
             "temperature": self._sampling_temperature,
@@ -218,6 +215,7 @@ class PolicyWorker:
         num_steps_before = engine.num_optimizer_steps
         grad_norm = engine.optimizer_step(lr, is_loss_finite=step_fn.is_finite())
         is_skipped = engine.num_optimizer_steps == num_steps_before
+        # A finite gradient can still push a weight beyond the limit.
         self._check_finite()
         if is_skipped:
             loss_inputs = [each for _, each in results]

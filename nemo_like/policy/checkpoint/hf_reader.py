@@ -47,7 +47,9 @@ class ModelFiles:
             slice(start, start + length) for start, length in zip(offset, shape, strict=True)
         )
         if name in self._files:
+            # A slice reads only the bytes of the block.
             return self._files[name].get_slice(name)[block]
+        # One tensor per expert: each expert of the block is read in full.
         experts = []
         for expert in range(offset[0], offset[0] + shape[0]):
             parts = [self._files[part].get_tensor(part) for part in _expert_tensors(name, expert)]
@@ -74,6 +76,7 @@ class ModelFiles:
             return
         for expert in range(shape[0]):
             parts = _expert_tensors(name, expert)
+            # gate and up are separate tensors with half of the stacked rows each.
             for part in parts:
                 yield part, (shape[1] // len(parts), *shape[2:])
 
@@ -87,6 +90,7 @@ def open_model(model_name: str) -> Iterator[ModelFiles]:
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _weight_files(model_name):
+            # Memory-mapped: opening reads only the header.
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= dict.fromkeys(file.keys(), file)
         yield ModelFiles(model_name, files)

@@ -187,7 +187,10 @@ def check_partition(
     lengths = np.array([region.shape for region in regions], dtype=np.int64)
     ends = starts + lengths.reshape(starts.shape)
     # Two rectangles overlap if their intervals overlap in every dim.
-    is_overlap = ((starts[:, None] < ends) & (starts < ends[:, None])).all(-1)
+    begins_before_end = starts[:, None] < ends
+    ends_after_start = starts < ends[:, None]
+    is_overlap = (begins_before_end & ends_after_start).all(axis=-1)
+    # Each pair once, and no region with itself.
     pairs = np.argwhere(np.triu(is_overlap, k=1))
     if len(pairs):
         first, second = (regions[index] for index in pairs[0])
@@ -273,7 +276,10 @@ def _are_file_sizes(files: Any) -> bool:
 def _are_shapes(shapes: Any) -> bool:
     if not isinstance(shapes, dict) or not shapes:
         return False
-    return all(isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes.values())
+    for shape in shapes.values():
+        if not isinstance(shape, list) or not all(map(_is_count, shape)):
+            return False
+    return True
 
 
 def _is_count(value: Any) -> bool:

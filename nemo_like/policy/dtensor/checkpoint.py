@@ -49,6 +49,7 @@ def load(
     Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
     another model.
     """
+    # A checkpoint without moments restarts Adam.
     optimizer.state.clear()
     with open_checkpoint(directory) as reader:
         reader.check_model(_shapes(parameters))
@@ -84,6 +85,7 @@ def _blocks(
     """Yield this rank's blocks of weights and, after the first step, of both moments."""
     for sharded in parameters:
         if not sharded.is_owner:
+            # Another tp rank has the same values and writes them.
             continue
         offset, _ = sharded.block()
         tensors: dict[str, Tensor] = {WEIGHT: sharded.parameter}

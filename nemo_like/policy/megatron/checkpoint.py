@@ -89,6 +89,7 @@ def _blocks(
     kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)
     for index, (name, spec) in enumerate(param_map.items()):
         if not spec.is_owner:
+            # Another tp rank or pipeline stage has the same values and writes them.
             continue
         for kind in kinds:
             # The replicas write in turn, so that each of them writes about the same share.

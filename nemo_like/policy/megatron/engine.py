@@ -110,10 +110,12 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         token_filter: SamplingFilter | None = None,
     ) -> list[ResultT]:
         """See `Engine.run`."""
+        # A list, because the schedule needs the number of microbatches in advance.
         inputs = [microbatch.flattened() for microbatch in microbatches]
         if not inputs:
             return []
         if backward:
+            # Gradients of further microbatches would not be reduced any more.
             self.optimizer.check_not_reduced()
 
         def forward_step(stream: Iterator[ModelInputs], module: nn.Module) -> tuple[Tensor, Any]:

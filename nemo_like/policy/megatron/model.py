@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.megatron.parallel import transformer_config
 from nemo_like.policy.megatron.param_map import ModelSharding
 from nemo_like.policy.model_inputs import ModelInputs
 
@@ -56,7 +57,7 @@ def build_model(
     `padding_id` is the token whose input embedding transformers does not train.
     """
     spec = sharding.spec
-    config = _transformer_config(
+    config = transformer_config(
         sharding,
         dtype=dtype,
         device=device,
@@ -270,86 +271,3 @@ def _layer_spec(window: int | None, has_qk_norm: bool, is_sparse: bool) -> Modul
             mlp_bda=_untyped(get_bias_dropout_add),
         ),
     )
-
-
-def _transformer_config(
-    sharding: ModelSharding,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    sequence_parallel: bool,
-    recompute: bool,
-) -> TransformerConfig:
-    is_cuda = device.type == "cuda"
-    spec = sharding.spec
-    # An explicit layout, because the layers need not divide evenly by the number of stages.
-    stages = [["decoder"] * len(sharding.layers(stage)) for stage in range(sharding.pp)]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.intermediate_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.has_qkv_bias,
-        qk_layernorm=spec.has_qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=sharding.tp,
-        pipeline_model_parallel_size=sharding.pp,
-        pipeline_model_parallel_layout=stages if sharding.pp > 1 else None,
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        sequence_parallel=sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # Microbatches differ in length. Megatron-Core requires this dispatcher with the flag, even
-        # for dense models.
-        variable_seq_lengths=sharding.pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        **_moe_config(sharding),
-        deallocate_pipeline_outputs=True,
-        batch_p2p_sync=is_cuda,
-        # The loss is already divided by the global count; it and its gradients stay unscaled.
-        calculate_per_token_loss=True,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-        perform_initialization=False,
-        use_cpu_initialization=not is_cuda,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        bias_activation_fusion=is_cuda,
-        bias_dropout_fusion=is_cuda,
-        cuda_graph_scope=[],
-    )
-
-
-def _moe_config(sharding: ModelSharding) -> dict[str, Any]:
-    """Settings of MoE layers: dropless routing, no jitter, no load-balancing loss."""
-    spec = sharding.spec
-    if spec.moe is None:
-        return {}
-    return {
-        "num_moe_experts": spec.moe.num_experts,
-        "moe_ffn_hidden_size": spec.moe.expert_size,
-        "moe_layer_freq": [int(layer in sharding.moe_layers) for layer in range(spec.num_layers)],
-        "moe_router_topk": spec.moe.num_active_experts,
-        # Normalised probabilities of the chosen experts, which equals a softmax
-        # over the chosen experts alone, that is after the top-k.
-        "moe_router_pre_softmax": not spec.moe.normalizes_weights,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": sharding.ep,
-        "expert_tensor_parallel_size": 1,
-    }

@@ -36,6 +36,7 @@ def assemble_rows(
     activity.note(f"reading weights of shape {tuple(spec.shape)}")
     if stop is None:
         stop = spec.shape[0]
+    # Zeros, because rows of vocabulary padding have no slice.
     rows = torch.zeros(stop - start, *spec.shape[1:])
     for hf_slice in spec.slices:
         part = hf_slice.rows(start, stop)
@@ -71,11 +72,14 @@ class FullWeightGatherer:
         self._device = device
         self._stage, self._tp_rank, self._ep_rank = parallel_coords(topology, sharding.ep, rank)
         self._owners: dict[str, list[_ShardOwner]] = {}
+        # Every rank knows the parameters of all ranks, so that senders and rank 0 agree without
+        # communication.
         for stage in range(sharding.pp):
             for tp_rank in range(sharding.tp):
                 for parameter, spec in sharding.param_map(stage, tp_rank).items():
                     if not spec.is_expert:
                         self._register(stage, tp_rank, parameter, spec)
+            # An expert is not sharded over tp, so tp rank 0 stands for all of them.
             for ep_rank in range(sharding.ep):
                 for parameter, spec in sharding.param_map(stage, 0, ep_rank).items():
                     if spec.is_expert:
@@ -136,7 +140,9 @@ class FullWeightGatherer:
 
     def _register(self, stage: int, group_rank: int, parameter: str, spec: ParamSpec) -> None:
         if not spec.is_owner:
+            # A replica; the owner sends the same values.
             return
+        # A fused parameter has slices of several Hugging Face tensors.
         for name in dict.fromkeys(hf_slice.name for hf_slice in spec.slices):
             slices = tuple(hf_slice for hf_slice in spec.slices if hf_slice.name == name)
             owner = _ShardOwner(stage, group_rank, spec.is_expert, parameter, slices)
