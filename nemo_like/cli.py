@@ -37,6 +37,7 @@ _EPILOG = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="nemo-like",
         description="Post-training of language models on a Ray cluster.",
@@ -55,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
     _add_config_command(checks, "parity", text, has_kind=True)
-    text = "what packing is worth, from row lengths alone, before a GPU is rented; takes seconds"
+    text = "predict padding, rank balance, step time and memory from row lengths alone, in seconds"
     plan = commands.add_parser(
         "plan",
         help=text,
@@ -99,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool = False) -> None:
-    """A command on a config; with `has_kind` of any job."""
+    """Add a command that takes a config; with `has_kind` it has a flag for the job."""
     command = commands.add_parser(name, help=text, description=text)
     command.add_argument(
         "--config",
@@ -118,25 +119,27 @@ def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool =
         command.add_argument(
             "--kind",
             choices=("sft", "grpo"),
-            help="the job the config is for; default: from its keys",
+            help="the job of the config; default: detected from its keys",
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Every user error is one message, without a traceback.
+    """Run one command and return the exit code. Every user error is one message, no traceback.
 
-    Without `argv` it is the command line of this process, which then ends with the command.
+    Without `argv` the arguments are those of this process, which ends with the command.
     """
     _log_to_console()
+    # argparse does not accept options and trailing positionals in every order; `parse_known_args`
+    # returns the rest, and the message for it names the form of an override.
     arguments, unknown = build_parser().parse_known_args(argv)
-    # argparse cannot mix options and trailing positionals freely; what is left over are overrides
-    # like `~a.b` or typos.
     if unknown:
         say_error(
             f"error: unknown argument {unknown[0]!r}; overrides are written KEY=VALUE, see"
-            f" nemo-like --help"
+            " nemo-like --help"
         )
         return 2
+    # A process that ends with the command may be changed for good, e.g. import transformers without
+    # torch.
     arguments.owns_process = argv is None
     try:
         return _run(arguments)
@@ -149,13 +152,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_error("interrupted")
         return 130
-    except Exception as error:  # a bug: one message, and the traceback where it can be found
+    except Exception as error:  # a bug: one message, and the traceback in a file
         say_error(_failure_text(error, "".join(traceback.format_exception(error)), None))
         return 1
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Each command imports what it needs and no more: `validate` must not wait for Ray.
+    # Imports are local to each command, so that `validate` does not wait for Ray and torch.
     if arguments.command == "convert":
         from nemo_like.policy.checkpoint.gguf import convert_gguf
 
@@ -209,10 +212,9 @@ def _train(config: RunConfig) -> int:
 
 
 def train(config: RunConfig) -> RunResult | int:
-    """Run SFT or GRPO; returns the result, or the exit code after a failure, whose message is
-    printed.
+    """Run SFT or GRPO; return the result, or the exit code after a failure.
 
-    Raises ConfigError for wrong input.
+    The message of a failure is printed. Raises ConfigError for wrong input.
     """
     from nemo_like.algorithms.grpo import run_grpo
     from nemo_like.algorithms.sft import run_sft
@@ -273,7 +275,10 @@ def train(config: RunConfig) -> RunResult | int:
 
 
 def say(text: str) -> None:
-    """Print one message; no text of a file, a model or a user reaches the terminal unescaped."""
+    """Print one message, with control characters escaped.
+
+    Text of files, models and users must not control the terminal.
+    """
     print(printable(text, sys.stdout.encoding or "utf-8"))
 
 
@@ -283,20 +288,19 @@ def say_error(text: str) -> None:
 
 
 def _failure_text(error: BaseException, traceback_text: str, log: Path | None) -> str:
-    """One message for an unexpected exception; its traceback goes to `log`, or to a new file if
-    that cannot be written.
+    """Return the message for an unexpected exception, after writing its traceback.
+
+    The traceback goes to `log`, or to a new file if that cannot be written.
     """
     lines = str(error).strip().splitlines()
-    reason = (
-        f"{type(error).__name__}: {shortened(lines[0], _MAX_REASON)}"
-        if lines
-        else type(error).__name__
-    )
+    reason = type(error).__name__
+    if lines:
+        reason += f": {shortened(lines[0], _MAX_REASON)}"
     return f"error: {reason}. The traceback is in {_write_traceback(traceback_text, log)}"
 
 
 def _write_traceback(text: str, log: Path | None) -> str:
-    """Append the traceback to `log`, or write it to a new temporary file; the path."""
+    """Append the traceback to `log`, or write it to a new temporary file; return the path."""
     data = f"\n{text}\n".encode("utf-8", "backslashreplace")
     if log is not None:
         try:
@@ -313,13 +317,13 @@ def _write_traceback(text: str, log: Path | None) -> str:
 
 
 def _driver_log(config: RunConfig) -> Path | None:
-    """The log of the run; None if the run did not get as far as opening it."""
+    """Return the log of the run; None if the run failed before it opened the log."""
     log = Path(config.output_dir) / config.run_name / "logs" / "driver.log"
     return log if log.is_file() else None
 
 
 def _how_to_continue(config: RunConfig) -> str:
-    """What a later start of the same run can continue from."""
+    """Return the sentence about the checkpoint that a resume continues from."""
     latest = Path(config.output_dir) / config.run_name / "latest"
     try:
         named = latest.read_text(encoding="utf-8").strip()
@@ -329,9 +333,7 @@ def _how_to_continue(config: RunConfig) -> str:
 
 
 def _log_to_console() -> None:
-    """Warnings go to the console; what the package does in detail goes to the run's
-    `logs/driver.log` only.
-    """
+    """Send warnings to the console; a run adds a handler for details, `logs/driver.log`."""
     console = logging.StreamHandler()
     console.setLevel(os.environ.get("NEMO_LIKE_LOG_LEVEL", "WARNING"))
     logging.basicConfig(

@@ -1,10 +1,9 @@
-"""`nemo-like check parity`: does the user's layout compute what plain transformers computes, on a
-tiny copy of the model?
+"""`nemo-like check parity`: compare engine and parallel layout with transformers on a tiny model.
 
-The same rows go through the layout's workers (real process groups on the CPU, float32) and, each by
-itself and unpadded, through transformers in this process. What must be equal: loss, every
-parameter's gradient, log-probs, the weights after several optimizer steps, and the next
-losses when a checkpoint of the layout goes on in one process.
+The same rows are trained by workers in the config's layout (real process groups on the CPU,
+float32) and by transformers in this process, one unpadded row at a time. Compared are the loss, the
+gradient of every parameter, the log-probs, the weights after several optimizer steps, and the loss
+after a resume from the layout's checkpoint in one process.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from nemo_like.training.model_files import open_model_config
 from nemo_like.training.workers import policy_worker_class
 
 LIMIT = 1e-5
-"""Largest relative difference that counts as equal: some hundred float32 roundings."""
+"""Max relative difference that counts as equal: some hundred float32 roundings."""
 NUM_STEPS = 4
 MODES = ("packed", "dynamic")
 _LENGTHS = (37, 5, 64, 12, 3, 29, 50, 18, 41, 7, 2, 23)
@@ -61,15 +60,16 @@ _LR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One comparison. Example: `Finding("packed", "gradients", 2.1e-06, "worst at
-    model.norm.weight")`.
+class Comparison:
+    """One compared quantity.
+
+    Example: `Comparison("packed", "loss", 2.1e-06)`.
     """
 
     mode: str
     what: str
     difference: float
-    """Relative; infinite where there was nothing to compare."""
+    """Relative; infinite if the two sides have different shapes or names."""
     detail: str = ""
 
     @property
@@ -79,10 +79,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Every comparison, and what was compared."""
+    """All comparisons of one layout."""
 
     title: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Comparison, ...]
 
     @property
     def is_equal(self) -> bool:
@@ -92,33 +92,35 @@ class ParityReport:
         lines = [self.title]
         for finding in self.findings:
             verdict = "equal" if finding.is_equal else "DIFFERENT"
-            line = f"  {finding.mode:<8} {finding.what:<34} {finding.difference:8.1e}  {verdict:<10}{finding.detail}"
+            line = (
+                f"  {finding.mode:<8} {finding.what:<34} {finding.difference:8.1e} "
+                f" {verdict:<10}{finding.detail}"
+            )
             lines.append(line.rstrip())
-        wrong = sum(not finding.is_equal for finding in self.findings)
-        verdict = f"{wrong} DIFFERENT" if wrong else "all equal"
+        num_different = sum(not finding.is_equal for finding in self.findings)
+        verdict = f"{num_different} DIFFERENT" if num_different else "all equal"
         lines.append(f"{len(self.findings)} comparisons, limit {LIMIT:g} relative: {verdict}")
         return "\n".join(lines)
 
 
 class _Trained(NamedTuple):
-    """What a run of optimizer steps leaves."""
+    """Results of `NUM_STEPS` optimizer steps."""
 
     losses: list[float]
-    """Before each step, and after the last."""
+    """Before each step, and after the last one."""
     gradients: dict[str, Tensor]
-    """Of the first step."""
+    """Gradients of the first step, by Hugging Face name."""
     weights: dict[str, Tensor]
-    """After the last."""
+    """Weights after the last step, by Hugging Face name."""
     logprobs: Jagged
-    """Of every row, before the first."""
+    """Log-probs of every row before the first step, float32."""
 
 
 def check_parity(config: RunConfig) -> ParityReport:
-    """Compare the layout of `config` with plain transformers. Raises ConfigError for a model or
-    layout that cannot be.
+    """Compare the layout of `config` with transformers. Uses neither a GPU nor data.
 
-    Of the data-parallel copies two are enough; a pipeline has at least a layer a stage. No GPU and
-    no data are used.
+    The data-parallel size is limited to 2, which is enough for the check; the tiny model has at
+    least one layer per pipeline stage. Raises ConfigError for an unsupported model or layout.
     """
     transformers_logging.disable_progress_bar()
     model_config = open_model_config(config).get_text_config()
@@ -127,7 +129,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         model = save_tiny_copy(model_config, parallel, Path(folder) / "model")
         tiny = _tiny_run(config, Path(folder) / "model")
         batch = _random_batch(model.config.vocab_size)
-        expected = _train_plainly(model, batch, tiny)
+        expected = _train_with_transformers(model, batch, tiny)
         num_workers = policy_topology(tiny).world_size
         with ProcessPoolExecutor(
             num_workers, mp_context=multiprocessing.get_context("spawn")
@@ -137,21 +139,27 @@ def check_parity(config: RunConfig) -> ParityReport:
                 for mode in MODES
                 for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)
             ]
-    shape = f"{policy_topology(tiny)}{', sequence parallel' if parallel.sequence else ''}"
-    shape += f", experts over {parallel.expert}" if parallel.expert > 1 else ""
-    title = f"{config.policy.engine} on {shape}: a tiny {model_config.model_type} against transformers, {len(_LENGTHS)} rows"
+    layout = str(policy_topology(tiny))
+    if parallel.sequence:
+        layout += ", sequence parallel"
+    if parallel.expert > 1:
+        layout += f", expert parallel {parallel.expert}"
+    title = (
+        f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
+        f" transformers, {len(_LENGTHS)} rows"
+    )
     return ParityReport(title, tuple(findings))
 
 
 def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
-    """`config` on the tiny model: same engine, layout and recomputation, on CPU workers in float32,
-    an eager learner.
+    """Return `config` for the tiny model, with the same engine, layout and recomputation.
+
+    It runs on CPU workers in float32, with a learning rate at which a few steps change the loss.
     """
     parallel = config.parallel
-    num_copies = max(
-        min(2, num_replicas(config)),
-        parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context),
-    )
+    # Expert parallelism divides tensor x context x data, so it may need more than two replicas.
+    min_replicas = parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context)
+    num_tiny_replicas = max(min(2, num_replicas(config)), min_replicas)
     policy = replace(
         config.policy,
         model_name=str(model),
@@ -165,7 +173,7 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
     )
-    workers = num_copies * parallel.tensor * parallel.context * parallel.pipeline
+    workers = num_tiny_replicas * parallel.tensor * parallel.context * parallel.pipeline
     return replace(config, policy=policy, cluster=ClusterConfig(workers_per_node=workers))
 
 
@@ -194,9 +202,9 @@ def _check_mode(
     expected: _Trained,
     folder: Path,
     pool: ProcessPoolExecutor,
-) -> list[Finding]:
+) -> list[Comparison]:
     config, topology = _in_mode(config, mode), policy_topology(config)
-    contexts = _contexts(topology.world_size, folder / f"{mode}.meeting")
+    contexts = _contexts(topology.world_size, folder / f"{mode}.rendezvous")
     futures = [
         pool.submit(_train_rank, context, config, batch, folder / mode) for context in contexts
     ]
@@ -213,32 +221,35 @@ def _check_mode(
     weight_difference, worst_weight = _worst(
         _saved(folder / mode / "last", "weight"), expected.weights
     )
-    elsewhere = _continue_alone(config, batch, folder / mode / "last", folder / f"{mode}.alone")
+    elsewhere = _resume_on_one_rank(config, batch, folder / mode / "last", folder / f"{mode}.alone")
     return [
-        Finding(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
-        Finding(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
-        Finding(
+        Comparison(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
+        Comparison(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
+        Comparison(
             mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"
         ),
-        Finding(
+        Comparison(
             mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)
         ),
-        Finding(mode, f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses)),
-        Finding(
+        Comparison(
+            mode, f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses)
+        ),
+        Comparison(
             mode,
             f"weights after {NUM_STEPS} optimizer steps",
             weight_difference,
             f"worst at {worst_weight}",
         ),
-        Finding(mode, "checkpoint goes on in one process", abs(elsewhere / losses[-1] - 1)),
+        Comparison(mode, "resume of the checkpoint on one rank", abs(elsewhere / losses[-1] - 1)),
     ]
 
 
 def _train_rank(
     context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
 ) -> tuple[list[float], dict[str, Jagged], str]:
-    """One rank's losses, outputs and what the isolation probe found; its part of two checkpoints is
-    in `folder`.
+    """Train on one rank; return its losses, its log-probs and the message of the isolation check.
+
+    Checkpoints after the first and the last step are saved in `folder`.
     """
     transformers_logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
@@ -262,27 +273,28 @@ def _train_rank(
     return losses, outputs, leak
 
 
-def _continue_alone(
-    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, meeting: Path
+def _resume_on_one_rank(
+    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, rendezvous: Path
 ) -> float:
-    """The loss of the checkpoint in one process of the DTensor engine, whoever wrote it."""
+    """Return the loss of a checkpoint of either engine, loaded into one DTensor process."""
     alone = replace(
         config,
         policy=replace(config.policy, engine="dtensor"),
         parallel=ParallelConfig(),
         cluster=ClusterConfig(),
     )
-    (context,) = _contexts(1, meeting)
+    (context,) = _contexts(1, rendezvous)
     worker = policy_worker_class(alone)(context, config=alone.policy)  # type: ignore[call-arg]
     worker.load(checkpoint)
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 
 
 def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
-    """NaN on pipeline stages that see no loss."""
-    metrics = (
-        worker.train(shard, None, NllLoss())[0] if train else worker.evaluate(shard, NllLoss())
-    )
+    """Return the loss of the batch; NaN on pipeline stages that do not compute it."""
+    if train:
+        metrics, *_ = worker.train(shard, None, NllLoss())
+    else:
+        metrics = worker.evaluate(shard, NllLoss())
     return metric_values(metrics).get("policy/loss", float("nan"))
 
 
@@ -298,8 +310,10 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
     return plan_batch(batch["length"], spec)
 
 
-def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig) -> _Trained:
-    """The same steps by transformers and AdamW, each row by itself and unpadded."""
+def _train_with_transformers(
+    model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
+) -> _Trained:
+    """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
     logprobs = Jagged.from_rows(
         [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]], np.float32
@@ -307,7 +321,7 @@ def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunCo
     masked = Jagged(logprobs.values * (batch["token_mask"].values != 0), logprobs.offsets)
     losses, gradients = [], {}
     for step in range(NUM_STEPS + 1):
-        loss = _plain_loss(model, batch)
+        loss = _transformers_loss(model, batch)
         losses.append(loss.item())
         if step == NUM_STEPS:
             break
@@ -323,17 +337,19 @@ def _train_plainly(model: PreTrainedModel, batch: BatchedDataDict, config: RunCo
     return _Trained(losses, gradients, weights, masked)
 
 
-def _plain_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
-    """Mean negative log-likelihood of the trained tokens."""
-    total, count = torch.zeros(()), 0
+def _transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
+    """Return the mean negative log-likelihood of the trained tokens, float32 []."""
+    total = torch.zeros(())
+    num_tokens = 0
     for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
-        trained = torch.from_numpy(mask.astype(bool))
-        total, count = total - _row_logprobs(model, ids)[trained].sum(), count + int(trained.sum())
-    return total / count
+        is_trained = torch.from_numpy(mask.astype(bool))
+        total = total - _row_logprobs(model, ids)[is_trained].sum()
+        num_tokens += int(is_trained.sum())
+    return total / num_tokens
 
 
 def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
-    """[L] log-prob of each token of one row, 0 for the first."""
+    """Return the log-prob of each token of one row, float32 [L]; 0 for the first token."""
     input_ids = torch.from_numpy(ids.astype(np.int64))[None]
     logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
     logprobs = logits.log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1)
@@ -341,8 +357,9 @@ def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
 
 
 def _random_batch(vocab_size: int) -> BatchedDataDict:
-    """Rows of random tokens, about two thirds of them trained; the first of a row, which nothing
-    predicts, is not.
+    """Return rows of random tokens, about two thirds of which are trained.
+
+    The first token of a row has no context and is never trained.
     """
     rng = np.random.default_rng(0)
     lengths = np.array(_LENGTHS, dtype=np.int64)
@@ -356,14 +373,14 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     )
 
 
-def _contexts(world_size: int, meeting: Path) -> list[WorkerContext]:
+def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
     return [
         WorkerContext(
             rank=rank,
             world_size=world_size,
             local_rank=rank,
             device="cpu",
-            init_method=meeting.as_uri(),
+            init_method=rendezvous.as_uri(),
             collective_timeout_s=_TIMEOUT_S,
             num_threads=1,
         )
@@ -372,7 +389,7 @@ def _contexts(world_size: int, meeting: Path) -> list[WorkerContext]:
 
 
 def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
-    """Every whole tensor of a kind (`weight`, `exp_avg`) in a checkpoint, by Hugging Face name."""
+    """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint."""
     with open_checkpoint(checkpoint) as reader:
         return {
             name: reader.read(f"{kind}/{name}", [0] * len(shape), shape)
@@ -381,7 +398,7 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference over all tensors, and where it is."""
+    """Return the max relative difference over all tensors, and the tensor's name."""
     if found.keys() != expected.keys():
         return np.inf, f"the names differ: {sorted(found.keys() ^ expected.keys())[:3]}"
     differences = {
@@ -392,10 +409,12 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
 
 
 def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
-    """Norm of the difference over the norm of what is expected; infinite for other shapes or
-    NaN.
+    """Return the L2 norm of the difference over that of `expected`.
+
+    It is infinite for different shapes and for values that are not finite.
     """
-    found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    found = np.asarray(found, dtype=np.float64)
+    expected = np.asarray(expected, dtype=np.float64)
     if found.shape != expected.shape or not np.isfinite(found).all():
         return np.inf
     return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -1,8 +1,7 @@
-"""What must hold between keys, as far as it can be known without data, and the batch arithmetic
-spelled out.
+"""Relations between keys that can be checked without data, and the batch arithmetic in words.
 
-Types and unknown keys are `build`'s and `source`'s, single values `ranges`'s. Files, models and
-rows of data are looked at by `algorithms.validate`.
+Types and unknown keys are checked in `build` and `yaml_locations`, single values in `check_values`,
+files, models and rows of data in `commands.validate`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Budgets = SequencePackingConfig | DynamicBatchingConfig
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
-    """Everything in `config` that cannot work, whatever the data is; empty if all is well."""
+    """Return every problem of `config` that does not depend on data, or an empty list."""
     problems = [
         *value_problems(config),
         *_batching_modes(config),
@@ -42,7 +41,8 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_validation(config),
     ]
     if problems:
-        return problems  # the arithmetic below would divide by the numbers just refused
+        # The arithmetic below would divide by numbers that were just refused.
+        return problems
     problems += parallel_problems(config)
     if problems:
         return problems
@@ -53,32 +53,29 @@ def find_problems(config: RunConfig) -> list[Problem]:
 
 
 def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
-    """(name, section) of the token-budget mode that is on; None in plain mode."""
+    """Return (name, section) of the enabled mode with a token budget; None if none is enabled."""
     policy = config.policy
     if policy.sequence_packing.enabled:
         return "policy.sequence_packing", policy.sequence_packing
-    return (
-        ("policy.dynamic_batching", policy.dynamic_batching)
-        if policy.dynamic_batching.enabled
-        else None
-    )
+    if policy.dynamic_batching.enabled:
+        return "policy.dynamic_batching", policy.dynamic_batching
+    return None
 
 
 def derivation(config: RunConfig) -> str:
-    """How one step's rows become optimizer steps and microbatches, a line each, everything counted
-    in rows.
+    """Return the arithmetic from the rows of a step to optimizer steps and microbatches.
 
-    Example line: `8 prompts x 4 generations = 32 rows per step`.
+    One line each, counted in rows. Example: `8 prompts x 4 generations = 32 rows per step`.
     """
-    batch, workers, replicas = (
-        config.policy.train_global_batch_size,
-        num_policy_workers(config.cluster),
-        num_replicas(config),
-    )
+    batch = config.policy.train_global_batch_size
+    workers = num_policy_workers(config.cluster)
+    replicas = num_replicas(config)
     lines = []
     if isinstance(config, GrpoRunConfig):
-        prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-        rows, steps = prompts * group, config.grpo.max_num_steps
+        prompts = config.grpo.num_prompts_per_step
+        group = config.grpo.num_generations_per_prompt
+        rows = prompts * group
+        steps = config.grpo.max_num_steps
         updates = rows // batch
         lines.append(f"{prompts} prompts x {group} generations = {rows} rows per step")
         lines.append(
@@ -95,51 +92,46 @@ def derivation(config: RunConfig) -> str:
         )
     else:
         size = replica_size(config.parallel)
-        lines.append(
-            f"{workers} workers / {size} that share a copy = {replicas}"
-            f" {_plural(replicas, 'copy', 'copies')}"
-        )
-        lines.append(
-            f"{batch} rows / {replicas} {_plural(replicas, 'copy', 'copies')} ="
-            f" {_number(batch / replicas)} rows each"
-        )
+        ranks = f"{replicas} data-parallel {_plural(replicas, 'rank')}"
+        lines.append(f"{workers} workers / {size} per model replica = {ranks}")
+        lines.append(f"{batch} rows / {ranks} = {_number(batch / replicas)} rows each")
     lines += _microbatch_lines(config, math.ceil(batch / replicas))
     return "\n".join(lines)
 
 
 def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
-    """How the `rows` of one worker are cut, for training and, in GRPO, for scoring."""
-    policy, mode = config.policy, batching_section(config)
-    for purpose in ("training", "scoring") if isinstance(config, GrpoRunConfig) else ("training",):
-        is_training = purpose == "training"
+    """Yield a line about the microbatches of one rank's `rows`, for training and log-probs."""
+    policy = config.policy
+    mode = batching_section(config)
+    passes = ["training"]
+    if isinstance(config, GrpoRunConfig):
+        passes.append("log-probs")
+    for name in passes:
+        is_training = name == "training"
         if mode is None:
             size = policy.train_micro_batch_size if is_training else policy.logprob_batch_size
             count = math.ceil(rows / size)
-            shown = f"{count} {_plural(count, 'microbatch', 'microbatches')}"
-            yield f"{purpose}: {rows} rows / {size} rows per microbatch = {shown}"
-        else:
-            name, section = mode
-            verb = "packed" if name.endswith("packing") else "padded together"
-            budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
-            at_once = budget // _round_up(
-                policy.max_total_sequence_length, section.sequence_length_round
-            )
-            fit = f"{at_once}" if at_once else "less than one"
-            yield (
-                f"{purpose}: {verb} in microbatches of at most {budget} tokens, which hold {fit} of"
-                f" the longest rows"
-                f" ({policy.max_total_sequence_length} tokens) and more of shorter ones"
-            )
+            microbatches = f"{count} {_plural(count, 'microbatch', 'microbatches')}"
+            yield f"{name}: {rows} rows / {size} rows per microbatch = {microbatches}"
+            continue
+        section_name, section = mode
+        verb = "packed" if section_name.endswith("packing") else "padded together"
+        budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
+        max_length = policy.max_total_sequence_length
+        num_fitting = budget // _round_up(max_length, section.sequence_length_round)
+        yield (
+            f"{name}: {verb} in microbatches of at most {budget} tokens, which fit"
+            f" {num_fitting or 'less than one'} of the longest rows ({max_length} tokens) and more"
+            " of shorter ones"
+        )
 
 
 def _batching_modes(config: RunConfig) -> Iterator[Problem]:
-    keys = ("policy.sequence_packing.enabled", "policy.dynamic_batching.enabled")
-    if all(value_at(config, key) for key in keys):
+    if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         yield Problem(
-            keys[::-1],
-            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and"
-            " a batch is formed"
-            " one way: set one of them to false (packing is the faster one)",
+            ("policy.dynamic_batching.enabled", "policy.sequence_packing.enabled"),
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but"
+            " exclude each other: set one of them to false (packing is the faster one)",
         )
     packing = config.policy.sequence_packing
     if packing.enabled and packing.algorithm == "balanced" and packing.balance == "none":
@@ -152,9 +144,8 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
     if config.policy.oversize_rows == "singleton" and batching_section(config) is None:
         yield Problem(
             ("policy.oversize_rows",),
-            "policy.oversize_rows is singleton, which needs a token budget to be above: turn on"
-            " policy.sequence_packing"
-            " or policy.dynamic_batching, or write error, truncate or drop",
+            "policy.oversize_rows is singleton, which needs a token budget: enable"
+            " policy.sequence_packing or policy.dynamic_batching, or write error, truncate or drop",
         )
 
 
@@ -164,9 +155,8 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("cluster.progress_timeout_s", "cluster.collective_timeout_s"),
             f"cluster.progress_timeout_s {cluster.progress_timeout_s:g} must be above"
-            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that"
-            f" waits"
-            " for the others is taken for one that hangs; 0 turns the check off",
+            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that waits"
+            " for the others is mistaken for one that hangs; 0 turns the check off",
         )
 
 
@@ -184,8 +174,7 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(
                     (f"cluster.{key}", "cluster.backend"),
                     f"cluster.{key} is {value}, but cluster.backend local is one worker in this"
-                    f" process:"
-                    f" set it to {limit}, or use ray",
+                    f" process: set it to {limit}, or use ray",
                 )
 
 
@@ -195,8 +184,8 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("policy.scheduler.decay_steps", "policy.scheduler.warmup_steps"),
             f"policy.scheduler.decay_steps is {scheduler.decay_steps}, which includes the"
-            f" {scheduler.warmup_steps}"
-            f" warm-up steps; it must be above {scheduler.warmup_steps}, or null for the whole run",
+            f" {scheduler.warmup_steps} warm-up steps; it must be above {scheduler.warmup_steps},"
+            " or null for the length of the run",
         )
 
 
@@ -223,47 +212,58 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:
-    """Every copy of the model must get rows, and in plain mode equally many."""
-    key, batch = "policy.train_global_batch_size", config.policy.train_global_batch_size
-    replicas, size = num_replicas(config), replica_size(config.parallel)
-    is_plain = batching_section(config) is None
-    if batch >= replicas and (not is_plain or batch % replicas == 0):
+    """Every DP rank needs at least one row; without a token budget all need equally many."""
+    key = "policy.train_global_batch_size"
+    batch = config.policy.train_global_batch_size
+    replicas = num_replicas(config)
+    size = replica_size(config.parallel)
+    has_budget = batching_section(config) is not None
+    if batch >= replicas and (has_budget or batch % replicas == 0):
         return
-    shown = workers_shown(config.cluster)
-    one, many = ("worker", "workers") if size == 1 else ("copy of the model", "copies of the model")
-    how = f"({shown})" if size == 1 else f"({shown}, {size} workers each)"
-    counted = f"{key} {batch} / {replicas} {many} {how} = {_number(batch / replicas)} rows each"
-    if is_plain:
-        legal = _nearest_multiples(batch, replicas)
-        why = f"without packing or dynamic batching every {one} takes equally many"
-        text = f"{counted}; {why}: set it to {_either(legal)}"
+    workers = workers_shown(config.cluster)
+    source = f"({workers})" if size == 1 else f"({workers}, {size} workers each)"
+    share = (
+        f"{key} {batch} / {replicas} data-parallel ranks {source} ="
+        f" {_number(batch / replicas)} rows each"
+    )
+    if has_budget:
+        text = (
+            f"{share}; every rank needs at least one: set it to {replicas} or more, or use fewer"
+            " workers"
+        )
     else:
-        text = f"{counted}; every {one} needs at least one: set it to {replicas} or more, or use fewer workers"
+        legal = _nearest_multiples(batch, replicas)
+        text = (
+            f"{share}; without packing or dynamic batching every rank needs equally many: set it to"
+            f" {_either(legal)}"
+        )
     yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
 
 
 def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
-    """At least two completions per prompt, and rows that divide into optimizer steps."""
-    prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    """The group must be large enough, and the rows must divide into optimizer steps."""
+    prompts = config.grpo.num_prompts_per_step
+    group = config.grpo.num_generations_per_prompt
     if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
         yield Problem(
             ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
             f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other"
-            f" completions"
-            " (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at least 3, or"
-            " grpo.advantage.normalize to group_std or none",
+            " completions (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at"
+            " least 3, or grpo.advantage.normalize to group_std or none",
         )
-    batch, rows = config.policy.train_global_batch_size, prompts * group
+    batch = config.policy.train_global_batch_size
+    rows = prompts * group
     if rows % batch == 0:
         return
+    # The suggested batch sizes must also pass `_worker_shares`.
     unit = num_replicas(config) if batching_section(config) is None else 1
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     legal = [size for size in divisors if size % unit == 0] or divisors
-    sizes = [
-        *[size for size in legal if size < batch][-1:],
-        *[size for size in legal if size > batch][:1],
-    ]
-    step = batch // math.gcd(batch, group)
+    smaller = [size for size in legal if size < batch]
+    larger = [size for size in legal if size > batch]
+    sizes = smaller[-1:] + larger[:1]
+    # prompts x group is a multiple of the batch for multiples of this number of prompts.
+    prompts_unit = batch // math.gcd(batch, group)
     yield Problem(
         (
             "policy.train_global_batch_size",
@@ -271,24 +271,21 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
             "grpo.num_generations_per_prompt",
         ),
         f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} /"
-        f" policy.train_global_batch_size"
-        f" {batch} = {_number(rows / batch)} optimizer steps, not a whole number: set"
-        f" policy.train_global_batch_size to"
-        f" {_either(sizes)}, or grpo.num_prompts_per_step to"
-        f" {_either(_nearest_multiples(prompts, step))}",
+        f" policy.train_global_batch_size {batch} = {_number(rows / batch)} optimizer steps, not a"
+        f" whole number: set policy.train_global_batch_size to {_either(sizes)}, or"
+        f" grpo.num_prompts_per_step to {_either(_nearest_multiples(prompts, prompts_unit))}",
     )
 
 
 def _budgets(config: RunConfig) -> Iterator[Problem]:
-    """The longest row that is allowed must fit the budget, unless it is said what to do when it
-    does not.
-    """
-    mode, longest = batching_section(config), config.policy.max_total_sequence_length
+    """The longest legal row must fit into the token budgets, or the oversize policy must apply."""
+    mode = batching_section(config)
+    longest = config.policy.max_total_sequence_length
     if mode is None:
         return
     name, section = mode
     unit = math.lcm(section.sequence_length_round, length_multiple(config.parallel))
-    shown = _unit_shown(name, section.sequence_length_round, config)
+    unit_text = _unit_text(name, section.sequence_length_round, config)
     for key, budget in (
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
@@ -296,25 +293,28 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
         needed = _round_up(longest, unit)
         if budget < unit:
             yield Problem(
-                (f"{name}.{key}",), f"{name}.{key} is {budget}, below {shown}: no row would fit"
+                (f"{name}.{key}",), f"{name}.{key} is {budget}, below {unit_text}: no row would fit"
             )
         elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
-            rounded = f", {needed} when rounded up to {shown}" if needed != longest else ""
+            rounded = f", {needed} when rounded up to {unit_text}" if needed != longest else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
                 f"{name}.{key} is {budget}, but a row may have {longest} tokens"
                 f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to"
-                f" at least {needed},"
-                " or policy.oversize_rows to truncate or singleton",
+                f" at least {needed}, or policy.oversize_rows to truncate or singleton",
             )
 
 
-def _unit_shown(name: str, rounding: int, config: RunConfig) -> str:
-    """Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`."""
+def _unit_text(name: str, rounding: int, config: RunConfig) -> str:
+    """Return the multiple to which rows are padded, in words.
+
+    Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`.
+    """
+    text = f"{name}.sequence_length_round {rounding}"
     needed = length_multiple(config.parallel)
-    return f"{name}.sequence_length_round {rounding}" + (
-        f" and the {needed} that parallel needs" if needed > 1 else ""
-    )
+    if needed > 1:
+        text += f" and the {needed} that parallel needs"
+    return text
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
@@ -325,16 +325,15 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
             f"policy.generation.max_new_tokens is {generation.max_new_tokens} and"
-            f" policy.max_total_sequence_length"
-            f" {longest}, prompt included, so no prompt would fit: lower the first or raise the"
-            f" second",
+            f" policy.max_total_sequence_length {longest}, prompt included, so no prompt would fit:"
+            " lower the first or raise the second",
         )
     if is_grpo and generation.temperature == 0:
         yield Problem(
             ("policy.generation.temperature",),
             "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
-            " there is nothing to"
-            " compare; set it above 0, usually to 1 (grpo.val_temperature is for validation)",
+            " their advantages are 0; set it above 0, usually to 1 (grpo.val_temperature is for"
+            " validation)",
         )
 
 
@@ -354,7 +353,7 @@ def _rewards(config: GrpoRunConfig) -> Iterator[Problem]:
 
 
 def _nearest_multiples(value: int, unit: int) -> list[int]:
-    """The multiples of `unit` around `value`, at least `unit`. Example: 6, 4 -> [4, 8]."""
+    """Return the positive multiples of `unit` around `value`. Example: 6, 4 -> [4, 8]."""
     below = value // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
@@ -368,7 +367,7 @@ def _either(values: list[int]) -> str:
 
 
 def _number(value: float) -> str:
-    """Example: 1.5, 4, 2.333."""
+    """Format a quotient. Examples: 1.5, 4, 2.333."""
     return f"{value:.4g}" if value < 1000 or value % 1 else f"{value:.0f}"
 
 

@@ -1,6 +1,4 @@
-"""The same rows under every way to form batches: padding, microbatches, balance, and what each is
-worth.
-"""
+"""Comparison of batching strategies on the same rows: padding, microbatches, balance, step time."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from nemo_like.data.planning.spec import round_up
 from nemo_like.prediction.step_time import (
     by_microbatch,
     ideal_times,
-    least_microbatches,
-    least_times,
     microbatch_work,
+    min_microbatches,
     rank_work,
     step_times,
+    time_bounds,
 )
 
 COMPARED_PACKERS = (
@@ -39,28 +37,30 @@ class Strategy:
     """One way to form batches."""
 
     key: str
-    """Example: `packed/first_fit_shuffle/none`: layout, packer, what ranks are balanced by."""
+    """Layout, packer, balance. Example: `packed/first_fit_shuffle/none`."""
     title: str
     spec: PlanSpec
     is_padded_to_batch: bool = False
     """Every row is padded to the longest of its global batch, not only of its microbatch."""
 
     def plan(self, lengths: np.ndarray) -> BatchPlan:
+        """Plan rows of `lengths` int64 [B]. Raises ValueError for rows that cannot be planned."""
         plan = plan_batch(lengths, self.spec)
         if not self.is_padded_to_batch:
             return plan
-        per_step = plan.spec.global_batch_size or len(lengths)
-        longest = round_up_all(
-            np.maximum.reduceat(lengths, np.arange(0, len(lengths), per_step)),
-            plan.spec.row_multiple,
-        )
-        return replace(plan, padded_lengths=longest[plan.rows // per_step])
+        batch_size = plan.spec.global_batch_size or len(lengths)
+        starts = np.arange(0, len(lengths), batch_size)
+        longest = round_up_all(np.maximum.reduceat(lengths, starts), plan.spec.row_multiple)
+        # Row i of the plan belongs to step i // batch_size.
+        return replace(plan, padded_lengths=longest[plan.rows // batch_size])
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a strategy makes of the rows. A step is one optimizer step; ratios are over all steps,
-    weighted by work.
+    """The plan of one strategy and what is predicted from it.
+
+    A step is one optimizer step. Ratios are quotients of sums over all steps. R is the number of
+    data-parallel ranks, M the number of microbatches of a rank over all steps.
     """
 
     strategy: Strategy
@@ -68,27 +68,27 @@ class Outcome:
     max_tokens: int
     """The token budget of a microbatch."""
     pp_size: int = 1
-    least_work: float = 0.0
-    """What the shortest microbatch takes."""
+    min_work: float = 0.0
+    """Lower limit of the work of a microbatch, because of FSDP communication."""
 
     @cached_property
     def work(self) -> np.ndarray:
-        """float64 [R, M]"""
+        """Work of each microbatch, padding included, float64 [R, M]."""
         return microbatch_work(self.plan, self.plan.spec.cost)
 
     @cached_property
     def real_tokens(self) -> np.ndarray:
-        """int64 [R, M]"""
+        """Tokens of each microbatch without padding, int64 [R, M]."""
         return by_microbatch(self.plan, self.plan.lengths)
 
     @cached_property
     def real_work(self) -> np.ndarray:
-        """Work of the rows as they are, without padding, float64 [R, M]."""
+        """Work of each microbatch without padding, float64 [R, M]."""
         return by_microbatch(self.plan, self.plan.spec.cost.of(self.plan.lengths))
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """What a run with this plan would log."""
+        """The metrics `packing/*` that a run with this plan logs."""
         return self.plan.metrics()
 
     @property
@@ -97,43 +97,45 @@ class Outcome:
 
     @property
     def num_microbatches(self) -> float:
-        """Of each rank in a step, on average."""
+        """Microbatches of a rank in a step, on average."""
         return self.metrics["packing/num_microbatches"]
 
     @cached_property
     def utilization(self) -> float:
-        """Real tokens over what the microbatches that hold rows could take."""
+        """Real tokens over the token budgets of the microbatches that are not empty."""
         num_filled = int(np.count_nonzero(np.diff(self.plan.offsets)))
         return float(self.plan.lengths.sum()) / max(num_filled * self.max_tokens, 1)
 
     @cached_property
     def rank_tokens(self) -> float:
-        """The rank with the most positions over the mean rank."""
-        return _worst_over_mean(self.plan.num_tokens.astype(np.float64), self.plan)
+        """Tokens, padding included, of the max-loaded rank over those of the mean rank."""
+        return _max_over_mean(self.plan.num_tokens.astype(np.float64), self.plan)
 
     @cached_property
     def rank_flops(self) -> float:
-        """The rank with the most work over the mean rank."""
-        return _worst_over_mean(self.work, self.plan)
+        """Work of the max-loaded rank over that of the mean rank."""
+        return _max_over_mean(self.work, self.plan)
 
     @cached_property
     def step_time(self) -> float:
-        """Time of the mean step over that of the same real tokens without padding and waiting."""
-        times = step_times(self.work, self.plan, pp_size=self.pp_size, least_work=self.least_work)
+        """Step time over that of the same real tokens without padding and idle time."""
+        times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
         return float(times.sum() / ideal_times(self.plan, self.plan.spec.cost).sum())
 
     @cached_property
     def over_bound(self) -> float | None:
-        """The time ranks take, waiting included, over the least that is proven possible in as many
-        microbatches; None where rows are padded, which no bound is known for."""
+        """Step time, idle time included, over its lower bound for as many microbatches.
+
+        None for padded rows, for which there is no bound.
+        """
         if self.plan.spec.layout == "padded":
             return None
-        least = least_times(self.plan, self.plan.spec.cost)
-        return float(step_times(self.work, self.plan).sum() / least.sum())
+        bounds = time_bounds(self.plan, self.plan.spec.cost)
+        return float(step_times(self.work, self.plan).sum() / bounds.sum())
 
     @property
     def largest_microbatch(self) -> int:
-        """Positions of the largest microbatch: what memory must hold."""
+        """Tokens, padding included, of the largest microbatch, which determines peak memory."""
         return int(self.plan.num_tokens.max())
 
 
@@ -142,17 +144,16 @@ class Comparison:
     """All outcomes for the same rows."""
 
     lengths: np.ndarray
-    """int64 [B], in the order of planning: every `batch_size` are one optimizer step."""
+    """int64 [B] in the order of planning: `batch_size` consecutive rows are one optimizer step."""
     batch_size: int
     outcomes: tuple[Outcome, ...]
     chosen_key: str
-    """The strategy that memory and pictures are about."""
-    least_microbatches: float
-    """The fewest microbatches of each rank in a step that packing can do, on average: proven by the
-    L2 bound.
-    """
+    """The strategy whose memory and charts are shown."""
+    min_microbatches: float
+    """Lower bound (L2) of the microbatches of a rank in a step with packing, on average."""
 
     def __getitem__(self, key: str) -> Outcome:
+        """Return the outcome of the strategy with this key."""
         return next(outcome for outcome in self.outcomes if outcome.strategy.key == key)
 
     @property
@@ -161,7 +162,7 @@ class Comparison:
 
     @property
     def baseline(self) -> Outcome:
-        """What speed-ups are told against: microbatches padded to their longest row."""
+        """The reference of speedups: microbatches padded to their longest row."""
         return self["padded/microbatch"]
 
     @property
@@ -179,31 +180,33 @@ def strategies(
     chosen: PlanSpec | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[Strategy]:
-    """Every way to form batches under the budget of the packed `spec`, whose algorithm and balance
-    are replaced.
+    """Yield every strategy with the token budget of the packed `spec`.
 
-    Plain padding takes `micro_batch_size` rows at a time, or as many as the budget holds of the
-    longest row. `chosen`, where it is none of them, comes last.
+    Algorithm and balance of `spec` are replaced. Padding without dynamic batching takes
+    `micro_batch_size` rows at a time, or as many as fit into the budget at the length `longest`.
+    `chosen` comes last, if it is none of the others.
     """
     assert spec.max_tokens is not None
     plain = replace(
         spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error"
     )
-    most = -(-(spec.global_batch_size or 1) // spec.num_ranks)
-    at_once = micro_batch_size or max(
-        min(spec.max_tokens // round_up(longest, plain.row_multiple), most), 1
-    )
-    plain = replace(plain, max_rows=at_once)
-    rows = "1 row" if at_once == 1 else f"{at_once} rows"
+    num_rows = micro_batch_size
+    if not num_rows:
+        rows_per_rank = -(-(spec.global_batch_size or 1) // spec.num_ranks)
+        num_fitting = spec.max_tokens // round_up(longest, plain.row_multiple)
+        num_rows = max(min(num_fitting, rows_per_rank), 1)
+    plain = replace(plain, max_rows=num_rows)
+    rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
     yield Strategy("padded/batch", f"padded to the batch, {rows}", plain, is_padded_to_batch=True)
     yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
     dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops")
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
-    named = [("none", algorithm) for algorithm in COMPARED_PACKERS]
-    named += [(balance, PackingAlgorithm.BALANCED) for balance in ("tokens", "flops")]
-    specs = [replace(spec, algorithm=algorithm, balance=balance) for balance, algorithm in named]
-    yield from (Strategy(_key(each), _title(each), each) for each in specs)
-    if chosen is not None and chosen not in (*specs, plain, dynamic):
+    packed = [replace(spec, algorithm=name, balance="none") for name in COMPARED_PACKERS]
+    for balance in ("tokens", "flops"):
+        packed.append(replace(spec, algorithm=PackingAlgorithm.BALANCED, balance=balance))
+    for packed_spec in packed:
+        yield Strategy(_key(packed_spec), _title(packed_spec), packed_spec)
+    if chosen is not None and chosen not in (*packed, plain, dynamic):
         yield Strategy("configured", "as configured", chosen)
 
 
@@ -215,36 +218,37 @@ def compare(
     balance: str = "flops",
     micro_batch_size: int | None = None,
     pp_size: int = 1,
-    least_work: float = 0.0,
+    min_work: float = 0.0,
 ) -> Comparison:
-    """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` under every strategy.
+    """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
 
-    The chosen one is `chosen` where it is given, else `balanced` by `balance`. Raises ConfigError
-    for rows that cannot be planned.
+    The strategy that the report describes is `chosen`, or `balanced` with `balance` without it.
+    Raises ConfigError for rows that cannot be planned.
     """
     assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)
+    longest = int(lengths.max())
     outcomes = []
-    for strategy in strategies(
-        spec, int(lengths.max()), chosen=chosen, micro_batch_size=micro_batch_size
-    ):
+    for strategy in strategies(spec, longest, chosen=chosen, micro_batch_size=micro_batch_size):
         try:
             plan = strategy.plan(lengths)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, least_work))
+        outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, min_work))
     by_key = {outcome.strategy.key: outcome for outcome in outcomes}
-    balanced = f"packed/balanced/{balance}"
-    found = [key for key, outcome in by_key.items() if outcome.strategy.spec == chosen]
+    balanced_key = f"packed/balanced/{balance}"
+    chosen_key = balanced_key
+    for key, outcome in by_key.items():
+        if outcome.strategy.spec == chosen:
+            chosen_key = key
+            break
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
-    least = least_microbatches(by_key[balanced].plan, batches)
-    return Comparison(
-        lengths, batch_size, tuple(outcomes), (found or [balanced])[0], float(least.mean())
-    )
+    bounds = min_microbatches(by_key[balanced_key].plan, batches)
+    return Comparison(lengths, batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
 
 
-def _worst_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
-    """Sum over steps of the busiest rank over that of the mean rank, for `values` [R, M]."""
+def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
+    """Return the sum over steps of the max rank over that of the mean rank; `values` is [R, M]."""
     by_rank = rank_work(values, plan)
     return float(by_rank.max(axis=0).sum() / by_rank.mean(axis=0).sum())
 

@@ -1,6 +1,4 @@
-"""Row lengths from a file: one integer per line, columns of a CSV, a field of a JSONL, or what a
-past run recorded.
-"""
+"""Row lengths from a file: one integer per line, columns of a CSV, or a field of a JSONL."""
 
 from __future__ import annotations
 
@@ -16,48 +14,52 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
 
-_MOST_TOKENS = 2**40
-"""A length above this is a mistake, and sums of it would not be exact."""
+_MAX_TOKENS = 2**40
+"""A larger length is a mistake, and sums of such lengths in float64 would not be exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowLengths:
-    """How long rows are, and where each of them stands.
+    """Lengths of rows, with their source for messages.
 
-    Example: `RowLengths(np.array([374 + 44, 396 + 109]), "conv.csv, ContextTokens +
-    GeneratedTokens", ...)`.
+    Example: `RowLengths(np.array([418, 505]), "conv.csv, ContextTokens + GeneratedTokens", ...)`.
     """
 
     values: np.ndarray
     """int64 [B]"""
     source: str
-    """Where they come from, for the reader of a report."""
+    """File and columns, for the report."""
     locations: Sequence[str] | None = None
-    """Where each row stands. Example: `conv.csv:17`."""
+    """File and line of each row. Example: `conv.csv:17`."""
     is_ordered: bool = False
-    """Rows are in the order a run takes them, so they are not shuffled."""
+    """Rows are in the order of a run and are not shuffled."""
 
     def location(self, row: int) -> str:
+        """Return file and line of a row, or its number if these are not known."""
         return f"row {row}" if self.locations is None else self.locations[row]
 
 
 def read_lengths(
     path: Path, *, columns: Sequence[str] = (), field: str | None = None, limit: int | None = None
 ) -> RowLengths:
-    """The first `limit` lengths of a file; several `columns` of a CSV are added up.
+    """Read the first `limit` lengths of a file; several `columns` of a CSV are added up.
 
-    Raises ConfigError that names the line, the value, or the columns there are.
+    Raises ConfigError with the line and the value, or with the columns of the file.
     """
-    text = _text_of(path)
+    text = _read_text(path)
     shown = shown_path(path)
     lines: Iterator[tuple[int, int]]
     if columns:
-        lines, what = _csv_lengths(text, shown, columns), " + ".join(columns)
+        lines = _csv_lengths(text, shown, columns)
+        description = " + ".join(columns)
     elif field is not None:
-        lines, what = _field_lengths(text, shown, field), f"field {field}"
+        lines = _field_lengths(text, shown, field)
+        description = f"field {field}"
     else:
-        lines, what = _plain_lengths(text, shown), "one length per line"
-    values, numbers = [], []
+        lines = _plain_lengths(text, shown)
+        description = "one length per line"
+    values: list[int] = []
+    numbers: list[int] = []
     for number, value in lines:
         if limit is not None and len(values) == limit:
             break
@@ -66,14 +68,13 @@ def read_lengths(
     if not values:
         raise ConfigError(
             f"{shown} has no rows; give a file with one length per line, or name its --column or"
-            f" --field"
+            " --field"
         )
-    return RowLengths(
-        np.asarray(values, dtype=np.int64), f"{shown}, {what}", _Places(shown, numbers)
-    )
+    lengths = np.asarray(values, dtype=np.int64)
+    return RowLengths(lengths, f"{shown}, {description}", _LineLocations(shown, numbers))
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{shown_path(path)} is a directory; give a file of lengths")
     try:
@@ -85,7 +86,7 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{shown_path(path)} is not UTF-8 text (byte {error.start}); give a text, CSV or JSONL"
-            f" file"
+            " file"
         ) from error
     except OSError as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
@@ -98,14 +99,15 @@ def _plain_lengths(text: str, shown: str) -> Iterator[tuple[int, int]]:
 
 
 def _plain_hint(text: str) -> Callable[[], str]:
-    """What to write instead, told from the file's first line."""
+    """Return a function that makes a hint from the first line of the file, on an error only."""
 
     def hint() -> str:
         first = text.lstrip().splitlines()[0]
         if first.startswith("{"):
             return "name the field of a JSONL file: --field NAME"
         if "," in first:
-            return f"name the column of a CSV file: --column NAME (there are {', '.join(next(csv.reader([first])))})"
+            columns = ", ".join(next(csv.reader([first])))
+            return f"name the column of a CSV file: --column NAME (there are {columns})"
         return "write one positive integer per line"
 
     return hint
@@ -133,10 +135,11 @@ def _csv_lengths(text: str, shown: str, columns: Sequence[str]) -> Iterator[tupl
             raise ConfigError(
                 f"{place}: {len(cells)} cells where the first line names {len(header)} columns"
             )
-        values = [
-            _length(cells[i].strip(), f"{place} column {header[i]}", least=0) for i in indices
-        ]
-        yield reader.line_num, _positive(sum(values), place)
+        total = 0
+        for index in indices:
+            cell = cells[index].strip()
+            total += _length(cell, f"{place} column {header[index]}", minimum=0)
+        yield reader.line_num, _positive(total, place)
 
 
 def _field_lengths(text: str, shown: str, field: str) -> Iterator[tuple[int, int]]:
@@ -146,19 +149,15 @@ def _field_lengths(text: str, shown: str, field: str) -> Iterator[tuple[int, int
         place = f"{shown}:{number}"
         row = _json(line, place)
         if not isinstance(row, dict) or field not in row:
-            there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ConfigError(
-                f"{place}: there is no field {field!r}; the line has {there or 'no fields'}"
+                f"{place}: there is no field {field!r}; the line has {found or 'no fields'}"
             )
         value = row[field]
-        # A list is what is counted, such as token ids.
-        yield (
-            number,
-            _positive(
-                len(value) if isinstance(value, list) else _length(value, f"{place} field {field}"),
-                place,
-            ),
-        )
+        # A list, of token ids for example, is counted.
+        is_list = isinstance(value, list)
+        length = len(value) if is_list else _length(value, f"{place} field {field}")
+        yield number, _positive(length, place)
 
 
 def _json(line: str, place: str) -> Any:
@@ -171,15 +170,16 @@ def _json(line: str, place: str) -> Any:
 
 
 def _length(
-    value: object, place: str, hint: Callable[[], str] | None = None, least: int = 1
+    value: object, place: str, hint: Callable[[], str] | None = None, minimum: int = 1
 ) -> int:
-    try:
-        number = (
-            int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
-        )
-    except ValueError:
-        number = None
-    if number is None or not least <= number <= _MOST_TOKENS:
+    """Parse one length. Raises ConfigError for anything but an integer of at least `minimum`."""
+    number = None
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+    if number is None or not minimum <= number <= _MAX_TOKENS:
         way_out = hint() if hint is not None else "lengths are whole numbers of tokens"
         raise ConfigError(f"{place}: {value!r} is not a length; {way_out}")
     return number
@@ -192,8 +192,8 @@ def _positive(value: int, place: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Places(Sequence[str]):
-    """`file:line` of each row, spelled out only where it is asked for."""
+class _LineLocations(Sequence[str]):
+    """`file:line` of each row, formatted on access only."""
 
     shown: str
     numbers: Sequence[int]

@@ -1,6 +1,4 @@
-"""What a past run left in its directory: the row lengths of every step, and the packing it
-logged.
-"""
+"""Row lengths and packing metrics of a past run, read from its directory."""
 
 from __future__ import annotations
 
@@ -22,86 +20,90 @@ COMPARED = (
     "packing/num_microbatches",
     "packing/rank_imbalance_flops",
 )
-"""Metrics that follow from lengths and plan alone."""
+"""Metrics that are determined by lengths and plan alone."""
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run directory, read."""
+    """The recorded lengths and metrics of a run."""
 
     path: Path
     steps: dict[int, np.ndarray]
     """Step -> int64 [B] row lengths, in the order they were planned."""
     metrics: dict[int, dict[str, float]]
-    """Step -> what metrics.jsonl has of it."""
+    """Step -> metric -> value, from metrics.jsonl."""
 
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
     def rows(self) -> RowLengths:
-        """The rows of all whole steps, step after step: the last step of an epoch may have fewer
-        rows than the others.
+        """Return the rows of all full steps in order.
+
+        The last step of an epoch may have fewer rows; it would not be a typical batch.
         """
-        size = max(map(len, self.steps.values()))
-        whole = [lengths for lengths in self.steps.values() if len(lengths) == size]
-        source = f"{len(whole):,} step{'s' * (len(whole) > 1)} of the run {shown_path(self.path)}"
-        return RowLengths(np.concatenate(whole), source, is_ordered=True)
+        max_rows = max(map(len, self.steps.values()))
+        full = [lengths for lengths in self.steps.values() if len(lengths) == max_rows]
+        steps = "steps" if len(full) > 1 else "step"
+        source = f"{len(full):,} {steps} of the run {shown_path(self.path)}"
+        return RowLengths(np.concatenate(full), source, is_ordered=True)
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
-        """Metric -> (what the run logged, what its lengths under `spec` come to), means over the
-        steps that have both.
+        """Return metric -> (logged mean, mean planned from the lengths with `spec`).
+
+        The means are over the steps that have both; without such a step the result is empty.
         """
-        steps = [
-            step
-            for step in self.steps
-            if all(name in self.metrics.get(step, {}) for name in COMPARED)
-        ]
+        steps = []
+        for step in self.steps:
+            logged = self.metrics.get(step, {})
+            if all(name in logged for name in COMPARED):
+                steps.append(step)
+        if not steps:
+            return {}
         planned = [plan_batch(self.steps[step], spec).metrics() for step in steps]
-        return {
-            name: (
-                _mean(self.metrics[step][name] for step in steps),
-                _mean(metrics[name] for metrics in planned),
-            )
-            for name in (COMPARED if steps else ())
-        }
+        compared: dict[str, tuple[float, float]] = {}
+        for name in COMPARED:
+            logged_mean = _mean(self.metrics[step][name] for step in steps)
+            planned_mean = _mean(metrics[name] for metrics in planned)
+            compared[name] = (logged_mean, planned_mean)
+        return compared
 
 
 def read_run(path: Path) -> PastRun:
-    """The run that `path` (its metrics.jsonl, or its directory) belongs to. Raises ConfigError
-    where lengths are missing.
+    """Read the run of `path`, its metrics.jsonl or its directory.
+
+    Raises ConfigError if the run has no row lengths.
     """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise ConfigError(f"there is no {str(path)!r}; give the metrics.jsonl in a run's directory")
     recorded = folder / "plan" / "lengths.jsonl"
     first = folder / "plan" / "step_0.json"
+    steps: dict[int, np.ndarray] = {}
     if recorded.is_file():
-        # A resumed run plans some steps again; the last time counts.
-        steps = {
-            int(line["step"]): np.array(line["lengths"], dtype=np.int64)
-            for line in _lines(recorded)
-        }
+        for line in _lines(recorded):
+            # A resumed run plans some steps again; the last record counts.
+            steps[int(line["step"])] = np.array(line["lengths"], dtype=np.int64)
     elif first.is_file():
+        # A run that has recorded no lengths still has the plan of its first step.
         plan = BatchPlan.from_json(first.read_text(encoding="utf-8"))
         lengths = np.zeros(plan.num_rows, dtype=np.int64)
         lengths[plan.rows] = plan.lengths
-        steps = {1: lengths[lengths > 0]}
-    else:
-        steps = {}
+        steps[1] = lengths[lengths > 0]
     if not any(len(lengths) for lengths in steps.values()):
         raise ConfigError(
             f"{shown_path(folder)} has no row lengths: there is neither {shown_path(recorded)} nor"
-            f" {shown_path(first)}; give the"
-            " metrics.jsonl of a run that trained a step"
+            f" {shown_path(first)}; give the metrics.jsonl of a run that trained a step"
         )
     logged = folder / "metrics.jsonl"
-    metrics = {int(line["step"]): line for line in _lines(logged)} if logged.is_file() else {}
+    metrics: dict[int, dict[str, float]] = {}
+    if logged.is_file():
+        metrics = {int(line["step"]): line for line in _lines(logged)}
     return PastRun(folder, dict(sorted(steps.items())), metrics)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSONL file; the last one may have been cut by a kill."""
+    """Yield the lines of a JSONL file; an incomplete last line, left by a kill, is skipped."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:

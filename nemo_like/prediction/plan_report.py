@@ -1,5 +1,7 @@
-"""`nemo-like plan` without its command line: a request of plain values in, everything a table or a
-page shows out.
+"""The planning behind `nemo-like plan`: `make_plan` turns a `PlanRequest` into a `PlanReport`.
+
+The request has plain values, independent of command-line flags. The report has everything that the
+table, the page and the JSON record show.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.comparison import Comparison, Outcome, compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import MemoryModel, Placement, usable_bytes
-from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS, traffic_tokens
+from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS, comm_bound_tokens
 
-_LEAST_BUDGET = 8192
-"""Tokens of a microbatch where neither a budget nor a memory is given, unless a row is longer."""
+_MIN_BUDGET = 8192
+"""Token budget if neither a budget nor a memory is given, unless the longest row needs more."""
 _BUDGET_MULTIPLE = 256
-"""What a recommended budget is a multiple of."""
+"""Recommended token budgets are multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked for."""
+    """Row lengths, model, parallel layout and batch formation to plan for."""
 
     rows: RowLengths
     batch_size: int = 512
     """Rows per optimizer step."""
     placement: Placement = field(default_factory=Placement)
     model: ModelSpec | None = None
-    """None: work as of a dense 7B model, and nothing about memory."""
+    """None: the work of a dense 7B model is assumed, and memory is not predicted."""
     max_tokens: int | None = None
-    """Token budget of a microbatch; None: what the memory holds, or enough for the longest row."""
+    """Token budget of a microbatch; None: as many as fit into memory, or the longest row."""
     memory_gib: float | None = None
     """Memory of one GPU."""
     balance: Literal["flops", "tokens"] = "flops"
@@ -50,18 +52,19 @@ class PlanRequest:
     """None: as the engine does for this model."""
     oversize: Oversize = "error"
     budget_name: str = "--max-tokens"
-    """What a user would change to raise the budget."""
+    """Flag or key of the token budget, for messages."""
     oversize_name: str = "--oversize"
+    """Flag or key of the oversize policy, for messages."""
     sequence_length_round: int = 1
     micro_batch_size: int | None = None
-    """Rows of a plainly padded microbatch; None: as many of the longest row as the budget holds."""
+    """Rows of a padded microbatch; None: as many as fit into the budget at the longest length."""
     seed: int = 0
     chosen: PlanSpec | None = None
-    """How a configuration forms its batches, where that is among the strategies or not; its numbers
-    are replaced.
+    """The strategy of a config, which the report then describes; parallel sizes, cost, token budget
+    and seed are those of the request.
     """
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of a past run: metric -> (what it logged, what is predicted from its lengths)."""
+    """For a past run: metric -> (logged value, value predicted from the lengths)."""
     notes: tuple[str, ...] = ()
 
 
@@ -72,19 +75,19 @@ class Recommendation:
     max_tokens: int
     """A multiple of 256 and of what cp and tp need; 0 if nothing fits."""
     usable_gib: float
-    enough: int
-    """From here on a whole step is one microbatch, so a larger budget buys nothing."""
+    max_useful_tokens: int
+    """With this budget a step is one microbatch per rank; a larger budget has no effect."""
     outcome: Outcome | None
-    """The chosen strategy under this budget (or under `enough`); None where the longest row does
-    not fit.
+    """The chosen strategy with the smaller of the two budgets; None if the longest row does not
+    fit.
     """
     other_max_tokens: int
-    """The largest budget with activation checkpointing the other way round."""
+    """The largest budget with the opposite setting of activation checkpointing."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """What was found."""
+    """All strategies for the planned rows, with predicted time and memory."""
 
     request: PlanRequest
     lengths: np.ndarray
@@ -107,31 +110,35 @@ class PlanReport:
         multiple = math.lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
         budget = memory.largest_budget(usable, multiple)
-        enough = enough_tokens(self.lengths, request, multiple)
-        tried, outcome = min(budget, enough), None
-        if tried >= round_up(int(self.lengths.max()), self.spec.row_multiple):
-            outcome = _outcome_under(self.comparison.chosen, tried)
+        useful = max_useful_tokens(self.lengths, request, multiple)
+        planned = min(budget, useful)
+        outcome = None
+        longest = round_up(int(self.lengths.max()), self.spec.row_multiple)
+        if planned >= longest:
+            outcome = _outcome_with(self.comparison.chosen, planned)
         other = replace(
             request.placement,
             activation_checkpointing=not request.placement.activation_checkpointing,
         )
         other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
-        return Recommendation(budget, usable / 2**30, enough, outcome, other_budget)
+        return Recommendation(budget, usable / 2**30, useful, outcome, other_budget)
 
     def peak_gib(self, outcome: Outcome) -> float | None:
-        """Predicted memory of one GPU under a strategy: that of its largest microbatch."""
-        return None if self.memory is None else self.memory.peak(outcome.largest_microbatch) / 2**30
+        """Return the predicted peak memory of one GPU in GiB: that of the largest microbatch."""
+        if self.memory is None:
+            return None
+        return self.memory.peak(outcome.largest_microbatch) / 2**30
 
     def assumptions(self) -> list[str]:
-        """How the numbers were made."""
-        return [
-            *_time_assumptions(self),
-            *([] if self.memory is None else self.memory.assumptions()),
-        ]
+        """Return the formulas behind the numbers, one sentence or more each."""
+        lines = [*_time_assumptions(self)]
+        if self.memory is not None:
+            lines += self.memory.assumptions()
+        return lines
 
 
 def make_plan(request: PlanRequest) -> PlanReport:
-    """Plan the rows under every strategy. Raises ConfigError for what does not fit together."""
+    """Plan the rows with every strategy. Raises ConfigError if they cannot be planned."""
     _check(request)
     lengths, notes = _global_batches(request)
     multiple = math.lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
@@ -146,9 +153,10 @@ def make_plan(request: PlanRequest) -> PlanReport:
         raise ConfigError(
             str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)
         ) from error
-    lengths, more_notes = _fitted(request, lengths, spec)
+    lengths, more_notes = _apply_oversize(request, lengths, spec)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OversizeWarning)  # said once, in the notes
+        # Every strategy would warn; the notes of the report mention the rows once.
+        warnings.simplefilter("ignore", OversizeWarning)
         comparison = compare(
             lengths,
             spec,
@@ -156,7 +164,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             micro_batch_size=request.micro_batch_size,
             balance=request.balance,
             pp_size=request.placement.topology.pp,
-            least_work=spec.cost.linear * least_tokens(request),
+            min_work=spec.cost.linear * min_microbatch_tokens(request),
         )
     return PlanReport(
         request, lengths, max_tokens, comparison, memory, (*request.notes, *notes, *more_notes)
@@ -164,7 +172,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
 
 
 def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
-    """What every strategy shares."""
+    """Return the spec that every strategy starts from; without `max_tokens` there is no limit."""
     topology = request.placement.topology
     return PlanSpec(
         max_tokens=max_tokens or 2**40,
@@ -182,160 +190,175 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
 
 
 def sync_of(request: PlanRequest) -> Sync:
-    """Where ranks wait for each other, by the rule of the engines."""
+    """Return where data-parallel ranks synchronize, by the rule of the engines.
+
+    FSDP2 all-gathers weights in every microbatch, unless the model stays unsharded within a step.
+    """
     if request.sync is not None:
         return request.sync
     placement = request.placement
     if placement.engine == "megatron":
         return "microbatch" if placement.topology.pp > 1 else "step"
-    is_whole = request.model is not None and MemoryModel(request.model, placement).keeps_whole
-    return "step" if is_whole else "microbatch"
+    return "step" if _keeps_unsharded(request) else "microbatch"
 
 
-def least_tokens(request: PlanRequest) -> float:
-    """Tokens of a microbatch below which moving the weights takes longer than computing with them;
-    0 where they stay.
+def min_microbatch_tokens(request: PlanRequest) -> float:
+    """Return the microbatch size below which FSDP communication takes longer than compute.
+
+    It is 0 if weights are not communicated in every microbatch.
     """
-    placement, spec = request.placement, request.model
-    is_whole = spec is not None and MemoryModel(spec, placement).keeps_whole
-    if placement.engine == "megatron" or placement.num_shards == 1 or is_whole:
+    placement = request.placement
+    is_sharded = placement.num_shards > 1 and not _keeps_unsharded(request)
+    if placement.engine == "megatron" or not is_sharded:
         return 0.0
-    per_rank = traffic_tokens(
+    per_rank = comm_bound_tokens(
         placement.compute_bytes, recomputes=placement.activation_checkpointing
     )
     return per_rank * placement.topology.cp
 
 
-def enough_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> int:
-    """A budget under which every step is one microbatch per rank, whatever the packer: least-loaded
-    dealing never exceeds the mean rank plus one row."""
+def _keeps_unsharded(request: PlanRequest) -> bool:
+    if request.model is None:
+        return False
+    return MemoryModel(request.model, request.placement).keeps_unsharded
+
+
+def max_useful_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> int:
+    """Return a budget with which every step is one microbatch per rank, for `lengths` int64 [B].
+
+    Assigning each row to the rank with the least tokens gives no rank more than the mean plus one
+    row (list scheduling), so a budget of that size is enough for every packer.
+    """
     longest = int(lengths.max())
-    steps = np.add.reduceat(lengths, np.arange(0, len(lengths), request.batch_size))
-    return round_up(-(-int(steps.max()) // request.placement.topology.dp) + longest, multiple)
+    step_tokens = np.add.reduceat(lengths, np.arange(0, len(lengths), request.batch_size))
+    mean_rank = -(-int(step_tokens.max()) // request.placement.topology.dp)
+    return round_up(mean_rank + longest, multiple)
 
 
 def _check(request: PlanRequest) -> None:
-    """What of the parallel degrees does not divide the batch or the model."""
-    topology, spec = request.placement.topology, request.model
+    """Raise ConfigError for parallel sizes that do not fit the batch, the engine or the model."""
+    topology = request.placement.topology
+    spec = request.model
     if request.batch_size < topology.dp:
         raise ConfigError(
             f"a batch of {request.batch_size} rows on {topology.dp} data-parallel ranks leaves some"
-            f" without a row; use a batch"
-            f" of {topology.dp} rows or more, or fewer ranks"
+            f" without a row; use a batch of {topology.dp} rows or more, or fewer ranks"
         )
     if topology.pp > 1 and request.placement.engine == "dtensor":
         raise ConfigError(
             f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine,"
-            f" or pp 1"
+            " or pp 1"
         )
     if request.placement.sequence_parallel and topology.tp == 1:
         raise ConfigError(
-            "sequence parallelism shares what tensor parallelism leaves whole: raise tp, which is"
-            " 1, or turn it off"
+            "sequence parallelism shards activations over the tensor-parallel group: raise tp,"
+            " which is 1, or turn it off"
         )
     if spec is None:
         return
     kv_heads = spec.num_kv_heads
     if request.placement.engine == "megatron" and topology.tp % kv_heads == 0:
-        kv_heads = spec.num_heads  # it has each key-value head on several ranks
-    shown = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}: {spec.name} has"
-    for what, count in (("attention heads", spec.num_heads), ("key-value heads", kv_heads)):
+        kv_heads = spec.num_heads  # Megatron replicates each key-value head on several ranks
+    sizes = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}"
+    prefix = f"{sizes}: {spec.name} has"
+    for name, count in (("attention heads", spec.num_heads), ("key-value heads", kv_heads)):
         if count % topology.tp:
-            divided = math.gcd(spec.num_heads, kv_heads)
-            legal = ", ".join(
-                str(number) for number in range(1, divided + 1) if divided % number == 0
-            )
+            common = math.gcd(spec.num_heads, kv_heads)
+            divisors = [number for number in range(1, common + 1) if common % number == 0]
             raise ConfigError(
-                f"{shown} {count} {what}, which tp {topology.tp} does not divide; tp may be {legal}"
+                f"{prefix} {count} {name}, which tp {topology.tp} does not divide; tp may be"
+                f" {', '.join(map(str, divisors))}"
             )
     if spec.num_layers < topology.pp:
-        raise ConfigError(f"{shown} {spec.num_layers} layers, fewer than pp {topology.pp} stages")
+        raise ConfigError(f"{prefix} {spec.num_layers} layers, fewer than pp {topology.pp} stages")
 
 
 def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
-    """The rows in the order of the steps, whole batches only, and what is to be said of it."""
+    """Return the lengths int64 [B] in the order of the steps, full batches only, and notes."""
     values = request.rows.values
     if not request.rows.is_ordered:
         values = np.random.default_rng(request.seed).permutation(values)
-    size = request.batch_size
-    if len(values) < size:
-        return values, [
-            f"only {len(values):,} rows are there for a batch of {size:,}: one smaller batch is"
-            f" planned"
-        ]
-    left = len(values) % size
-    return values[: len(values) - left], [
-        f"{left:,} rows are left over from whole batches and not planned"
-    ] if left else []
+    batch_size = request.batch_size
+    if len(values) < batch_size:
+        note = (
+            f"only {len(values):,} rows are there for a batch of {batch_size:,}: one smaller batch"
+            " is planned"
+        )
+        return values, [note]
+    num_left = len(values) % batch_size
+    if num_left == 0:
+        return values, []
+    note = f"{num_left:,} rows do not fill a batch and are not planned"
+    return values[: len(values) - num_left], [note]
 
 
 def _default_budget(
     request: PlanRequest, lengths: np.ndarray, memory: MemoryModel | None, multiple: int
 ) -> tuple[int, str]:
+    """Return the token budget of a request without one, and a note about it."""
     longest = round_up(int(lengths.max()), multiple)
+    not_given = f"{request.budget_name} was not given"
     if memory is None or request.memory_gib is None:
-        budget = max(round_up(_LEAST_BUDGET, multiple), longest)
-        return (
-            budget,
-            f"{request.budget_name} was not given: {budget:,} tokens, enough for the longest row",
-        )
-    fits = memory.largest_budget(usable_bytes(request.memory_gib), multiple)
-    enough = enough_tokens(lengths, request, multiple)
-    if fits < longest:
-        return longest, (
+        budget = max(round_up(_MIN_BUDGET, multiple), longest)
+        return budget, f"{not_given}: {budget:,} tokens, enough for the longest row"
+    fitting = memory.largest_budget(usable_bytes(request.memory_gib), multiple)
+    useful = max_useful_tokens(lengths, request, multiple)
+    if fitting < longest:
+        note = (
             f"the longest row does not fit into {request.memory_gib:g} GiB: planned with"
-            f" {longest:,} tokens all the same; use"
-            " activation checkpointing, more cp, tp or dp, or truncate the rows"
+            f" {longest:,} tokens all the same; use activation checkpointing, more cp, tp or dp,"
+            " or truncate the rows"
         )
-    if fits >= enough:
-        return (
-            enough,
-            f"{request.budget_name} was not given: {enough:,} tokens, all that a step needs;"
-            f" {fits:,} would fit",
+        return longest, note
+    if fitting >= useful:
+        note = (
+            f"{not_given}: {useful:,} tokens, with which a step is one microbatch per rank;"
+            f" {fitting:,} would fit"
         )
-    return (
-        fits,
-        f"{request.budget_name} was not given: {fits:,} tokens, the most that fits into"
-        f" {request.memory_gib:g} GiB",
-    )
+        return useful, note
+    note = f"{not_given}: {fitting:,} tokens, the max that fits into {request.memory_gib:g} GiB"
+    return fitting, note
 
 
-def _fitted(
+def _apply_oversize(
     request: PlanRequest, lengths: np.ndarray, spec: PlanSpec
 ) -> tuple[np.ndarray, list[str]]:
-    """Rows above the budget refused, cut or left out, the same for every strategy."""
+    """Apply the oversize policy to rows above the budget, once for every strategy.
+
+    Returns the lengths int64 [B] to plan and notes; raises ConfigError with the policy `error`.
+    """
     padded = round_up_all(lengths, spec.row_multiple)
     is_over = padded > spec.max_row_tokens
     num_over = int(is_over.sum())
     if not num_over:
         return lengths, []
     longest = int(lengths.max())
-    values = request.rows.values
-    place = request.rows.location(int(np.flatnonzero(values == longest)[0]))
-    what = (
+    location = request.rows.location(int(np.flatnonzero(request.rows.values == longest)[0]))
+    text = (
         f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
     )
     if request.oversize == "error":
+        needed = round_up(round_up(longest, spec.row_multiple), spec.total_multiple)
         raise ConfigError(
-            f"{what}, the longest with {longest:,} tokens ({place}); raise it to"
-            f" {round_up(round_up(longest, spec.row_multiple), spec.total_multiple):,}, or set"
-            f" {request.oversize_name} to"
-            " truncate (cut the end), drop or singleton (run it alone)"
+            f"{text}, the longest with {longest:,} tokens ({location}); raise it to {needed:,}, or"
+            f" set {request.oversize_name} to truncate (remove the end), drop or singleton (a"
+            " microbatch of its own)"
         )
     if request.oversize == "singleton":
-        return lengths, [f"{what} and run alone, above the budget"]
+        return lengths, [f"{text} and are microbatches of their own, above the budget"]
     if request.oversize == "truncate":
-        return np.minimum(lengths, spec.max_row_tokens), [f"{what} and their ends are cut off"]
+        return np.minimum(lengths, spec.max_row_tokens), [f"{text} and their ends are removed"]
     kept = lengths[~is_over]
     if not len(kept):
-        raise ConfigError(f"{what}, so none is left; raise it to {longest:,}")
-    return kept[: len(kept) // request.batch_size * request.batch_size or None], [
-        f"{what} and are left out"
-    ]
+        raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
+    num_full = len(kept) // request.batch_size * request.batch_size
+    if num_full > 0:
+        kept = kept[:num_full]
+    return kept, [f"{text} and are left out"]
 
 
 def _shared(spec: PlanSpec, chosen: PlanSpec) -> dict[str, object]:
-    """What a configuration's own way to form batches takes from the request."""
+    """Return the fields of a config's strategy that are replaced by those of the request."""
     names = (
         "num_ranks",
         "global_batch_size",
@@ -348,51 +371,53 @@ def _shared(spec: PlanSpec, chosen: PlanSpec) -> dict[str, object]:
         "seed",
     )
     shared: dict[str, object] = {name: getattr(spec, name) for name in names}
-    return shared if chosen.max_tokens is None else {**shared, "max_tokens": spec.max_tokens}
+    # Without a token budget the strategy has a fixed number of rows per microbatch, which is kept.
+    if chosen.max_tokens is not None:
+        shared["max_tokens"] = spec.max_tokens
+    return shared
 
 
-def _outcome_under(outcome: Outcome, max_tokens: int) -> Outcome:
+def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
+    """Return the outcome of the same strategy and rows with another token budget."""
     strategy = replace(outcome.strategy, spec=outcome.strategy.spec.with_budget(max_tokens, None))
-    by_row = np.zeros(outcome.plan.num_rows, dtype=np.int64)
-    by_row[outcome.plan.rows] = outcome.plan.lengths
-    return replace(outcome, strategy=strategy, plan=strategy.plan(by_row), max_tokens=max_tokens)
+    lengths = np.zeros(outcome.plan.num_rows, dtype=np.int64)
+    lengths[outcome.plan.rows] = outcome.plan.lengths
+    return replace(outcome, strategy=strategy, plan=strategy.plan(lengths), max_tokens=max_tokens)
 
 
 def _time_assumptions(report: PlanReport) -> Iterator[str]:
     request, spec = report.request, report.spec
-    cost, topology = spec.cost, request.placement.topology
+    cost = spec.cost
+    pp_size = request.placement.topology.pp
     name = "a dense 7B model (no model was given)" if request.model is None else request.model.name
+    window = f" (sliding window {cost.window})" if cost.window else ""
     yield (
         f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
-        f" {cost.quadratic:.4g} L^2"
-        + (f" (sliding window {cost.window})" if cost.window else "")
-        + f", forward FLOPs of {name} with causal attention; a step does three times that."
+        f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention; a"
+        " training step does three times that."
     )
-    where = (
-        "at every microbatch: sum over microbatches of the dearest rank"
-        if spec.sync == "microbatch"
-        else ("once a step: the dearest rank's sum")
-    )
-    bubble = f", times (M + {topology.pp} - 1) / M for the pipeline" if topology.pp > 1 else ""
+    if spec.sync == "microbatch":
+        sync = "in every microbatch: sum over microbatches of the slowest rank"
+    else:
+        sync = "once per step: total of the slowest rank"
+    bubble = f", times (M + {pp_size} - 1) / M for the pipeline bubble" if pp_size > 1 else ""
     yield (
-        f"step time: ranks wait for each other {where}{bubble}; 1.00 is the real tokens' work"
-        f" spread evenly, without padding or"
-        " waiting. Other communication and kernel efficiency are not in it."
+        f"step time: data-parallel ranks synchronize {sync}{bubble}; 1.00 is the work of the real"
+        " tokens spread evenly over the ranks, without padding and idle time. Other communication"
+        " and kernel efficiency are not included."
     )
-    least = least_tokens(request)
-    if least:
+    min_tokens = min_microbatch_tokens(request)
+    if min_tokens:
+        flops = 8 if request.placement.activation_checkpointing else 6
         yield (
-            f"a microbatch takes no less time than {least:,.0f} tokens do: FSDP2 moves the weights"
-            f" twice and the gradients once"
-            f" for each, (2 c + 4) bytes a parameter at {ACHIEVED_BYTES_PER_S / 1e9:.0f} GB/s,"
-            f" against"
-            f" {8 if request.placement.activation_checkpointing else 6} FLOPs a parameter and token"
-            f" at"
-            f" {ACHIEVED_FLOPS / 1e12:.0f} TFLOP/s."
+            f"communication bound: a microbatch takes at least the time of {min_tokens:,.0f}"
+            " tokens, because FSDP2 all-gathers the weights twice and reduce-scatters the gradients"
+            f" once for each: (2 c + 4) bytes per parameter at"
+            f" {ACHIEVED_BYTES_PER_S / 1e9:.0f} GB/s, against {flops} FLOPs per parameter and token"
+            f" at {ACHIEVED_FLOPS / 1e12:.0f} TFLOP/s."
         )
     yield (
-        "least: ceil(L2 / ranks) microbatches of each rank, L2 by Martello and Toth: no packing can"
-        " do with fewer. over bound:"
-        " the time over the least proven possible in as many microbatches (1 is optimal; - where"
-        " rows are padded)."
+        "over min: microbatches over the lower bound ceil(L2 / ranks) per rank, with L2 of Martello"
+        " and Toth. over bound: time over its lower bound for the same number of microbatches (1 is"
+        " optimal; - for padded rows, for which there is no bound)."
     )

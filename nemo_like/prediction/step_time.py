@@ -1,11 +1,11 @@
-"""How long a planned step takes, relative to one without padding and without waiting. A model, not
-a measurement.
+"""Predicted step time of a plan, in units of work. It is a model, not a measurement.
 
-The time of a microbatch is its work: `a * L + b * L^2` summed over all positions that are computed,
-padding included. With `sync="microbatch"` ranks wait for each other at every microbatch, with
-`"step"` once at the end. A pipeline of p stages needs p - 1 turns more than it has microbatches:
-the time is multiplied by (M + p - 1) / M. Where weights are sharded, a microbatch takes no less
-than moving them does.
+The time of a microbatch is its work: `a * L + b * L^2` summed over its rows, padding included. With
+`sync="microbatch"` data-parallel ranks synchronize in every microbatch, with `"step"` once at the
+end. Pipeline bubble: with p stages and M microbatches the time is multiplied by (M + p - 1) / M
+(1F1B). With sharded weights a microbatch takes at least the time of their communication.
+
+Shapes: R data-parallel ranks, M microbatches per rank over all steps, S steps.
 """
 
 from __future__ import annotations
@@ -21,42 +21,39 @@ from nemo_like.data.planning.plan import BatchPlan
 
 ACHIEVED_FLOPS = 400e12
 ACHIEVED_BYTES_PER_S = 300e9
-"""Of one GPU: dense bf16 arithmetic and collectives within a node, as an H100 node achieves them;
-only their ratio counts.
+"""Achieved rates of one GPU of an H100 node: dense bf16 FLOP/s, and bytes/s of collectives within
+the node. Only their ratio matters.
 """
 
 
-def traffic_tokens(compute_bytes: int, *, recomputes: bool) -> float:
-    """Tokens whose arithmetic takes as long as moving the weights of a sharded model once for a
-    microbatch.
+def comm_bound_tokens(compute_bytes: int, *, recomputes: bool) -> float:
+    """Return the tokens of a microbatch whose compute takes as long as its FSDP communication.
 
-    Weights are gathered for forward and backward, float32 gradients are scattered: 2 c + 4 bytes a
-    parameter, against 6 FLOPs a parameter and token, 8 with recomputation. The model's size
-    cancels.
+    Weights are all-gathered for forward and backward, float32 gradients are reduce-scattered:
+    2 c + 4 bytes per parameter with c bytes per value, against 6 FLOPs per parameter and token, or
+    8 with recomputation. The number of parameters cancels.
     """
-    return (
-        (2 * compute_bytes + 4) / (8 if recomputes else 6) * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
-    )
+    flops = 8 if recomputes else 6
+    return (2 * compute_bytes + 4) / flops * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """Forward work of each microbatch over all its positions, float64 [R, M]; the alignment at its
-    end is attended by none.
-    """
+    """Return the forward work of each microbatch, padding included, float64 [R, M]."""
     work = by_microbatch(plan, cost.of(plan.padded_lengths))
-    tail = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
-    return work + np.where(work > 0, cost.linear * tail, cost.of(plan.num_tokens))
+    num_tail_tokens = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
+    # The alignment tokens at the end of a microbatch are processed, but no row attends to them. A
+    # microbatch without rows is one dummy row.
+    return work + np.where(work > 0, cost.linear * num_tail_tokens, cost.of(plan.num_tokens))
 
 
 def step_times(
-    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, least_work: float = 0.0
+    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, min_work: float = 0.0
 ) -> np.ndarray:
-    """Time of each optimizer step in units of work, float64 [S], from the work [R, M] of its
-    microbatches.
+    """Return the time of each optimizer step in units of work, float64 [S].
 
-    A microbatch takes no less than `least_work`.
+    `work` is float64 [R, M]; a microbatch takes at least `min_work`.
     """
-    work = np.maximum(work, least_work)
+    work = np.maximum(work, min_work)
     starts = plan.step_offsets[:-1]
     if plan.spec.sync == "microbatch":
         times = np.add.reduceat(work.max(axis=0), starts)
@@ -67,65 +64,75 @@ def step_times(
 
 
 def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """The work of the real tokens alone, spread evenly over the ranks, float64 [S]: nothing can be
-    faster.
+    """Return the work of the real tokens spread evenly over the ranks, float64 [S].
+
+    It is a lower bound of every plan's step time.
     """
     work = by_microbatch(plan, cost.of(plan.lengths)).sum(axis=0)
     return np.add.reduceat(work, plan.step_offsets[:-1]) / plan.spec.num_ranks
 
 
 def rank_work(work: np.ndarray, plan: BatchPlan) -> np.ndarray:
-    """Work of each rank in each step, float64 [R, S]."""
+    """Return the work of each rank in each step, float64 [R, S], from `work` [R, M]."""
     return np.add.reduceat(work, plan.step_offsets[:-1], axis=1)
 
 
-def least_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
-    """Fewest microbatches of each rank in each step, int64 [S], as far as the L2 bound proves.
-    Packed rows only.
+def min_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
+    """Return a lower bound (L2) of the microbatches of each rank in each step, int64 [S].
+
+    `batches` are the row lengths of each step, int [B]. The bound holds for packed rows.
     """
     spec = plan.spec
-    rows = [
-        np.minimum(round_up_all(lengths, spec.row_multiple), spec.capacity or 1)
-        for lengths in batches
-    ]
-    bins = np.array([l2_bound(lengths, spec.capacity or 1) for lengths in rows], dtype=np.int64)
-    return round_up_all(-(-bins // spec.num_ranks), spec.microbatch_multiple)
+    capacity = spec.capacity or 1
+    bins = []
+    for lengths in batches:
+        padded = round_up_all(lengths, spec.row_multiple)
+        # Rows above the capacity are microbatches of their own; the bound needs them to fit.
+        bins.append(l2_bound(np.minimum(padded, capacity), capacity))
+    per_rank = -(-np.array(bins, dtype=np.int64) // spec.num_ranks)
+    return round_up_all(per_rank, spec.microbatch_multiple)
 
 
-def least_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
-    """The least a step can take in as many microbatches under this cap, float64 [S]: proven,
-    perhaps not reachable.
+def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
+    """Return a lower bound of the time of each step with as many microbatches, float64 [S].
+
+    The token budget is that of the plan. The bound is proven and may be unreachable.
     """
-    least, spec = [], plan.spec
+    spec = plan.spec
+    capacity = spec.capacity or 1
     is_dummy = (np.diff(plan.offsets) == 0).reshape(plan.num_tokens.shape)
+    bounds = []
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
-        rows = rows_of_step(plan, step)
-        lengths = np.minimum(plan.padded_lengths[rows], spec.capacity or 1)
-        shape = (
-            lengths,
-            cost.of(plan.padded_lengths[rows]),
-            spec.capacity or 1,
-            spec.num_ranks,
-            stop - start,
-        )
+        padded = plan.padded_lengths[rows_of_step(plan, step)]
+        lengths = np.minimum(padded, capacity)
+        work = cost.of(padded)
+        num_microbatches = stop - start
         if spec.sync == "microbatch":
-            bound = lockstep_bound(*shape)
+            bound = lockstep_bound(lengths, work, capacity, spec.num_ranks, num_microbatches)
         else:
-            bound = rank_bound(*shape, may_be_empty=bool(is_dummy[:, start:stop].any()))
-        least.append(max(bound, float(shape[1].sum()) / spec.num_ranks))
-    return np.asarray(least)
+            bound = rank_bound(
+                lengths,
+                work,
+                capacity,
+                spec.num_ranks,
+                num_microbatches,
+                may_be_empty=bool(is_dummy[:, start:stop].any()),
+            )
+        mean_work = float(work.sum()) / spec.num_ranks
+        bounds.append(max(bound, mean_work))
+    return np.asarray(bounds)
 
 
 def rows_of_step(plan: BatchPlan, step: int) -> np.ndarray:
-    """Positions in `plan.rows` of one optimizer step's rows, int64 [n]."""
-    num = plan.num_microbatches
-    grid = plan.offsets[
-        np.add.outer(np.arange(plan.spec.num_ranks) * num, plan.step_offsets[step : step + 2])
-    ]
-    return np.concatenate([np.arange(start, stop) for start, stop in grid])
+    """Return the indices into `plan.rows` of the rows of one optimizer step, int64 [n]."""
+    first_of_rank = np.arange(plan.spec.num_ranks) * plan.num_microbatches
+    step_range = plan.step_offsets[step : step + 2]
+    # [R, 2]: a step's microbatches are consecutive within a rank.
+    ranges = plan.offsets[np.add.outer(first_of_rank, step_range)]
+    return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
 
 def by_microbatch(plan: BatchPlan, values: np.ndarray) -> np.ndarray:
-    """Sums over microbatches of `values` [n], given in the order of `plan.rows`; [R, M]."""
+    """Sum `values` [n], given in the order of `plan.rows`, over each microbatch; [R, M]."""
     sums = np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
     return np.diff(sums[plan.offsets]).reshape(plan.num_tokens.shape)

@@ -1,6 +1,4 @@
-"""A plan report as one page: what the rows are like, how microbatches fill, who waits for whom,
-what fits in memory.
-"""
+"""A plan report as one HTML page: row lengths, microbatch utilization, timelines, memory."""
 
 from __future__ import annotations
 
@@ -31,19 +29,18 @@ from nemo_like.reports.terminal import (
 )
 
 _DRAWN = ("padded/microbatch", "dynamic", "packed/modified_first_fit_decreasing/none")
-"""What the chosen strategy is drawn beside: plain padding, padding by length, and the usual packer
-dealt to ranks in turn.
+"""Strategies drawn beside the chosen one: padding, dynamic batching, and a common packer whose bins
+are assigned round-robin.
 """
 _COLUMNS = (
-    "Over least: microbatches over the fewest proven possible. Rank: the busiest over the mean."
-    " Over bound: time over the"
-    " least proven possible. Step time: 1 is the real tokens' work spread evenly. A packer's bins"
-    " are dealt to ranks in turn."
+    "Over min: microbatches over their lower bound. Rank: the max-loaded rank over the mean."
+    " Over bound: time over its lower bound. Step time: 1 is the work of the real tokens spread"
+    " evenly. A packer's bins are assigned to ranks round-robin."
 )
 _TIMELINE_LEGEND = (
     ("real", "work on tokens"),
     ("padding", "work on padding"),
-    ("room", "waiting"),
+    ("room", "idle"),
     ("--mean", "mean rank"),
     ("-budget", "end of the step"),
 )
@@ -52,7 +49,7 @@ _STEP = 0
 
 
 def plan_page(report: PlanReport) -> str:
-    """The whole page."""
+    """Return the HTML page."""
     return page(
         "Batch plan",
         _body(report),
@@ -63,23 +60,23 @@ def plan_page(report: PlanReport) -> str:
 def _body(report: PlanReport) -> Iterator[str]:
     request = report.request
     lines = headline(report)
-    yield "<h1>What batching is worth</h1>"
+    yield "<h1>Batch plan</h1>"
     yield f'<p class="lead">{escape(lines[0])}. {escape(lines[2])}.</p>'
     yield from (f'<p class="note">{escape(_sentence(note))}</p>' for note in report.notes)
     yield figures(_figures(report))
     yield section(
         "Row lengths",
-        f"{lines[1].capitalize()}. Uneven rows are what padding and waiting come from.",
+        f"{lines[1].capitalize()}. Uneven lengths cause padding and idle time.",
         length_histogram(report.lengths, report.max_tokens),
     )
     yield section(
-        "Every way to form batches", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report)
+        "Batching strategies", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report)
     )
     drawn = _drawn(report)
-    of = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"
+    step = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"
     yield section(
-        "How full microbatches are",
-        f"{of}. Each bar is a microbatch; what it lacks to the line is budget nobody uses.",
+        "Microbatch utilization",
+        f"{step}. Each bar is a microbatch; the line is the token budget.",
         legend(
             (
                 ("real", "real tokens"),
@@ -90,27 +87,28 @@ def _body(report: PlanReport) -> Iterator[str]:
         ),
         bin_fill([_tokens(outcome) for outcome in drawn], report.max_tokens),
     )
-    where = "at every microbatch" if report.spec.sync == "microbatch" else "once, at the step's end"
+    sync_each = report.spec.sync == "microbatch"
+    sync = "in every microbatch" if sync_each else "once, at the end of the step"
     yield section(
-        "Who waits for whom",
-        f"{of}. A row is a data-parallel rank; ranks wait for each other {where}. Time 1 is the"
-        f" real tokens' work spread evenly.",
+        "Timeline of the ranks",
+        f"{step}. A row is a data-parallel rank; ranks synchronize {sync}. Time 1 is the work of"
+        " the real tokens spread evenly.",
         legend(_TIMELINE_LEGEND),
         timeline(
             [_work(outcome) for outcome in drawn],
             _ideal(report.comparison.chosen),
-            waits_at_microbatch=report.spec.sync == "microbatch",
+            waits_at_microbatch=sync_each,
         ),
     )
     if report.memory is not None:
         yield _memory(report)
     if request.logged:
         yield section(
-            "What the run logged",
+            "Metrics of the run",
             "Means over the steps whose lengths were recorded.",
             _logged(report),
         )
-    yield section("Assumptions", "How every number was made.", bullets(report.assumptions()))
+    yield section("Assumptions", "Formulas of all numbers.", bullets(report.assumptions()))
 
 
 def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
@@ -122,7 +120,7 @@ def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
         "padding if rows are padded to the batch's longest",
     )
     yield f"{chosen.utilization:.1%}", f"of the budget filled by {chosen.strategy.title}"
-    yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and waiting"
+    yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and idle time"
     if report.memory is not None:
         unit, size = memory_unit(report)
         yield (
@@ -143,7 +141,7 @@ def _comparison(report: PlanReport) -> str:
         "padding",
         "micro-batches",
         "fill",
-        "over least",
+        "over min",
         "rank tokens",
         "rank FLOPs",
         "over bound",
@@ -161,7 +159,7 @@ def _comparison(report: PlanReport) -> str:
             f"{outcome.padding_share:.1%}",
             f"{outcome.num_microbatches:.2f}",
             f"{outcome.utilization:.1%}",
-            f"{outcome.num_microbatches / comparison.least_microbatches:.2f}",
+            f"{outcome.num_microbatches / comparison.min_microbatches:.2f}",
             f"{outcome.rank_tokens:.3f}",
             f"{outcome.rank_flops:.3f}",
             "&ndash;" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",
@@ -192,11 +190,16 @@ def _tokens(outcome: Outcome) -> Microbatches:
 
 def _work(outcome: Outcome) -> Microbatches:
     start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
-    work, real = outcome.work[:, start:stop], outcome.real_work[:, start:stop]
-    order = np.argsort(-work, axis=1, kind="stable") if outcome.plan.spec.sync == "step" else None
-    if order is not None:
-        work, real = (np.take_along_axis(values, order, axis=1) for values in (work, real))
-    note = f"busiest rank {outcome.rank_flops:.3f} of the mean, all steps {outcome.step_time:.3f}"
+    work = outcome.work[:, start:stop]
+    real = outcome.real_work[:, start:stop]
+    if outcome.plan.spec.sync == "step":
+        # The order within a step does not matter then; the largest first is easier to compare.
+        order = np.argsort(-work, axis=1, kind="stable")
+        work = np.take_along_axis(work, order, axis=1)
+        real = np.take_along_axis(real, order, axis=1)
+    note = (
+        f"max-loaded rank {outcome.rank_flops:.3f} of the mean, all steps {outcome.step_time:.3f}"
+    )
     return Microbatches(outcome.strategy.title, note, real, np.maximum(work - real, 0.0))
 
 
@@ -209,48 +212,36 @@ def _memory(report: PlanReport) -> str:
     assert report.memory is not None
     recommendation, gib = report.recommendation, report.request.memory_gib
     unit, size = memory_unit(report)
-    scaled = [
-        (
-            f"{budget:,} tokens, {what}",
-            {name: part / size for name, part in report.memory.parts(budget).items()},
-        )
-        for budget, what in memory_budgets(report).items()
-    ]
-    limits = (
-        []
-        if recommendation is None or gib is None
-        else [("usable", recommendation.usable_gib), ("device", gib)]
-    )
-    names = dict.fromkeys(name for _, parts in scaled for name in parts)
-    lines = recommendation_lines(recommendation, report) or [
-        "Give --memory-gb to have a token budget recommended."
-    ]
+    scaled: list[tuple[str, dict[str, float]]] = []
+    names: dict[str, None] = {}
+    for budget, description in memory_budgets(report).items():
+        parts = report.memory.parts(budget)
+        scaled_parts = {name: part / size for name, part in parts.items()}
+        scaled.append((f"{budget:,} tokens, {description}", scaled_parts))
+        names.update(dict.fromkeys(parts))
+    limits: list[tuple[str, float]] = []
+    if recommendation is not None and gib is not None:
+        limits = [("usable", recommendation.usable_gib), ("device", gib)]
+    lines = recommendation_lines(recommendation, report)
+    if not lines:
+        lines = ["Pass --memory-gb for a recommended token budget."]
+    rows: list[tuple[list[str], bool]] = []
+    for name in names:
+        cells = [escape(name)]
+        for _, parts in scaled:
+            cells.append(f"{parts[name]:.2f}" if name in parts else "&ndash;")
+        rows.append((cells, False))
     return section(
         "Memory of one device",
         " ".join(map(_sentence, lines)),
         legend([(part_class(name), name) for name in names]),
         memory_stack(scaled, [(name, limit * GIB / size) for name, limit in limits], unit),
-        table(
-            [f"{unit}, microbatches of", *(label.split(", ")[0] for label, _ in scaled)],
-            [
-                (
-                    [
-                        escape(name),
-                        *(
-                            f"{parts[name]:.2f}" if name in parts else "&ndash;"
-                            for _, parts in scaled
-                        ),
-                    ],
-                    False,
-                )
-                for name in names
-            ],
-        ),
+        table([f"{unit}, microbatches of", *(label.split(", ")[0] for label, _ in scaled)], rows),
     )
 
 
 def _sentence(line: str) -> str:
-    """Example: `so it is` -> `So it is.`"""
+    """Capitalize the first letter and add a period. Example: `so it is` -> `So it is.`"""
     return f"{line[0].upper()}{line[1:]}."
 
 

@@ -1,5 +1,6 @@
-"""A plan report as plain values for JSON. README.md says what the keys mean; a key is never renamed
-within a format number.
+"""A plan report as plain values for JSON. README.md describes the keys.
+
+Within one value of `FORMAT` no key is renamed or removed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FORMAT = 1
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
-    """Everything the table and the page show."""
+    """Return everything that the table and the page show."""
     request, comparison, lengths = report.request, report.comparison, report.lengths
     return {
         "format": FORMAT,
@@ -45,7 +46,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             if request.model is None
             else {"name": request.model.name, "num_params": request.model.num_params},
         },
-        "least_microbatches": comparison.least_microbatches,
+        "least_microbatches": comparison.min_microbatches,
         "chosen": comparison.chosen_key,
         "strategies": {
             outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes
@@ -94,7 +95,7 @@ def _memory(report: PlanReport) -> dict[str, Any] | None:
         "device_gib": report.request.memory_gib,
         "usable_bytes": usable_bytes(report.request.memory_gib),
         "recommended_max_tokens": recommendation.max_tokens,
-        "enough_max_tokens": recommendation.enough,
+        "enough_max_tokens": recommendation.max_useful_tokens,
         "recommended_bytes": memory.parts(recommendation.max_tokens)
         if recommendation.max_tokens
         else None,

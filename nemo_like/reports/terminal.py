@@ -1,4 +1,4 @@
-"""A plan report as a table on a terminal, or as plain text in a pipe; 100 columns are enough."""
+"""A plan report as a table on a terminal, or as plain text of 100 columns in a pipe."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport, Recommendation
 
 _PIPE_WIDTH = 100
-_MOST_WIDTH = 120
-"""Of running text: longer lines are hard to read."""
+_MAX_WIDTH = 120
+"""Max width of running text: longer lines are hard to read."""
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
@@ -42,7 +42,7 @@ def show(report: PlanReport, console: Console | None = None) -> None:
 
 
 def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
-    width = min(console.width, _MOST_WIDTH)
+    width = min(console.width, _MAX_WIDTH)
     line = printable(line, console.encoding)
     text = textwrap.fill(
         line,
@@ -55,65 +55,61 @@ def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None
 
 
 def headline(report: PlanReport) -> list[str]:
-    """What was planned."""
+    """Return the lines about what was planned: rows, lengths, model and layout."""
     lengths, comparison, request = report.lengths, report.comparison, report.request
+    placement = request.placement
     median, p99 = np.percentile(lengths, (50, 99))
-    model = (
-        ""
-        if request.model is None
-        else f"{request.model.name} ({count_of(request.model.num_params)} parameters), "
-    )
-    steps = f"{comparison.num_steps:,} step{'s' * (comparison.num_steps > 1)}"
+    model = ""
+    if request.model is not None:
+        num_params = format_count(request.model.num_params)
+        model = f"{request.model.name} ({num_params} parameters), "
+    steps = "step" if comparison.num_steps == 1 else "steps"
     return [
-        f"{len(lengths):,} rows from {request.rows.source}: {steps} of {comparison.batch_size:,}"
-        f" rows",
+        f"{len(lengths):,} rows from {request.rows.source}: {comparison.num_steps:,} {steps} of"
+        f" {comparison.batch_size:,} rows",
         f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"
         f" longest {lengths.max():,}",
-        f"{model}{request.placement.topology}, {request.placement.precision}, microbatches of at"
-        f" most"
-        f" {report.max_tokens:,} tokens, ranks wait once per {report.spec.sync}",
+        f"{model}{placement.topology}, {placement.precision}, microbatches of at most"
+        f" {report.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}",
     ]
 
 
-def count_of(number: float) -> str:
-    """Example: 7615616512 is `7.62 B`, 134515008 is `134.5 M`."""
+def format_count(number: float) -> str:
+    """Format a number of parameters. Example: 7615616512 is `7.62 B`, 134515008 is `134.5 M`."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def memory_unit(report: PlanReport) -> tuple[str, int]:
-    """(name, bytes) of the unit memory is told in."""
+    """Return (name, bytes) of the unit in which memory is shown."""
     assert report.memory is not None
-    return (
-        ("GiB", GIB)
-        if report.memory.peak(report.comparison.chosen.largest_microbatch) >= GIB
-        else ("MiB", 1 << 20)
-    )
+    peak = report.memory.peak(report.comparison.chosen.largest_microbatch)
+    return ("GiB", GIB) if peak >= GIB else ("MiB", 1 << 20)
 
 
 def memory_budgets(report: PlanReport) -> dict[int, str]:
-    """Tokens of the microbatches whose memory is told -> what they are."""
+    """Return max tokens -> description of the microbatches whose memory is shown."""
     budgets = {report.comparison.chosen.largest_microbatch: "the largest microbatch planned"}
     if report.recommendation is not None and report.recommendation.max_tokens:
-        budgets.setdefault(report.recommendation.max_tokens, "the most that fits")
+        budgets.setdefault(report.recommendation.max_tokens, "the max that fits")
     return budgets
 
 
 def verdict(report: PlanReport) -> str:
-    """What the chosen strategy is worth, in a sentence."""
+    """Return one sentence about the speed of the chosen strategy."""
     comparison = report.comparison
     chosen, baseline = comparison.chosen, comparison.baseline
-    bubble = ", the pipeline's bubble included" if report.request.placement.topology.pp > 1 else ""
+    batch_speedup = comparison["padded/batch"].step_time / chosen.step_time
+    has_pipeline = report.request.placement.topology.pp > 1
+    bubble = ", the pipeline bubble included" if has_pipeline else ""
     return (
         f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of"
-        f" {baseline.strategy.title}"
-        f" ({comparison['padded/batch'].step_time / chosen.step_time:.2f}x of padding to the"
-        f" batch),"
-        f" {chosen.step_time - 1:.1%} above a step without padding or waiting{bubble}"
+        f" {baseline.strategy.title} ({batch_speedup:.2f}x of padding to the batch),"
+        f" {chosen.step_time - 1:.1%} above a step without padding and idle time{bubble}"
     )
 
 
 def recommendation_lines(recommendation: Recommendation | None, report: PlanReport) -> list[str]:
-    """Which budget fits, and what it buys."""
+    """Return the lines about the recommended token budget and its effect."""
     if recommendation is None:
         return []
     gib = report.request.memory_gib
@@ -123,7 +119,7 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
             f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
         ]
     lines = [
-        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the most whose"
+        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the max whose"
         f" peak fits into {usable}"
     ]
     outcome, chosen = recommendation.outcome, report.comparison.chosen
@@ -133,26 +129,27 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
         gain = chosen.step_time / outcome.step_time - 1.0
         lines.append(
             f"with {outcome.max_tokens:,} tokens: {outcome.num_microbatches:.2f} instead of"
-            f" {chosen.num_microbatches:.2f}"
-            f" microbatches per step, step time {outcome.step_time:.3f} instead of"
-            f" {chosen.step_time:.3f} ({gain:+.1%} speed)"
+            f" {chosen.num_microbatches:.2f} microbatches per step, step time"
+            f" {outcome.step_time:.3f} instead of {chosen.step_time:.3f} ({gain:+.1%} speed)"
         )
-    if recommendation.max_tokens > recommendation.enough:
+    if recommendation.max_tokens > recommendation.max_useful_tokens:
         lines.append(
-            f"from {recommendation.enough:,} tokens on a whole step is one microbatch: more buys"
-            f" nothing"
+            f"from {recommendation.max_useful_tokens:,} tokens on a step is one microbatch per"
+            " rank; a larger budget has no effect"
         )
-    return [*lines, _other_way(recommendation, report)]
+    return [*lines, _other_checkpointing(recommendation, report)]
 
 
-def _other_way(recommendation: Recommendation, report: PlanReport) -> str:
-    """What turning activation checkpointing on or off would do."""
-    fits = f"{recommendation.other_max_tokens:,} tokens would fit"
-    holds = recommendation.other_max_tokens >= report.lengths.max()
-    if report.request.placement.activation_checkpointing:
-        gain = ", and the layers are not computed twice: a quarter less arithmetic" if holds else ""
-        return f"without activation checkpointing {fits}{gain or ', less than the longest row'}"
-    return f"with activation checkpointing {fits}, for a third more arithmetic"
+def _other_checkpointing(recommendation: Recommendation, report: PlanReport) -> str:
+    """Return the sentence about the opposite setting of activation checkpointing."""
+    fitting = f"{recommendation.other_max_tokens:,} tokens would fit"
+    if not report.request.placement.activation_checkpointing:
+        return f"with activation checkpointing {fitting}, for a third more FLOPs"
+    # Forward, backward and recomputation are 4 forward passes; without recomputation they are 3.
+    effect = ", and the layers are not recomputed: a quarter less FLOPs"
+    if recommendation.other_max_tokens < report.lengths.max():
+        effect = ", less than the longest row"
+    return f"without activation checkpointing {fitting}{effect}"
 
 
 def _strategies(report: PlanReport) -> Table:
@@ -163,7 +160,7 @@ def _strategies(report: PlanReport) -> Table:
         "pad-\nding",
         "micro-\nbatches",
         "\nfill",
-        "over\nleast",
+        "over\nmin",
         "rank\ntokens",
         "rank\nFLOPs",
         "over\nbound",
@@ -175,12 +172,12 @@ def _strategies(report: PlanReport) -> Table:
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for outcome in comparison.outcomes:
-        over_least = outcome.num_microbatches / comparison.least_microbatches
+        over_min = outcome.num_microbatches / comparison.min_microbatches
         cells = [
             f"{outcome.padding_share:.1%}",
             f"{outcome.num_microbatches:.2f}",
             f"{outcome.utilization:.1%}",
-            f"{over_least:.2f}",
+            f"{over_min:.2f}",
             f"{outcome.rank_tokens:.3f}",
             f"{outcome.rank_flops:.3f}",
             "-" if outcome.over_bound is None else f"{outcome.over_bound:.3f}",

@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen
 
 from nemo_like.cli import main
 from nemo_like.commands import check_parity as parity
-from nemo_like.commands.check_parity import MODES, Finding, ParityReport
+from nemo_like.commands.check_parity import MODES, Comparison, ParityReport
 from nemo_like.commands.tiny_model import save_tiny_copy, tiny_config
 from nemo_like.config.schema import ParallelConfig
 from tests.recipe import Recipe
@@ -63,7 +63,7 @@ def test_a_wrong_step_is_found(
 
 def test_a_difference_beyond_the_limit_or_not_a_number_is_no_equality():
     findings = tuple(
-        Finding("packed", "loss", difference)
+        Comparison("packed", "loss", difference)
         for difference in (0.0, 9e-6, 2e-5, float("inf"), float("nan"))
     )
     assert [finding.is_equal for finding in findings] == [True, True, False, False, False]

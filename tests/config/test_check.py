@@ -218,9 +218,9 @@ def test_workers_share_a_global_batch() -> None:
     assert problems(
         SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12
     ) == [
-        "policy.train_global_batch_size 12 / 8 workers (cluster.num_nodes 2 x"
-        " cluster.workers_per_node 4) = 1.5 rows each;"
-        " without packing or dynamic batching every worker takes equally many: set it to 8 or 16"
+        "policy.train_global_batch_size 12 / 8 data-parallel ranks (cluster.num_nodes 2 x"
+        " cluster.workers_per_node 4) = 1.5 rows each; without packing or dynamic batching every"
+        " rank needs equally many: set it to 8 or 16"
     ]
     packed = {
         "policy__sequence_packing": replace(POLICY.sequence_packing, enabled=True),
@@ -228,9 +228,9 @@ def test_workers_share_a_global_batch() -> None:
     }
     assert problems(SFT, policy__train_global_batch_size=12, **packed) == []
     assert problems(SFT, policy__train_global_batch_size=4, **packed) == [
-        "policy.train_global_batch_size 4 / 8 workers (cluster.num_nodes 1 x cluster.gpus_per_node"
-        " 8) = 0.5 rows each; every"
-        " worker needs at least one: set it to 8 or more, or use fewer workers"
+        "policy.train_global_batch_size 4 / 8 data-parallel ranks (cluster.num_nodes 1 x"
+        " cluster.gpus_per_node 8) = 0.5 rows each; every rank needs at least one: set it to 8 or"
+        " more, or use fewer workers"
     ]
 
 
@@ -283,10 +283,9 @@ def test_workers_must_be_whole_copies_of_the_model() -> None:
 
     assert parallel_problems(parallel__tensor=2) == []
     assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
-        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers share one copy of"
-        " the model, and 6 workers"
-        " (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5 copies, not a whole number:"
-        " use 4 or 8 workers"
+        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers per model"
+        " replica, and 6 workers (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5"
+        " replicas, not a whole number: use 4 or 8 workers"
     ]
     assert parallel_problems(parallel__pipeline=2) == [
         "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or"
@@ -296,7 +295,7 @@ def test_workers_must_be_whole_copies_of_the_model() -> None:
     (no_tensor,) = parallel_problems(parallel__sequence=True)
     assert "parallel.tensor is 1" in no_tensor
     (share,) = parallel_problems(parallel__tensor=2, policy__train_global_batch_size=4)
-    assert "4 / 3 copies of the model" in share and "2 workers each" in share
+    assert "4 / 3 data-parallel ranks" in share and "2 workers each" in share
 
 
 def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
@@ -313,15 +312,13 @@ def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
     assert problems(
         SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4
     ) == [
-        "parallel.expert 4 workers share the experts of a pipeline stage, which has 12 workers"
-        " (cluster.num_nodes 1 x"
-        " cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6 / 4 = 1.5, not a whole"
-        " number: set parallel.expert"
-        " to 3 or 6"
+        "parallel.expert 4 must divide the workers of a pipeline stage, 12 workers"
+        " (cluster.num_nodes 1 x cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and"
+        " 6 / 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
     ]
     (on_dtensor,) = problems(SFT, parallel__expert=2)
     assert (
-        "policy.engine dtensor has every expert on every worker: set it to 1, or policy.engine to"
+        "policy.engine dtensor has no expert parallelism: set it to 1, or policy.engine to"
         " megatron" in on_dtensor
     )
 
@@ -336,7 +333,7 @@ def test_the_derivation_is_spelled_out() -> None:
         "100 steps = 200 optimizer steps over 3200 rows\n"
         "16 rows / 2 workers = 8 rows each\n"
         "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
-        "scoring: 8 rows / 4 rows per microbatch = 2 microbatches"
+        "log-probs: 8 rows / 4 rows per microbatch = 2 microbatches"
     )
     packed = with_keys(
         SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000}
@@ -344,7 +341,7 @@ def test_the_derivation_is_spelled_out() -> None:
     assert derivation(packed) == (
         "32 rows per step = 1 optimizer step\n"
         "32 rows / 1 worker = 32 rows each\n"
-        "training: packed in microbatches of at most 4096 tokens, which hold 4 of the longest rows"
+        "training: packed in microbatches of at most 4096 tokens, which fit 4 of the longest rows"
         " (1000 tokens) and more of"
         " shorter ones"
     )

@@ -16,7 +16,7 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import Placement
-from nemo_like.prediction.plan_report import PlanReport, PlanRequest, enough_tokens, make_plan
+from nemo_like.prediction.plan_report import PlanReport, PlanRequest, max_useful_tokens, make_plan
 
 COST = CostModel(linear=50.0, quadratic=1.0)
 
@@ -82,7 +82,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
             )
         if plan.spec.layout == "packed":
             assert outcome.utilization == pytest.approx(outcome.metrics["packing/utilization"])
-            assert outcome.num_microbatches >= comparison.least_microbatches
+            assert outcome.num_microbatches >= comparison.min_microbatches
             assert outcome.over_bound is not None and outcome.over_bound >= 1 - 1e-9
         assert outcome.step_time >= 1 - 1e-9
 
@@ -114,9 +114,9 @@ def test_padding_to_the_batch_pads_to_its_longest_row():
     assert outcome.strategy.title == "padded to the batch, 2 rows"
 
 
-def test_whole_batches_are_planned_and_the_rest_is_named():
+def test_full_batches_are_planned_and_the_rest_is_named():
     report = plan(list(range(1, 22)), max_tokens=64)
-    assert report.comparison.num_steps == 2 and "5 rows are left over" in report.notes[0]
+    assert report.comparison.num_steps == 2 and "5 rows do not fill a batch" in report.notes[0]
     assert plan([3, 4, 5], max_tokens=64).comparison.num_steps == 1
 
 
@@ -136,12 +136,12 @@ def test_rows_above_the_budget_are_the_same_in_every_strategy(
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
-def test_enough_tokens_make_every_step_one_microbatch(lengths: list[int], num_ranks: int):
+def test_with_the_max_useful_tokens_every_step_is_one_microbatch(lengths: list[int], num_ranks: int):
     rows = RowLengths(np.array(lengths), "a test", is_ordered=True)
     placement = sharded(num_ranks)
     request = PlanRequest(rows=rows, batch_size=max(num_ranks, 7), placement=placement)
-    whole = len(lengths) // request.batch_size * request.batch_size or len(lengths)
-    budget = enough_tokens(rows.values[:whole], request, 256)
+    num_full = len(lengths) // request.batch_size * request.batch_size or len(lengths)
+    budget = max_useful_tokens(rows.values[:num_full], request, 256)
     report = make_plan(
         PlanRequest(
             rows=rows, batch_size=request.batch_size, placement=placement, max_tokens=budget
