@@ -16,7 +16,7 @@ from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import Placement
-from nemo_like.prediction.plan_report import PlanReport, PlanRequest, max_useful_tokens, make_plan
+from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
 
 COST = CostModel(linear=50.0, quadratic=1.0)
 
@@ -136,7 +136,9 @@ def test_rows_above_the_budget_are_the_same_in_every_strategy(
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
-def test_with_the_max_useful_tokens_every_step_is_one_microbatch(lengths: list[int], num_ranks: int):
+def test_with_the_max_useful_tokens_every_step_is_one_microbatch(
+    lengths: list[int], num_ranks: int
+):
     rows = RowLengths(np.array(lengths), "a test", is_ordered=True)
     placement = sharded(num_ranks)
     request = PlanRequest(rows=rows, batch_size=max(num_ranks, 7), placement=placement)
