@@ -1,15 +1,12 @@
-"""Conversations to token ids, and which of them carry loss. The words come from the tokenizer's
-chat template.
+"""Encoding of conversations to token ids and loss mask with the tokenizer's chat template.
 
-Loss is on what the model itself would write: an assistant turn's text or tool calls and the token
-that ends the turn. Which part of the rendered text that is, is found for any template: `{%
-generation %}` blocks say it where there are some; otherwise it lies between the template's
-generation prompt and its end of a turn. These are looked up in the text of one rendering where they
-are unmistakable, else by comparing several (`chat_spans`).
+Loss is on what the model generates: the text or tool calls of an assistant turn and the token that
+ends the turn. The spans of these parts are found for any template: from its `{% generation %}`
+blocks if it has them, otherwise between the generation prompt and the end of the turn. Both are
+found in the text of one rendering if unambiguous, else by comparing several (`chat_spans`).
 
-A tokenizer without a chat template gets the plain rule: each turn's text, then a line break after
-turns of others and the end-of-sequence token after the assistant's; the beginning-of-sequence token
-first if the tokenizer puts one.
+Without a chat template each turn's text is followed by a line break, or by the end-of-sequence
+token after an assistant turn; the beginning-of-sequence token comes first if the tokenizer adds it.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatEncoder:
-    """Encodes conversations (`encode_sft`) and what comes before an answer (`encode_prompt`).
+    """Encoder of conversations (`encode_sft`) and of prompts before an answer (`encode_prompt`).
 
     Example with ChatML: user "2+2=?", assistant "4" is
     `<|im_start|>user\\n2+2=?<|im_end|>\\n<|im_start|>assistant\\n`, which is the prompt, and
@@ -52,8 +49,10 @@ class ChatEncoder:
         prompt_template: str | None = None,
         train_on: Literal["assistant", "all"] = "assistant",
     ) -> None:
-        """`system_prompt` opens conversations that have no system turn; `prompt_template` goes
-        around every user turn.
+        """Initialize with the prompts of the configuration.
+
+        `system_prompt` is the first turn of conversations without a system turn; `prompt_template`
+        is a format string applied to every user turn.
 
         Raises ConfigError for a tokenizer without an end-of-sequence token and for a template that
         is not a format string with `{prompt}`.
@@ -79,38 +78,34 @@ class ChatEncoder:
 
     @property
     def eos_token_id(self) -> int:
+        """Id of the end-of-sequence token."""
         return _token_id(self.tokenizer.eos_token_id)
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's; where it has none the eos token, as padding is never attended to nor
-        trained.
-        """
-        return (
-            self.eos_token_id
-            if self.tokenizer.pad_token_id is None
-            else _token_id(self.tokenizer.pad_token_id)
-        )
+        """Id of the padding token, by default eos: padding is not attended to or trained."""
+        if self.tokenizer.pad_token_id is None:
+            return self.eos_token_id
+        return _token_id(self.tokenizer.pad_token_id)
 
     def encode_sft(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> EncodedRow:
-        """Token ids up to the end of the last assistant turn (`train_on="all"`: of the
-        conversation), and their mask.
+        """Encode up to the end of the last assistant turn (`train_on="all"`: of the conversation).
 
-        Raises ConfigError if there is no assistant turn to be found, or the template refuses or
-        drops messages or tools.
+        Raises ConfigError if there is no assistant turn, or the template refuses or drops messages
+        or tools.
         """
         messages = self._prepare(messages)
         if self._marks_generation and self.train_on == "assistant":
             return self._encode_marked(messages, tools)
         if not any(message["role"] == "assistant" for message in messages):
             raise ConfigError("there is no assistant turn to learn from")
-        text, spans = (
-            self._render_with_spans(messages, tools)
-            if self.template.exists
-            else self._plain(messages, tools)
-        )
+        if self.template.exists:
+            text, spans = self._render_with_spans(messages, tools)
+        else:
+            text, spans = self._plain(messages, tools)
+        # Spans do not matter if everything is trained.
         if self.train_on == "all":
             ids = self._token_ids(text)
             return EncodedRow(ids, np.ones(len(ids), dtype=np.uint8))
@@ -119,7 +114,7 @@ class ChatEncoder:
     def encode_prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> np.ndarray:
-        """int32 [L]: the conversation and the opening of the assistant's turn.
+        """Encode the conversation and the generation prompt, int32 [L].
 
         Raises ConfigError if the template refuses or drops messages or tools.
         """
@@ -132,26 +127,24 @@ class ChatEncoder:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends what the model writes: the tokenizer's eos token and the template's
-        end of a turn.
-        """
+        """Ids of the tokens that end a generation: eos and the template's end-of-turn tokens."""
         return tuple(sorted({self.eos_token_id, *self.template.end_token_ids}))
 
     def prompt_difference(
         self, messages: Sequence[Message] = PROBE, tools: Sequence[Tool] | None = None
     ) -> str | None:
-        """How the prompt of a rollout differs from what stands before the last assistant turn in
-        SFT, None if it does not.
+        """Describe how a rollout's prompt differs from the text before the last turn in SFT.
 
-        Such a difference is the chat template's: DeepSeek-R1 opens a thought that a finished turn
-        does not show. A model fine-tuned on these rows then never saw the prompts that it is asked
-        to continue.
+        Returns None if they are equal. The chat template causes a difference: the generation prompt
+        of DeepSeek-R1 ends with `<think>`, which a finished turn does not have. A model trained on
+        such rows never sees the prompts of a rollout.
         """
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         try:
             row = self.encode_sft(messages, tools)
         except ConfigError:
-            return None  # what is wrong with the messages is reported where they are encoded
+            # Problems of the messages are reported where they are encoded.
+            return None
         starts = np.flatnonzero(np.diff(row.token_mask, prepend=0) == 1)
         if not turns or turns[-1] == 0 or len(starts) != len(turns):
             return None
@@ -159,12 +152,16 @@ class ChatEncoder:
         prompt, before = (str(self.tokenizer.decode(each.tolist())) for each in ids)
         if prompt == before:
             return None
+        # Show some context before the first difference.
         same = max(common_prefix(prompt, before) - 30, 0)
         shown = [repr(text[same:][-80:]) for text in (prompt, before)]
-        return f"the prompt of a rollout ends with {shown[0]}, but in SFT rows the trained text follows {shown[1]}"
+        return (
+            f"the prompt of a rollout ends with {shown[0]}, but in SFT rows the trained text"
+            f" follows {shown[1]}"
+        )
 
     def segments(self, row: EncodedRow) -> tuple[tuple[str, bool], ...]:
-        """The row decoded, cut where the mask changes: (text, whether it is trained)."""
+        """Decode the row in segments of equal mask: (text, is trained)."""
         edges = np.flatnonzero(np.diff(row.token_mask)) + 1
         parts = zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True)
         return tuple(
@@ -172,12 +169,13 @@ class ChatEncoder:
         )
 
     def marked_text(self, row: EncodedRow) -> str:
-        """The row decoded, with the trained parts between ⟦ and ⟧."""
+        """Decode the row with the trained parts between ⟦ and ⟧."""
         return "".join(
             f"⟦{text}⟧" if is_trained else text for text, is_trained in self.segments(row)
         )
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """Add the system prompt and apply the prompt template."""
         prepared = list(messages)
         if self._system_prompt is not None and not any(
             message["role"] == "system" for message in messages
@@ -194,11 +192,10 @@ class ChatEncoder:
         ]
 
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
-        """Tokens of `text` up to the last span's end, cut where each span begins.
+        """Encode `text` up to the end of the last span, tokenized separately at the start of spans.
 
-        The cut makes what stands before an answer the very tokens that `encode_prompt` gives for
-        it, also where the tokenizer would merge the prompt's last characters with the answer's
-        first.
+        The tokens before an answer are therefore exactly those of `encode_prompt`, even if the
+        tokenizer would merge the last characters of the prompt with the first of the answer.
         """
         pieces: list[tuple[str, bool]] = [(text[: spans[0][0]], False)]
         for (start, end), following in zip(
@@ -214,6 +211,7 @@ class ChatEncoder:
                 both = self._token_ids(turn + following, follows=follows)
                 if np.array_equal(both[: len(ids[index])], ids[index]):
                     ids[index + 1] = both[len(ids[index]) :]
+        # Pieces alternate: not trained, trained, not trained, ...
         trained = np.arange(len(ids)) % 2
         return EncodedRow(
             np.concatenate(ids), np.repeat(trained.astype(np.uint8), [len(part) for part in ids])
@@ -221,10 +219,10 @@ class ChatEncoder:
 
     @cached_property
     def _separators(self) -> tuple[str, ...]:
-        """Texts of tokens behind which the tokenizer starts anew, whatever follows."""
+        """Texts of added tokens after which the tokenizer starts anew, whatever follows."""
         tokens = self.tokenizer.added_tokens_decoder.values()
         texts = [str(token) for token in tokens if not token.rstrip and not token.single_word]
-        # What another token contains may be the beginning of that one.
+        # A text that is part of another added token may be the beginning of that token.
         return tuple(
             text
             for text in texts
@@ -232,10 +230,8 @@ class ChatEncoder:
         )
 
     def _tokenize(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """`_token_ids` of each (text, whether it follows other text), in one call of the
-        tokenizer.
-        """
-        texts = [self._behind_eos(text) if follows else text for text, follows in pieces]
+        """Tokenize pieces (text, follows other text) in one call; see `_token_ids`."""
+        texts = [self._after_eos(text) if follows else text for text, follows in pieces]
         encoded: Any = self._call_tokenizer(texts)["input_ids"]
         return [
             np.array(ids[1:] if follows else ids, dtype=np.int32)
@@ -249,42 +245,37 @@ class ChatEncoder:
         try:
             return self.tokenizer(text, add_special_tokens=False)
         except Exception as error:
-            if type(error) is not Exception:  # only the Rust tokenizers raise the base class itself
+            # Only the Rust tokenizers raise the base class itself.
+            if type(error) is not Exception:
                 raise
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} cannot encode this row: {error}"
             ) from error
 
-    def _behind_eos(self, text: str) -> str:
+    def _after_eos(self, text: str) -> str:
+        """Put the eos token before `text`; it becomes one token, which is removed again."""
         return str(self.tokenizer.eos_token) + text
 
     def _token_ids(self, text: str, *, follows: bool = False) -> np.ndarray:
-        """int32 [L]. `follows`: the text stands behind other text, so no tokenizer may put a space
-        or a token in front.
+        """Tokenize a text, int32 [L].
+
+        With `follows` the text comes after other text, so the tokenizer must not put a space or a
+        token in front.
         """
         return self._tokenize([(text, follows)])[0]
 
     def _encode_marked(self, messages: list[Message], tools: Sequence[Tool] | None) -> EncodedRow:
+        """Encode with the spans of the template's `{% generation %}` blocks."""
         text, spans = self.template.render_marked(messages, tools)
         self._check(messages, tools, text, trains=True)
         encoding = self._call_tokenizer(text)
         ids = np.array(encoding["input_ids"], dtype=np.int32)
         mask = np.zeros(len(ids), dtype=np.uint8)
         for start, end in spans:
-            first = next(
-                (
-                    token
-                    for at in range(start, end)
-                    if (token := encoding.char_to_token(0, at)) is not None
-                ),
-                0,
-            )
-            last = (
-                token
-                for at in range(end - 1, start - 1, -1)
-                if (token := encoding.char_to_token(0, at)) is not None
-            )
-            mask[first : next(last, first - 1) + 1] = 1
+            first = _first_token(encoding, range(start, end))
+            last = _first_token(encoding, range(end - 1, start - 1, -1))
+            if first is not None and last is not None:
+                mask[first : last + 1] = 1
         trained = np.flatnonzero(mask)
         if len(trained) == 0:
             raise ConfigError(
@@ -296,8 +287,9 @@ class ChatEncoder:
     def _render_with_spans(
         self, messages: list[Message], tools: Sequence[Tool] | None
     ) -> tuple[str, list[Span]]:
-        """The text, and the assistant's parts of it; it ends where the last of them does unless all
-        is trained.
+        """Render the conversation: (text, spans of the assistant turns).
+
+        The text ends with the last span, unless everything is trained.
         """
         full = self.template.render(messages, tools)
         frame = self._check(messages, tools, full, trains=True)
@@ -308,6 +300,7 @@ class ChatEncoder:
             return full, spans
         start, end = spans[-1]
         text = full[:end]
+        # A template that does not end turns with a token would not teach the model to stop.
         if not text.endswith(self.template.special_texts):
             text += str(self.tokenizer.eos_token)
         return text, [*spans[:-1], (start, len(text))]
@@ -315,9 +308,7 @@ class ChatEncoder:
     def _check(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
     ) -> Frame | None:
-        """The frame of conversations such as this. Raises ConfigError if `text` lacks something of
-        it.
-        """
+        """Return the frame of the structure. Raises ConfigError if `text` is incomplete."""
         check_rendered(messages, tools, text, trains=trains)
         facts = self._structures.facts(messages, tools)
         if facts.dropped is not None:
@@ -332,33 +323,45 @@ class ChatEncoder:
     def _plain(
         self, messages: list[Message], tools: Sequence[Tool] | None
     ) -> tuple[str, list[Span]]:
+        """Render without a chat template: (text, spans of the assistant turns)."""
         if tools or any(message.get("tool_calls") for message in messages):
             raise ConfigError(
                 f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template, so tools and"
                 f" tool calls cannot be"
                 " rendered; give one as policy.chat_template"
             )
-        text, spans = self._bos_text, []
+        text = self._bos_text
+        spans = []
         for message in messages:
+            start = len(text)
+            text += message.get("content") or ""
             if message["role"] == "assistant":
-                start = len(text)
-                text += (message.get("content") or "") + str(self.tokenizer.eos_token)
+                text += str(self.tokenizer.eos_token)
                 spans.append((start, len(text)))
             else:
-                text += (message.get("content") or "") + "\n"
+                text += "\n"
         check_rendered(messages, tools, text, trains=True)
         return text, spans
 
 
+def _first_token(encoding: Any, positions: range) -> int | None:
+    """Return the token of the first character that has one, or None."""
+    for position in positions:
+        token = encoding.char_to_token(0, position)
+        if token is not None:
+            return token
+    return None
+
+
 def _token_id(value: object) -> int:
+    """Return a token id after a check of its type, which the tokenizer's annotations leave open."""
     assert isinstance(value, int), f"a token id is an int, not {value!r}"
     return value
 
 
 def _bos_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    begins = tokenizer("")["input_ids"]
-    return (
-        str(tokenizer.bos_token)
-        if tokenizer.bos_token_id is not None and tokenizer.bos_token_id in begins
-        else ""
-    )  # type: ignore[operator]
+    """Return the bos token if the tokenizer adds it to an empty text, else an empty text."""
+    added_ids: Any = tokenizer("")["input_ids"]
+    if tokenizer.bos_token_id is None or tokenizer.bos_token_id not in added_ids:
+        return ""
+    return str(tokenizer.bos_token)

@@ -1,5 +1,6 @@
-"""Whether a rendered conversation contains all that its messages say; a chat template may drop what
-it does not know.
+"""Check that a rendered conversation contains everything in its messages.
+
+A chat template may silently drop what it does not support.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def check_rendered(
     written anew. Templates drop the reasoning of earlier turns; with `trains` that of the last
     assistant turn must be there, as it is learned.
     """
+    # Each part is first searched after the previous one; some templates change the order.
     squeezed = _squeeze(text)
     parts = list(_parts(messages, trains=trains))
     position = 0
@@ -53,12 +55,13 @@ def check_rendered(
 
 
 def _parts(messages: Sequence[Message], *, trains: bool) -> Iterator[tuple[Message, str, str]]:
-    """(message, what it is, text) of everything that must be rendered, in order."""
+    """Yield (message, kind of text, text) of everything that must be rendered, in order."""
     answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, message in enumerate(messages):
         content = message.get("content")
         content = content if isinstance(content, str) else ""
-        is_last = trains and turn == answers[-1] if answers else False
+        # Templates drop the reasoning of earlier turns; only that of the last one is trained.
+        is_last = trains and bool(answers) and turn == answers[-1]
         if is_last:
             for key in REASONING_KEYS:
                 if isinstance(message.get(key), str):
@@ -71,6 +74,7 @@ def _parts(messages: Sequence[Message], *, trains: bool) -> Iterator[tuple[Messa
 
 
 def _check_call(function: dict[str, Any], squeezed: str) -> None:
+    """Raise ConfigError if the name or an argument of a tool call is not in the text."""
     arguments = function.get("arguments", {})
     leaves = [arguments] if isinstance(arguments, str) else list(_leaves(arguments))
     for leaf in (function["name"], *leaves):
@@ -83,8 +87,9 @@ def _check_call(function: dict[str, Any], squeezed: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Names and values of a JSON value as text; true, false and null have no text that all
-    templates share.
+    """Yield the keys and values of a JSON value as text.
+
+    true, false and null are skipped, because templates write them in different ways.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -100,9 +105,11 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
-    """Whether `part` is JSON of which everything appears, in a message that is not the
-    assistant's.
+    """Return True if `part` is JSON whose leaves all appear, in a message of another role.
+
+    Templates reformat the JSON results of tools.
     """
+    # An assistant's text is trained, so it must appear unchanged.
     if message["role"] == "assistant":
         return False
     try:
@@ -114,14 +121,14 @@ def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
 
 
 def _appears_often_enough(parts: Sequence[str], index: int, squeezed: str) -> bool:
-    """Whether there are as many copies of a part as the parts have together, in whatever order."""
+    """Return True if the text has as many copies of a part as all parts together, in any order."""
     own = _squeeze(parts[index])
     needed = sum(_squeeze(part).count(own) for part in parts)
     return any(squeezed.count(form) >= needed for form in _forms(parts[index]))
 
 
 def _find(part: str, squeezed: str, position: int) -> int | None:
-    """Behind the first copy of `part` at or after `position`; None without one."""
+    """Return the end of the first copy of `part` at or after `position`, or None."""
     for form in _forms(part):
         found = squeezed.find(form, position)
         if found >= 0:
@@ -130,20 +137,23 @@ def _find(part: str, squeezed: str, position: int) -> int | None:
 
 
 def _has(text: str, squeezed: str) -> bool:
+    """Return True if a form of `text` is in the squeezed text."""
     return any(form in squeezed for form in _forms(text))
 
 
 def _forms(text: str) -> Iterator[str]:
-    """`text` as it is and as it is written in JSON, without white space."""
+    """Yield `text` unchanged and escaped as in JSON, without white space."""
     yield _squeeze(text)
     yield _squeeze(json.dumps(text, ensure_ascii=False)[1:-1])
     yield _squeeze(json.dumps(text)[1:-1])
 
 
 def _squeeze(text: str) -> str:
+    """Remove white space, which templates change."""
     return "".join(text.split())
 
 
 def _shown(text: str) -> str:
+    """Format a text for an error message, shortened."""
     text = " ".join(text.split())
     return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -1,6 +1,6 @@
-"""Where an assistant's parts begin and end in the text that a chat template renders.
+"""Spans of the assistant turns in the text that a chat template renders.
 
-A part begins behind the generation prompt, and ends behind the token that ends the turn. The exact
+A span begins after the generation prompt and ends after the token that ends the turn. The exact
 method renders the conversation several times per turn and compares the texts.
 """
 
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 def exact_spans(
     template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
 ) -> list[Span]:
-    """The span of each assistant turn in `full`, the rendered conversation, in order.
+    """Find the span of each assistant turn in `full`, the rendered conversation, in order.
 
     Raises ConfigError for a turn that cannot be found.
     """
@@ -50,9 +50,10 @@ class _Turn:
         self._full = full
         self._turn = turn
         self._behind = behind
-        """Where the assistant turn before this one ends."""
+        """End of the previous assistant turn in `full`."""
 
     def span(self) -> Span:
+        """Return the span of the turn. Raises ConfigError if it cannot be found."""
         start = self._start()
         end = self._end(start)
         if not self._behind <= start < end:
@@ -64,12 +65,11 @@ class _Turn:
         return start, self._trimmed(start, end)
 
     def _start(self) -> int:
-        """Behind the generation prompt where the template renders the turn behind it; else where
-        the turn's text begins.
+        """Find the end of the generation prompt before the turn, else the start of the turn's text.
 
-        Where a template opens more than a finished turn shows (`<think>` as DeepSeek-R1), or writes
-        the turns before differently once there are later ones, the two texts agree only by chance
-        behind the turn's header. The header is then found with other messages in this turn's place.
+        Some templates end the generation prompt with text that a finished turn does not have
+        (`<think>` in DeepSeek-R1), or render earlier turns differently once there are later ones.
+        Then the header is the common prefix with conversations that have another message here.
         """
         full, turn = self._full, self._turn
         if turn:
@@ -82,17 +82,17 @@ class _Turn:
         return start if found < 0 else found + len(prompt)
 
     def _end(self, start: int) -> int:
+        """Find the end of the turn, including the text that the template writes after it."""
         full = self._full
         up_to_turn = self._template.render(self._messages[: self._turn + 1], self._tools)
         if full.startswith(up_to_turn):
             return len(up_to_turn)
-        # Some templates write a turn otherwise once it is no longer the last (they drop its
-        # reasoning).
+        # Some templates render a turn differently once it is not the last: they drop its reasoning.
         end = self._end_of_turn(start)
         if end is not None:
             return end
-        # What follows the turn's text is looked up where it is the last, and found again behind the
-        # text here.
+        # The text after the turn is read from a rendering in which the turn is the last, then
+        # located in the full text.
         text_end = len(up_to_turn) - common_suffix(
             self._with_content("0", self._turn + 1), up_to_turn
         )
@@ -101,9 +101,7 @@ class _Turn:
         return text_end + common_prefix(full[text_end:], behind)
 
     def _end_of_turn(self, start: int) -> int | None:
-        """Behind the first token that ends a turn; None without one, or if the message itself
-        contains it.
-        """
+        """Find the end of the first end-of-turn token; None if absent or ambiguous."""
         end_text = self._template.end_of_turn
         if end_text is None or end_text in json.dumps(
             self._messages[self._turn], ensure_ascii=False, default=str
@@ -113,9 +111,7 @@ class _Turn:
         return None if found < 0 else found + len(end_text)
 
     def _trimmed(self, start: int, end: int) -> int:
-        """Without what the template puts behind the end of the turn: a line break, or the end of
-        the conversation.
-        """
+        """Exclude text after the end of the turn: a line break, or the end of the conversation."""
         trimmed = self._full[start:end].rstrip()
         end_of_turn = self._end_of_turn(start)
         if (
@@ -127,8 +123,9 @@ class _Turn:
         return start + len(trimmed) if trimmed.endswith(self._template.special_texts) else end
 
     def _with_other_messages(self) -> list[str]:
-        """The conversation with a plain text in this turn's place, rendered for two texts that
-        begin differently.
+        """Render the conversation with two other texts in place of this turn.
+
+        The texts begin differently, so at least one differs from this turn at its first character.
         """
         texts = []
         for letter in ("0", "1"):
@@ -142,9 +139,7 @@ class _Turn:
         return texts
 
     def _with_content(self, letter: str, num_messages: int | None = None) -> str:
-        """The first messages with another content for this turn: its first and last characters
-        differ.
-        """
+        """Render the first messages with a content whose first and last characters differ."""
         message = self._messages[self._turn]
         text = str(message.get("content", "")).strip()
         first, last = (_other(text[at : at + 1 or None], letter) for at in (0, -1))
@@ -155,8 +150,10 @@ class _Turn:
 
 
 def common_prefix(left: str, right: str) -> int:
-    """Number of characters in which both begin alike."""
-    low, high = 0, min(len(left), len(right))
+    """Length of the common prefix."""
+    # Bisection over slices: comparing slices is much faster than a loop over characters.
+    low = 0
+    high = min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:
@@ -167,11 +164,12 @@ def common_prefix(left: str, right: str) -> int:
 
 
 def common_suffix(left: str, right: str) -> int:
-    """Number of characters in which both end alike."""
+    """Length of the common suffix."""
     return common_prefix(left[::-1], right[::-1])
 
 
 def _other(character: str, letter: str) -> str:
+    """Return `letter`, or another one if it equals `character`."""
     if character != letter:
         return letter
     return "1" if letter == "0" else "0"

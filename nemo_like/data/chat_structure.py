@@ -1,9 +1,8 @@
-"""What a chat template does with conversations of one structure, learned once from a conversation
-of distinct words.
+"""Facts about a chat template per conversation structure, learned from a probe conversation.
 
-The structure is the roles and kinds of the messages in order. With it come two facts that need more
-renderings than one: whether the template renders every message, and where the assistant's parts
-lie, as the texts around them.
+The structure is the sequence of roles and kinds of messages. Two facts need more than one
+rendering: whether the template renders every message, and which texts surround the assistant turns.
+Every text of the probe conversation is a distinct word, so that it can be found in the rendering.
 """
 
 from __future__ import annotations
@@ -20,41 +19,41 @@ from nemo_like.data.chat_template import PROBE, ChatTemplate
 from nemo_like.data.tools import Message, Tool
 
 _MAX_STRUCTURES = 4096
+"""Number of structures at which the cache is cleared."""
 _REPEATED = re.compile(r"(.{1,4}?)\1{2,}", re.DOTALL)
 _TOOL = "qztoolzq"
 _THOUGHT = "qzthoughtzq"
 
 Kind = tuple[str, bool, bool, bool, int, bool]
-"""Role, whether there is a content, a `</think>` in it, a reasoning, how many tool calls, whether
-it names a call.
-"""
+"""(role, has content, has `</think>` in it, has a reasoning key, number of tool calls, names a
+call)"""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The texts around what the assistant writes. Example: `<|im_start|>assistant\\n` and
-    `<|im_end|>`.
+    """Texts that surround an assistant turn.
+
+    Example: `<|im_start|>assistant\\n` and `<|im_end|>`.
     """
 
     header: str
     rest: str
-    """What the generation prompt has behind the header that not every finished turn shows
+    """Text of the generation prompt after the header that not every finished turn has
     (`<think>\\n`).
     """
     end: str
     markers: tuple[str, ...]
-    """If one of these is in a message, the header or the end may not be the template's."""
+    """Texts that make the frame ambiguous if a message contains one of them."""
 
     def spans(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
     ) -> list[Span] | None:
-        """The spans that `exact_spans` finds, from the text alone; None if it does not tell them
-        for certain.
-        """
+        """Return the spans of `exact_spans` from the text alone, or None if they are ambiguous."""
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if any(marker in written for marker in self.markers):
             return None
         headers = [match.end() for match in re.finditer(re.escape(self.header), full)]
+        # Another number of headers means that a message or the template repeats the header.
         if len(headers) != sum(message["role"] == "assistant" for message in messages):
             return None
         spans: list[Span] = []
@@ -71,25 +70,25 @@ class Frame:
 
 @dataclass(frozen=True)
 class Facts:
-    """About all conversations of one structure."""
+    """Facts about all conversations of one structure."""
 
     dropped: str | None
-    """What the template does not render; None if it renders everything or refuses the conversation
-    of distinct words.
+    """Description of the first text that the template does not render; None if it renders all or
+    refuses the probe conversation.
     """
     frame: Frame | None
-    """None if the spans have to be found by the exact method."""
+    """None if the exact method is needed to find the spans."""
 
 
 class Structures:
-    """The facts of every structure seen so far, for one template."""
+    """Cache of the facts of every structure seen so far, for one template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._facts: dict[tuple[tuple[Kind, ...], bool], Facts] = {}
 
     def facts(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Facts:
-        """Those of a conversation; they depend on its structure alone."""
+        """Return the facts of a conversation, which depend on its structure alone."""
         key = _compressed(tuple(map(_kind, messages))), bool(tools)
         found = self._facts.get(key)
         if found is None:
@@ -99,12 +98,14 @@ class Structures:
         return found
 
     def _learn(self, kinds: tuple[Kind, ...], has_tools: bool) -> Facts:
+        """Render the probe conversation of a structure and derive its facts."""
         messages, words = _distinct_words(kinds)
         tools = [_tool()] if has_tools else None
         try:
             full = self._template.render(messages, tools)
         except ConfigError:
             return Facts(None, None)
+        # The words are distinct, so each proves that its own message is rendered.
         missing = [what for word, what in words if word not in full]
         if has_tools and _TOOL not in full:
             missing.append("the row's tools")
@@ -113,6 +114,7 @@ class Structures:
     def _verified_frame(
         self, messages: list[Message], tools: list[Tool] | None, full: str
     ) -> Frame | None:
+        """Return the frame if it gives the exact spans of the probe conversation, else None."""
         frame = learn_frame(self._template)
         if frame is None:
             return None
@@ -126,18 +128,15 @@ class Structures:
 
 
 def learn_frame(template: ChatTemplate) -> Frame | None:
-    """The texts around an answer in the shortest conversation; None if they do not mark it
-    unmistakably.
-    """
-    end, user = template.end_of_turn, PROBE[0]
+    """Learn the texts around an answer from the shortest conversation; None if ambiguous."""
+    end = template.end_of_turn
+    user = PROBE[0]
     if end is None:
         return None
     try:
-        full, closed, opened = (
-            template.render(PROBE),
-            template.render([user]),
-            template.render([user], opening=True),
-        )
+        full = template.render(PROBE)
+        closed = template.render([user])
+        opened = template.render([user], opening=True)
     except ConfigError:
         return None
     prompt = template.generation_prompt
@@ -149,12 +148,14 @@ def learn_frame(template: ChatTemplate) -> Frame | None:
     special = [text for text in template.special_texts if text and text in header]
     marker = min(special, key=header.find) if special else header.strip()
     markers = (marker, end)
+    # `Frame.spans` searches for markers in JSON text, so they must not need escapes.
     if not marker or any(json.dumps(each, ensure_ascii=False)[1:-1] != each for each in markers):
         return None
     return Frame(header, prompt[len(header) :], end, markers)
 
 
 def _kind(message: Message) -> Kind:
+    """Return the kind of a message."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     return (
@@ -168,9 +169,11 @@ def _kind(message: Message) -> Kind:
 
 
 def _compressed(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    """Sequences of up to 4 kinds that repeat more than twice stand twice: long dialogues are like
-    short ones.
+    """Shorten runs of a repeated sequence of up to 4 kinds to two repetitions.
+
+    Templates treat long dialogues like short ones, and the cache has fewer entries.
     """
+    # One character per kind, so that a regular expression finds repetitions.
     distinct = list(dict.fromkeys(kinds))
     text = "".join(chr(0x100 + distinct.index(kind)) for kind in kinds)
     text = _REPEATED.sub(r"\1\1", text)
@@ -178,8 +181,9 @@ def _compressed(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
 
 
 def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[str, str]]]:
-    """A conversation of these kinds in which every text is a word of its own; and (word, what it
-    is) of each.
+    """Build a conversation of these kinds in which every text is a distinct word.
+
+    Returns (messages, (word, description) of each text).
     """
     messages: list[Message] = []
     words: list[tuple[str, str]] = []
@@ -215,12 +219,14 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
 
 
 def _call(turn: int, index: int) -> Message:
+    """Return a tool call of distinct words."""
     arguments = {f"qz{turn}k{index}zq": f"qz{turn}v{index}zq"}
     function = {"name": f"qz{turn}f{index}zq", "arguments": arguments}
     return {"id": f"qzid{turn % 1000:03d}{index:02d}", "type": "function", "function": function}
 
 
 def _tool() -> Tool:
+    """Return a tool schema of distinct words."""
     parameters = {
         "type": "object",
         "properties": {"qzparameterzq": {"type": "string", "description": "qzwhatzq"}},

@@ -1,5 +1,6 @@
-"""A tokenizer's chat template: rendering, and what probe conversations tell about it (generation
-prompt, end of turn).
+"""A tokenizer's chat template: rendering, and its generation prompt and end of turn.
+
+Probe conversations are rendered to find out the properties of a template.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nemo_like.data.tools import Message, Tool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Texts that no template contains, so that they can be found in a rendering.
 _USER = {"role": "user", "content": "qzuserzq"}
 _ANSWER = "qzanswerzq"
 _NAME, _KEY, _VALUE = "qznamezq", "qzkeyzq", "qzvaluezq"
@@ -26,10 +28,9 @@ PROBE: tuple[Message, ...] = (_USER, {"role": "assistant", "content": _ANSWER})
 
 
 class ChatTemplate:
-    """Renders conversations with the chat template of a tokenizer.
+    """Chat template of a tokenizer.
 
-    Everything learned from probe conversations is computed on first use and depends on the
-    tokenizer alone.
+    Properties from probe conversations are computed on first use and depend on the tokenizer alone.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -37,6 +38,7 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
+        """True if the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     def render(
@@ -46,8 +48,7 @@ class ChatTemplate:
         *,
         opening: bool = False,
     ) -> str:
-        """The text of the conversation; with `opening`, the generation prompt of the next assistant
-        turn follows it.
+        """Render the conversation; with `opening` the generation prompt is added.
 
         Raises ConfigError if the template refuses the messages.
         """
@@ -59,8 +60,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the conversation, and the characters [start, end) that `{% generation %}`
-        blocks render.
+        """Render: (text, character spans [start, end) of the `{% generation %}` blocks).
 
         Raises ConfigError if the template refuses the messages.
         """
@@ -84,6 +84,7 @@ class ChatTemplate:
         return texts[0], spans[0]
 
     def _refusal(self, messages: Sequence[Message], error: Exception) -> ConfigError:
+        """Return the error for a conversation that the template refuses."""
         roles = [message["role"] for message in messages]
         return ConfigError(
             f"the chat template of {self.tokenizer.name_or_path!r} refuses turns of {roles}:"
@@ -92,19 +93,16 @@ class ChatTemplate:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """Texts that the tokenizer turns into one token wherever they appear: special tokens and
-        added tokens.
-        """
+        """Texts that are always tokenized as one token: special tokens and added tokens."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         return tuple({*self.tokenizer.all_special_tokens, *added})
 
     @cached_property
     def control_texts(self) -> tuple[str, ...]:
-        """Of `special_texts`, those that structure a conversation: special tokens and what ends a
-        turn.
+        """Texts that structure a conversation: special tokens and end-of-turn tokens.
 
-        Added tokens without the special flag, such as `<think>`, may be part of what a model or a
-        user writes.
+        Added tokens without the special flag, such as `<think>`, may occur in the text of a model
+        or a user.
         """
         added = [
             str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
@@ -113,22 +111,20 @@ class ChatTemplate:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template puts behind a conversation for the model to continue. Empty if that is
-        nothing.
-        """
+        """Text that the template adds for the model to continue; may be empty."""
         if not self.exists:
             return ""
         try:
-            closed, opened = self.render([_USER]), self.render([_USER], opening=True)
+            closed = self.render([_USER])
+            opened = self.render([_USER], opening=True)
         except ConfigError:
             return ""
+        # Without a common prefix the addition cannot be separated from the conversation.
         return opened[len(closed) :] if opened.startswith(closed) else ""
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """The special token behind an assistant's text, for example `<|im_end|>`; None if the
-        template writes none.
-        """
+        """Special token after an assistant's text, for example `<|im_end|>`; None without one."""
         if not self.exists:
             return None
         try:
@@ -139,15 +135,14 @@ class ChatTemplate:
 
     @cached_property
     def end_texts(self) -> tuple[str, ...]:
-        """The tokens that end an assistant turn: of a text, and of tool calls where that is another
-        one.
-        """
+        """Tokens that end an assistant turn: after a text, and after tool calls if different."""
         ends = [] if self.end_of_turn is None else [self.end_of_turn]
         try:
             text = self.render([_USER, _probe_call("dict")]) if self.exists else ""
         except ConfigError:
             text = ""
         _, found, behind = text.rpartition(_VALUE)
+        # Some templates end tool calls with another token than texts.
         if found and not any(end in behind for end in ends):
             last = [special for special in self.special_texts if behind.rstrip().endswith(special)]
             ends += sorted(last, key=len)[-1:]
@@ -155,27 +150,25 @@ class ChatTemplate:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The ids of `end_texts`."""
+        """Ids of `end_texts`."""
         ids = [self.tokenizer.convert_tokens_to_ids(text) for text in self.end_texts]
         return tuple(token_id for token_id in ids if isinstance(token_id, int))
 
     @cached_property
     def _wants_text_arguments(self) -> bool:
-        """Whether the template writes the arguments of a tool call as they are, and so needs them
-        as JSON text.
+        """True if the template needs the arguments of a tool call as JSON text.
 
-        Most templates turn an object into JSON themselves, and would quote a text once more.
+        Most templates convert an object to JSON themselves, and would quote a text again.
         """
-        as_object, as_text = (self._probe_text(form) for form in ("dict", "text"))
-        return (not _shows_json(as_object) and _shows_json(as_text)) or (
-            _VALUE not in as_object and _VALUE in as_text
-        )
+        as_object = self._probe_text("dict")
+        as_text = self._probe_text("text")
+        only_text_is_json = not _shows_json(as_object) and _shows_json(as_text)
+        only_text_is_shown = _VALUE not in as_object and _VALUE in as_text
+        return only_text_is_json or only_text_is_shown
 
     @cached_property
     def _needs_content(self) -> bool:
-        """Whether a message with tool calls and without a text must have an empty one for the
-        template to render it.
-        """
+        """True if the template refuses a message with tool calls that has no content."""
         form = "text" if self._wants_text_arguments else "dict"
         message = _probe_call(form)
         try:
@@ -185,7 +178,7 @@ class ChatTemplate:
         return False
 
     def _adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with tool calls in the form that the template expects."""
+        """Convert tool calls to the form that the template expects."""
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
         return [
@@ -194,6 +187,7 @@ class ChatTemplate:
         ]
 
     def _adapt_calls(self, message: Message) -> Message:
+        """Convert the tool calls of one message."""
         calls = message["tool_calls"]
         if self._wants_text_arguments:
             calls = [_with_text_arguments(call) for call in calls]
@@ -201,6 +195,8 @@ class ChatTemplate:
         return {**message, **content, "tool_calls": calls}
 
     def _probe_text(self, form: str) -> str:
+        """Render a probe with a tool call; an empty text if the template refuses it."""
+        # Some templates require a content beside tool calls, others do not.
         for content in ({}, {"content": ""}):
             try:
                 return self._render([_USER, {**_probe_call(form), **content}], None, False)
@@ -209,9 +205,7 @@ class ChatTemplate:
         return ""
 
     def _first_special(self, text: str) -> str | None:
-        """The special token that comes first in `text`; of tokens that are only added, if there is
-        no special one.
-        """
+        """Return the first special token in `text`, else the first added token, else None."""
         special = [
             str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special
         ]
@@ -236,6 +230,7 @@ class ChatTemplate:
 
 
 def _probe_call(form: str) -> Message:
+    """Return a message with a tool call whose arguments are JSON text ("text") or an object."""
     arguments: Any = {_KEY: _VALUE}
     function = {"name": _NAME, "arguments": json.dumps(arguments) if form == "text" else arguments}
     call = {"id": "qzidzqabc", "type": "function", "function": function}
@@ -243,11 +238,12 @@ def _probe_call(form: str) -> Message:
 
 
 def _shows_json(text: str) -> bool:
-    """Whether the probe's arguments are in `text` as a JSON object, not quoted once more."""
+    """Return True if `text` has the probe's arguments as a JSON object, not quoted again."""
     return f'"{_KEY}":"{_VALUE}"' in "".join(text.split())
 
 
 def _with_text_arguments(call: Any) -> Any:
+    """Convert the arguments of a tool call to JSON text."""
     function = call["function"]
     if isinstance(function["arguments"], str):
         return call

@@ -66,6 +66,7 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
         return column.repeat_interleave(num_repeats, dim=0)
     if isinstance(column, list):
         return [copy.deepcopy(entry) for entry in column for _ in range(num_repeats)]
+    # An array or a Jagged.
     rows = np.repeat(np.arange(len(column), dtype=np.int64), num_repeats)
     return take_rows(column, rows)
 
@@ -101,6 +102,7 @@ def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Col
         return Jagged.concat(list(parts))  # type: ignore[arg-type]
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
+    # Batches padded to their own longest row differ in width.
     size = max((part.shape[1] for part in parts if part.ndim > 1), default=0)  # type: ignore[union-attr]
     padded = [_pad_dim_1(part, size, pad_value) for part in parts]  # type: ignore[arg-type]
     if isinstance(first, Tensor):

@@ -1,6 +1,4 @@
-"""Limits on templates from config and tokenizer files: what they may contain, and what rendering
-them may take.
-"""
+"""Limits on chat and prompt templates: content, rendering time and memory."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
 
 CPU_LIMIT_S = 2
+"""CPU time to render one conversation."""
 MEMORY_LIMIT_BYTES = 1 << 30
 MAX_TEMPLATE_CHARACTERS = 256 * 1024
 _WALL_LIMIT_S = 60
@@ -110,8 +109,7 @@ _PROBES = [
 
 
 def check_prompt_template(template: str | None) -> None:
-    """Raises ConfigError unless `template` is None or a format string whose only field is a plain
-    `{prompt}`.
+    """Raise ConfigError unless `template` is None or a format string with only `{prompt}` fields.
 
     Format specifications and conversions are refused: `{prompt:>9999999999}` would fill the memory.
     """
@@ -142,8 +140,7 @@ def check_prompt_template(template: str | None) -> None:
 
 @lru_cache(maxsize=64)
 def check_chat_template(template: str, source: str) -> None:
-    """Raises ConfigError if rendering three short conversations takes more time or memory than the
-    limits.
+    """Raise ConfigError if rendering three short conversations exceeds the limits.
 
     The conversations are one without tools, one with a tool, and one with a tool call. The template
     runs in a child process with resource limits, so that neither nested loops nor `'x' * 10**10`
@@ -190,7 +187,7 @@ class RenderingLimitError(RuntimeError):
 
 @contextmanager
 def rendering_limit(source: str) -> Iterator[None]:
-    """Raises RenderingLimitError once the block has used `CPU_LIMIT_S` of this thread's CPU time.
+    """Raise RenderingLimitError once the block has used `CPU_LIMIT_S` of this thread's CPU time.
 
     The probes of `check_chat_template` do not cover a template that is slow only for particular
     contents. The bound uses a signal, so it applies to the main thread of a process and not to

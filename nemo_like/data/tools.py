@@ -1,6 +1,4 @@
-"""Tools and tool calls in rows: their forms in files, and the one form that chat templates are
-given.
-"""
+"""Tools and tool calls in rows: validation and conversion to the form that templates expect."""
 
 from __future__ import annotations
 
@@ -9,16 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = dict[str, Any]
-"""`{"role": "user", "content": "2+2=?"}`; other keys (`tool_calls`, `name`) go to the chat
-template.
+"""Example: `{"role": "user", "content": "2+2=?"}`. Other keys (`tool_calls`, `name`) are passed to
+the chat template.
 """
 Tool = dict[str, Any]
 """JSON schema of a function that the model may call."""
 
 
 def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
-    """The functions that the model may call in this row, None without any. The column may hold JSON
-    text.
+    """Return the functions that the model may call in this row, or None.
+
+    The column may be JSON text.
     """
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -27,7 +26,7 @@ def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
 
 
 def tools_problem(value: Any) -> str | None:
-    """What is wrong with the value of a `tools` column, or None."""
+    """Describe the problem of a `tools` column, or return None."""
     wanted = "a list of JSON schemas of functions (or JSON text of one)"
     if isinstance(value, str) and value.strip():
         try:
@@ -40,12 +39,15 @@ def tools_problem(value: Any) -> str | None:
         return f"column 'tools' is not {wanted} but {type(value).__name__}"
     for index, tool in enumerate(value):
         if not isinstance(tool_name(tool), str):
-            return f"tools[{index}] has no function name; give {{'type': 'function', 'function': {{'name': ...}}}}"
+            return (
+                f"tools[{index}] has no function name; give {{'type': 'function', 'function':"
+                f" {{'name': ...}}}}"
+            )
     return None
 
 
 def calls_problem(message: Message) -> str | None:
-    """What is wrong with the `tool_calls` of a message, or None."""
+    """Describe the problem of the `tool_calls` of a message, or return None."""
     calls = message.get("tool_calls")
     if isinstance(calls, str) and calls.strip():
         try:
@@ -57,28 +59,35 @@ def calls_problem(message: Message) -> str | None:
     if not isinstance(calls, list):
         return f"tool_calls is of type {type(calls).__name__}, not a list of calls"
     if message.get("role") != "assistant":
-        return f"tool_calls stand in a message of role {message.get('role')!r}; only an assistant calls tools"
+        return (
+            f"tool_calls stand in a message of role {message.get('role')!r}; only an assistant"
+            f" calls tools"
+        )
     for index, call in enumerate(calls):
         function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return f"tool_calls[{index}] has no function name; give {{'function': {{'name': ..., 'arguments': ...}}}}"
+            return (
+                f"tool_calls[{index}] has no function name; give {{'function': {{'name': ...,"
+                f" 'arguments': ...}}}}"
+            )
         if not isinstance(function.get("arguments", {}), dict | str | None):
             return f"tool_calls[{index}].function.arguments is neither an object nor JSON text"
     return None
 
 
 def tool_name(tool: Tool) -> Any:
-    """The name of a function that may be called."""
+    """Return the name of a tool, nested under `function` or at the top level."""
     function = tool.get("function")
-    return (function if isinstance(function, dict) else tool).get("name")
+    if isinstance(function, dict):
+        return function.get("name")
+    return tool.get("name")
 
 
 def clean_message(message: Message) -> Message:
-    """A message without keys that have no value, and with its tool calls in the form that chat
-    templates expect.
+    """Remove keys without a value and convert tool calls to the form that chat templates expect.
 
-    Columnar files fill every key of every message. Calls are `{"type": "function", "function":
-    {"name", "arguments"}}` with the arguments as an object where they are JSON text of one.
+    Columnar files fill every key of every message. Calls become `{"type": "function", "function":
+    {"name", "arguments"}}`, with the arguments parsed if they are JSON text of an object.
     """
     cleaned = {key: value for key, value in message.items() if value is not None}
     calls = cleaned.pop("tool_calls", None)
@@ -90,16 +99,21 @@ def clean_message(message: Message) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the null entries of objects, at any depth: columnar files fill in every key that any
-    row has.
+    """Remove null entries of objects at any depth.
+
+    Columnar files fill every key that any row has.
     """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Convert one tool call; its name and arguments may be at the top level."""
     call = {key: value for key, value in call.items() if value is not None}
+    # Some data sets write the name and arguments directly into the call.
     if not isinstance(call.get("function"), dict):
         names = ("name", "arguments")
         inner = {key: call.pop(key) for key in names if key in call}
@@ -112,7 +126,7 @@ def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """The object that is written in `text`; the text itself if it is none."""
+    """Parse JSON text of an object; returns the text itself if it is not one."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

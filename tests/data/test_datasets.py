@@ -122,7 +122,7 @@ def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
     assert list(load_rows(tmp_path / "whole")) == rows
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
     with pytest.raises(
-        ConfigError, match=r"splits holds several splits; name one: .*splits/train, .*splits/test"
+        ConfigError, match=r"splits has several splits; name one: .*splits/train, .*splits/test"
     ):
         load_rows(tmp_path / "splits")
     assert len(load_rows(tmp_path / "splits" / "train")) == 5

@@ -47,6 +47,7 @@ class PackingAlgorithm(StrEnum):
         name = str(value).lower()
         if name in cls._value2member_map_:
             return cls(name)
+        # Not a known name in lower case either, so suggest the closest one.
         close = get_close_matches(name, list(cls), n=1)
         hint = f"; did you mean {str(close[0])!r}?" if close else ""
         raise ValueError(
@@ -101,6 +102,7 @@ class SequencePacker:
 
     def pack(self, sequence_lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
         """Return the row indices of each bin as lists. Raises ValueError as `pack_csr` does."""
+        # The time includes the conversion to lists, which callers of `pack` need.
         start = perf_counter()
         bins = self.pack_csr(sequence_lengths).bins()
         if self.metrics is not None:

@@ -116,6 +116,7 @@ def bin_stats(
     """
     if len(loads) == 0:
         return dict.fromkeys(_NAMES, 0.0)
+    # The utilization of an oversize bin is 1, not above.
     capacities = np.maximum(loads, bin_capacity)
     total = float(loads.sum())
     capacity = float(capacities.sum())

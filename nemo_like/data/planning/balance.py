@@ -108,7 +108,8 @@ class Schedule:
         makespan = float(rank_work.max(initial=0.0))
         lockstep_work = float(self.bin_work.max(axis=0, initial=0.0).sum())
         mean_rank_work = float(self.work.sum()) / self.num_ranks
-        # A schedule without work has the ratios 0.
+        # The max-loaded rank has at least the mean work, and some rank has the largest row. Without
+        # any work the ratios are 0.
         simple_bound = max(mean_rank_work, float(self.work.max(initial=0.0))) or 1.0
         shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
         may_be_empty = bool((np.diff(self.offsets) == 0).any())
@@ -193,6 +194,7 @@ def schedule(
 
     bound = max(min_microbatches, -(-l2_bound(items.tokens, max_tokens) // num_ranks))
     bound = -(-bound // microbatch_multiple) * microbatch_multiple
+    # The limit is in steps, not in seconds, so that the result is deterministic.
     kernels = _kernels(use_numba, len(items))
     max_steps = _STEPS_PER_ROW * len(items)
     if kernels is None:
@@ -234,6 +236,7 @@ def assign_bins(
     work = np.asarray(bin_work, dtype=np.float64)
     num_microbatches = -(-len(work) // (num_ranks * microbatch_multiple)) * microbatch_multiple
     order = np.argsort(-work, kind="stable")
+    # Local search expects items by decreasing work; `order` maps them back to bin ids.
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
     items = Items(np.ones(len(work), dtype=np.int64), work[order])
     kernels = _kernels(None, len(work))
@@ -268,6 +271,7 @@ def _minimize_lockstep(search: AssignmentSearch, max_steps: int) -> Assignment |
         bin_of, steps = search.balance_bins(start, max_steps // (2 * len(starts)))
         remaining -= steps
         candidates.append(bin_of)
+    # `min` returns the first of equal candidates, so the result is deterministic.
     best = min(candidates, key=search.lockstep_work)
     bin_of, _ = search.balance_bins(best, remaining)
     return bin_of, search.assign_ranks(search.bin_work(bin_of))
@@ -354,6 +358,7 @@ def _sorted_items(
             f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id"
             f" per row"
         )
+    # Some NumPy versions return the inverse in the shape of the input.
     ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
     tokens = np.bincount(ids, lengths).astype(np.int64)
     group_work = np.bincount(ids, work)

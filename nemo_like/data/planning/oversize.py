@@ -64,6 +64,8 @@ def checked_groups(
     ids = np.asarray(groups)
     if ids.shape != (num_rows,):
         raise ValueError(f"groups has one id per row; got shape {ids.shape} for {num_rows} rows")
+    # `np.unique` numbers ids by value; groups are renumbered by first row, so that the plan does
+    # not depend on the ids.
     _, first, inverse, counts = np.unique(
         ids, return_index=True, return_inverse=True, return_counts=True
     )
@@ -101,6 +103,7 @@ def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> 
     no_rows = np.zeros(len(lengths), dtype=bool)
     if spec.capacity is None or len(lengths) == 0:
         return FittedRows(lengths, padded, no_rows, 0, 0)
+    # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
         is_oversize |= _group_tokens(padded, groups, spec)[groups] > spec.capacity
@@ -130,6 +133,7 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
         return None
     ids = groups[rows]
     order = np.argsort(ids, kind="stable")
+    # Ids are >= 0, so -1 makes the first row the start of a group.
     starts = np.flatnonzero(np.diff(ids[order], prepend=-1))
     return Packing(order, np.append(starts, len(rows)))
 

@@ -48,6 +48,7 @@ def form_padded(
     max_rows_of = np.minimum(capacity // sorted_lengths, row_limit)
     bounds = _fill(rows_before, max_rows_of, len(order))
     assert bounds is not None
+    # A microbatch has at least one item, so there are at most as many microbatches as items.
     num_bins = min(-(-(len(bounds) - 1) // bins_multiple) * bins_multiple, len(order))
     if row_work is None:
         work = sorted_lengths.astype(np.float64)
@@ -87,6 +88,7 @@ def _minimize_max_work(
     num_rows = np.diff(rows_before)
     largest_row = float(work[0])
     mean_work = float(np.dot(num_rows, work)) / num_bins
+    # No split has a smaller maximum than these two bounds.
     low = max(largest_row, mean_work)
     high = float((np.diff(rows_before[bounds]) * work[bounds[:-1]]).max())
     for _ in range(_NUM_BISECTIONS):

@@ -139,6 +139,7 @@ class BatchPlan:
         another plan if both plans use one shard.
         """
         start, stop = self._rank_bounds(dp_rank)
+        # Rows of other ranks keep index 0; no microbatch of this rank refers to them.
         if shard_rows is None:
             shard_rows = self.rows[start:stop]
         index_in_shard = np.zeros(self.num_rows, dtype=np.int64)
@@ -164,6 +165,8 @@ class BatchPlan:
         lengths[self.rows] = self.lengths
         padded = np.zeros(self.num_rows, dtype=np.int64)
         padded[self.rows] = round_up_all(self.lengths, spec.row_multiple)
+        # Under the other policies rows above the new limit run alone; the training limit was already
+        # applied to them.
         is_limited = spec.capacity is not None and spec.oversize == "error"
         if is_limited and padded.max(initial=0) > spec.capacity:
             row = int(padded.argmax())
@@ -245,6 +248,7 @@ class BatchPlan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchPlan):
             return NotImplemented
+        # The generated comparison of a dataclass does not handle arrays.
         pairs = zip(self._values(), other._values(), strict=True)
         return all(np.array_equal(own, others) for (_, own), (_, others) in pairs)
 
@@ -294,6 +298,7 @@ class BatchPlan:
 
         `work` float64 [n] is that of each of `rows`.
         """
+        # Without rows there is no mean to divide by.
         if not len(work):
             return 1.0
         by_rank = self._bins.loads(self._by_row(work)).reshape(self.spec.num_ranks, -1)
@@ -315,6 +320,7 @@ class BatchPlan:
         """Bounds of a rank in `rows`; raises IndexError out of range."""
         if not 0 <= dp_rank < self.spec.num_ranks:
             raise IndexError(f"dp_rank {dp_rank} of {self.spec.num_ranks}")
+        # An empty batch has no steps, and `offsets` has one entry.
         if self.num_microbatches == 0:
             return 0, 0
         first = dp_rank * self.num_microbatches
@@ -374,6 +380,7 @@ def _join_steps(
     step_offsets = np.concatenate([[0], np.cumsum(num_microbatches, dtype=np.int64)])
     bins = _rank_major_bins(steps, spec.num_ranks)
     padded = fitted.padded_lengths[bins.perm]
+    # Padded rows occupy the length of the longest row of their microbatch.
     if spec.layout == "padded":
         padded = np.repeat(longest_of(bins, fitted.padded_lengths), np.diff(bins.offsets))
     return BatchPlan(

@@ -63,6 +63,7 @@ def plan_step(
         step = _plan_padded(items, spec)
     else:
         step = _plan_packed(items, spec)
+    # Items to positions in `rows`, then to row ids.
     bins = step.bins.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
     if spec.microbatch_order == "largest_first":
@@ -89,6 +90,7 @@ def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> P
             lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
         )
     else:
+        # A row above the capacity counts as a full bin, so it stays alone.
         bins = _bin_packer(spec).pack_csr(np.minimum(lengths, spec.capacity or 0))
     bins = Packing(rows[bins.perm], bins.offsets)
     return largest_first(bins, padded_lengths, 1, is_padded)
@@ -174,6 +176,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
         return StepPlan(Packing(scheduled.perm, scheduled.offsets), scheduled.num_microbatches)
     packer = _bin_packer(spec)
     bins = packer.pack_csr(lengths)
+    # Fill up with split bins instead of dummies, as far as there are rows.
     num_bins = -(-bins.num_bins // spec.bins_multiple) * spec.bins_multiple
     bins = packer.split_fullest(bins, lengths, min(num_bins, len(lengths)))
     bin_work = None if items.work is None else bins.loads(items.work)
@@ -200,6 +203,7 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
 
 def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
+    # Shares have equal numbers of rows, rounded to items: a group is never divided.
     rows_before = np.concatenate([[0], np.cumsum(items.num_rows)])
     share_ends = np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks
     item_bounds = np.searchsorted(rows_before, share_ends)
@@ -216,6 +220,7 @@ def _assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec)
         num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
         bin_ids = np.full(num_microbatches * spec.num_ranks, -1)
         bin_ids[: bins.num_bins] = np.arange(bins.num_bins)
+        # Row m of the array is microbatch m, so consecutive bins go to consecutive ranks.
         rank_major = bin_ids.reshape(num_microbatches, spec.num_ranks).T
     else:
         rank_major = assign_bins(

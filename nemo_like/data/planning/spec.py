@@ -96,6 +96,7 @@ class PlanSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; names are accepted in any case and stored as members.
         object.__setattr__(self, "algorithm", PackingAlgorithm(self.algorithm))
         for name, kind in _CHOICES.items():
             if getattr(self, name) not in get_args(kind):
@@ -146,6 +147,8 @@ class PlanSpec:
         """Number that divides every padded length: the lcm of `sequence_length_round` and 2 * cp,
         in the padded layout also of `total_multiple`.
         """
+        # Packed rows are padded one by one and the total once; padded rows are all as long as the
+        # longest, so each of them must also satisfy the multiple of the total.
         multiple = lcm(self.sequence_length_round, self._num_cp_chunks)
         return multiple if self.layout == "packed" else lcm(multiple, self.total_multiple)
 
