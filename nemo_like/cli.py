@@ -32,7 +32,7 @@ _MAX_REASON = 500
 _EPILOG = """examples:
   nemo-like validate --config examples/configs/demo_grpo.yaml
   nemo-like sft --config examples/configs/demo_sft.yaml policy.optimizer.lr=1e-3
-  nemo-like grpo --config examples/configs/demo_grpo.yaml policy.sequence_packing.algorithm=first_fit_shuffle
+  nemo-like grpo --config examples/configs/demo_grpo.yaml policy.optimizer.lr=1e-6
 """
 
 

@@ -1,5 +1,6 @@
-"""`nemo-like export`: a checkpoint of a run as a Hugging Face model, whichever engine and layout
-wrote it. No GPU, no Ray.
+"""`nemo-like export`: write a checkpoint of any engine and layout as a Hugging Face model.
+
+Neither a GPU nor Ray is used.
 """
 
 from __future__ import annotations
@@ -46,13 +47,12 @@ class SavedWeights:
 
 
 def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
-    """Write the model of `source`, a run directory (its latest checkpoint) or a step folder of one,
-    to the new `target`.
+    """Write the model of `source` to the new directory `target`; return the step folder.
 
-    Returns the step folder it was. `overrides` change keys of the run's config, such as
-    `policy.model_name` where the model has moved. Raises ConfigError for a folder that is neither,
-    for an incomplete checkpoint, and for a `target` that exists or cannot be written, and for
-    weights that are not finite.
+    `source` is a run directory (its latest checkpoint is exported) or a step folder. `overrides`
+    change keys of the run's config, e.g. `policy.model_name` if the model has moved. Raises
+    ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that exists or
+    cannot be written, and for weights that are not finite.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
@@ -60,6 +60,7 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
     model_config = open_model_config(config)
     try:
         with open_checkpoint(step_folder / "policy") as reader:
+            # Written under another name and renamed, so that `target` is never incomplete.
             unfinished = target.with_name(target.name + ".tmp")
             remove_link(unfinished)
             with torch.no_grad():
@@ -80,7 +81,7 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
 
 
 def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
-    """The step folder, and the configuration of its run."""
+    """Return the step folder and the config of its run."""
     is_step = (source / "policy").is_dir()
     run = source.resolve().parent.parent if is_step else source
     if not (run / _CONFIG).is_file():
@@ -99,6 +100,6 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
         raise ConfigError(str(error)) from error
     if latest is None:
         raise ConfigError(
-            f"{shown_path(run)} has no whole checkpoint to export; give a run that has saved one"
+            f"{shown_path(run)} has no complete checkpoint to export; give a run that has saved one"
         )
     return latest.path, config

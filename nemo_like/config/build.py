@@ -42,7 +42,7 @@ class _Rejected(Exception):
 def build_config(
     section: type[Config], values: Mapping[str, Any], sources: Sources
 ) -> tuple[Config | None, list[Problem]]:
-    """Return the dataclass, or None, and all problems: missing keys, wrong types, unknown choices."""
+    """Return (config, problems); the config is None if there is a problem."""
     builder = _Builder(sources)
     config = builder.section(section, values, "")
     return (None if builder.problems else config), builder.problems

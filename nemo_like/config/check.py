@@ -155,8 +155,8 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("cluster.progress_timeout_s", "cluster.collective_timeout_s"),
             f"cluster.progress_timeout_s {cluster.progress_timeout_s:g} must be above"
-            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that waits"
-            " for the others is mistaken for one that hangs; 0 turns the check off",
+            f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that"
+            " waits for the others is mistaken for one that hangs; 0 turns the check off",
         )
 
 

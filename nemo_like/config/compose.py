@@ -1,9 +1,8 @@
-"""Hydra's part: defaults lists, overrides and interpolation become one plain nested dict. Types are
-`build`'s business.
+"""Composition with Hydra: defaults lists, overrides and interpolation become one plain nested dict.
 
-The defaults of the schema are the first layer, the user's file and what its defaults list names
-come over it, the command line comes last. Hydra's working directory, output directory and logging
-are never touched.
+The layers are, in this order, the defaults of the schema, the files of the defaults list and the
+user's file, and the command line. Types are checked later, in `build`. Hydra's working directory,
+output directory and logging are not used.
 """
 
 from __future__ import annotations
@@ -43,13 +42,14 @@ _ENTRY = re.compile(
 _ARITHMETIC = re.compile(r"\$\{(add|mul|div):")
 MAX_FILES = 50
 MISSING = "???"
-"""What a required key holds until it is set."""
+"""OmegaConf's value of a required key that is not set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layer:
-    """One file of the composition. Example: `policy/qwen.yaml` named as `policy: qwen` stands under
-    `policy`.
+    """One file of the composition.
+
+    Example: `policy/qwen.yaml`, named as `policy: qwen`, has the prefix `policy`.
     """
 
     path: Path
@@ -57,36 +57,35 @@ class Layer:
 
 
 def schema_defaults(section: type) -> dict[str, Any]:
-    """The defaults of a config dataclass as plain nested values; `???` where there is none."""
+    """Return the defaults of a config dataclass as plain nested values; `???` for required keys."""
     plain: dict[str, Any] = {}
     types = field_types(section)
     for field in dataclasses.fields(section):
         if is_section(types[field.name]):
             plain[field.name] = schema_defaults(types[field.name])
+        elif isinstance(field.default, tuple):
+            plain[field.name] = list(field.default)
         elif field.default is not dataclasses.MISSING:
-            plain[field.name] = (
-                list(field.default) if isinstance(field.default, tuple) else field.default
-            )
+            plain[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            plain[field.name] = field.default_factory()
         else:
-            plain[field.name] = (
-                MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
-            )
+            plain[field.name] = MISSING
     return plain
 
 
 def defaults_chain(path: Path) -> list[Path]:
-    """`path` and every file its defaults lists name, depth first; what is chosen by interpolation
-    is left out.
+    """Return `path` and every file that its defaults lists name, depth first.
 
-    Raises ConfigError for a file that is missing or broken, and for files that name each other in a
-    circle.
+    Files chosen by interpolation are left out. Raises ConfigError for a file that is missing or
+    invalid, and for a cycle.
     """
     return _chain(path, path.parent, ())
 
 
 @contextmanager
 def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
-    """Hydra set up for one config file; every Hydra error inside becomes a ConfigError."""
+    """Initialize Hydra for one config file; every Hydra error inside becomes a ConfigError."""
     store = ConfigStore.instance()
     store.store(name=_DEFAULTS_NAME, node=schema_defaults(RUN_CONFIGS[kind]))
     primary = path.name.removesuffix(".yaml")
@@ -108,8 +107,9 @@ def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
 
 @contextmanager
 def _hydra_errors(path: Path | None) -> Iterator[None]:
-    """Whatever Hydra raises becomes a ConfigError: for odd input these are errors of YAML, antlr
-    and Python as well.
+    """Turn every other exception into a ConfigError.
+
+    For unusual input Hydra lets exceptions of YAML, ANTLR and Python pass.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def _hydra_errors(path: Path | None) -> Iterator[None]:
 
 
 def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
-    """The files that are merged, in the order in which they are. Call it inside `hydra_session`."""
+    """Return the files in the order in which they are merged. Call it inside `hydra_session`."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoader)
     with _hydra_errors(path):
@@ -141,8 +141,9 @@ def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
 
 
 def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
-    """Everything merged and resolved; call it inside `hydra_session`. ConfigError where an
-    interpolation fails.
+    """Return the merged and resolved config as plain values. Call it inside `hydra_session`.
+
+    Raises ConfigError for an interpolation that fails.
     """
     with _hydra_errors(None):
         config = compose(_PRIMARY_NAME, list(overrides))
@@ -162,15 +163,17 @@ def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
     problem = re.sub(
         r"^(Key|Value)Error raised while resolving interpolation: ", "", _first_paragraph(error)
     ).strip('"')
+    hint = ""
     if problem.startswith("Environment variable"):
-        way_out = "; set it, or write ${oc.env:NAME,default}"
-    else:
-        way_out = "" if _ARITHMETIC.match(problem) else "; for a literal ${ write \\${"
-    return f"{key} cannot be resolved: {problem}{way_out}" + (f" ({place})" if place else "")
+        hint = "; set it, or write ${oc.env:NAME,default}"
+    elif not _ARITHMETIC.match(problem):
+        hint = "; for a literal ${ write \\${"
+    location = f" ({place})" if place else ""
+    return f"{key} cannot be resolved: {problem}{hint}{location}"
 
 
 def _first_paragraph(error: Exception) -> str:
-    """The message and that of its cause, without Hydra's search paths, links and key dumps."""
+    """Return the message and that of its cause, without Hydra's search paths, links and keys."""
     texts = [str(error), str(error.__cause__ or "")]
     paragraphs = [re.split(r"\n\s*\n|\n\s+full_key:", text.strip())[0] for text in texts]
     lines = [
@@ -210,7 +213,10 @@ def _chain(
 
 
 def _check_num_files(files: Sequence[Path]) -> None:
-    """Files that each name the next one twice would be read exponentially often."""
+    """Raise ConfigError for too many files.
+
+    Files that each name the next one twice would be read exponentially often.
+    """
     if len(files) > MAX_FILES:
         raise ConfigError(
             f"the defaults of {shown_path(files[0])} name more than {MAX_FILES} files"
@@ -218,7 +224,7 @@ def _check_num_files(files: Sequence[Path]) -> None:
 
 
 def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:
-    """The files one defaults list names."""
+    """Yield the files that one defaults list names."""
     if not isinstance(defaults, yaml.SequenceNode):
         place = f"{shown_path(path)}:{defaults.start_mark.line + 1}"
         forms = "`defaults: base.yaml` or `defaults: [name, _self_]`"
@@ -242,7 +248,7 @@ def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path
 
 
 def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
-    """(keywords, name, package) of one entry: `name`, `group: option` or `group: [options]`."""
+    """Yield (keywords, name, package) of an entry `name`, `group: option` or `group: [options]`."""
     if isinstance(entry, yaml.ScalarNode):
         pairs = [(entry.value, "")]
     elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
@@ -263,12 +269,13 @@ def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
 
 
 def missing_file_text(path: Path) -> str:
-    """Says that a config file is missing, with the nearest name in its folder."""
+    """Return the message about a missing config file, with the nearest name in its folder."""
     if path.is_dir():
         return f"{shown_path(path)} is a directory; name a YAML file in it"
     stems = [file.stem for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(path.stem, sorted(stems), n=1, cutoff=0.6)
     if nearest:
-        return f"{shown_path(path)} does not exist; did you mean {shown_path(path.with_name(nearest[0] + '.yaml'))}?"
+        suggestion = shown_path(path.with_name(f"{nearest[0]}.yaml"))
+        return f"{shown_path(path)} does not exist; did you mean {suggestion}?"
     folder = "" if path.parent.is_dir() else f", nor does the folder {shown_path(path.parent)}"
     return f"{shown_path(path)} does not exist{folder}"

@@ -1,6 +1,4 @@
-"""What is said to a user whose input is wrong: one message that names the key, the place, the value
-and the way out.
-"""
+"""Errors about wrong input of the user: one message with key, location, value and fix."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 from nemo_like.config.text import shortened
 
 MAX_LISTED_CHARACTERS = 1_800
-"""Of all problems in one message."""
+"""Max characters of all problems in one message."""
 
 
 class ConfigError(ValueError):
@@ -23,8 +21,9 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a key was written. Example: `Location("configs/demo_sft.yaml", 7)` or `Location("the
-    command line")`.
+    """The place where a key is set.
+
+    Examples: `Location("configs/demo_sft.yaml", 7)`, `Location("the command line")`.
     """
 
     source: str

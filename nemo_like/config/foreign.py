@@ -1,7 +1,6 @@
-"""Keys of other tools in a config: which have another name here, which have no counterpart, which
-can be deleted.
+"""Keys of other tools in a config: renamed, without a counterpart, or safe to delete.
 
-Nothing is accepted: a config with such keys is refused with the list of what to change.
+Such keys are never accepted: a config with them is refused with the list of changes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TOOLS: dict[str, dict[str, Entry]] = {
     "Cosmos-RL": COSMOS_RL,
 }
 TABLE: dict[str, Entry] = {path: entry for table in TOOLS.values() for path, entry in table.items()}
-"""Dotted key of another tool -> what to do with it."""
+"""Dotted key of another tool -> its entry."""
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
 
@@ -44,7 +43,7 @@ _OFF_SWITCHES = ("enabled", "enable")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What to do with one key or section of the config."""
+    """The change that one key or section of the config needs."""
 
     path: str
     group: Group
@@ -52,7 +51,7 @@ class Finding:
     """New keys of a renamed key."""
     old: str = ""
     new: str | None = None
-    """The new value; None where the value stays as it is."""
+    """The new value; None if the value does not change."""
     text: str = ""
     """A note, or the reason."""
     is_recognized: bool = True
@@ -60,7 +59,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Findings:
-    """Everything to change in one config."""
+    """All changes that one config needs."""
 
     found: list[Finding] = field(default_factory=list)
     tools: tuple[str, ...] = ()
@@ -68,17 +67,19 @@ class Findings:
 
     @property
     def are_foreign(self) -> bool:
-        """Whether they are to be grouped: one is known as a key of another tool, and there are
-        three or a section.
+        """True if the config is one of another tool.
+
+        At least one key is known as a key of another tool, and there are three unknown keys or a
+        known section. Otherwise the keys are reported as single mistakes.
         """
         unknown = [finding for finding in self.found if finding.path not in SAME_KEYS]
         recognized = [finding.path for finding in unknown if finding.is_recognized]
-        return bool(recognized) and (
-            len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized))
-        )
+        if not recognized:
+            return False
+        return len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized))
 
     def covers(self, path: str) -> bool:
-        """Whether a message about the key `path` is part of the findings already."""
+        """Return True if the findings contain the key `path` or a part of it."""
         return any(
             finding.path == path
             or path.startswith(f"{finding.path}.")
@@ -88,8 +89,9 @@ class Findings:
 
 
 def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
-    """The job of a config of verl, TRL or Cosmos-RL, told from keys that only one job has; None if
-    there are none.
+    """Return the job of a config of verl, TRL or Cosmos-RL, by keys that only one job has.
+
+    None if there are none.
     """
     grpo = {
         "actor_rollout_ref",
@@ -117,8 +119,8 @@ def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
 
 
 def unknown_text(kind: Kind, path: str) -> str:
-    """The message for one unknown key: its name here if another tool has it, else the nearest
-    spelling.
+    """Return the message for one unknown key: the counterpart of another tool's key, or a similar
+    key.
     """
     entry = None if path in _inner_sections() else _entry(path, kind)
     if isinstance(entry, Renamed):
@@ -151,7 +153,7 @@ def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
 
 
 def missing_keys(kind: Kind, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
-    """Keys that must be set and are not, once the renamed ones are."""
+    """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = {
         target for finding in found if finding.group == "renamed" for target in finding.targets
     }
@@ -212,17 +214,15 @@ def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iter
         or (isinstance(entry, Obsolete) and has_inner)
         or (isinstance(entry, Renamed) and isinstance(value, Mapping))
     ):
-        # A section that has a plain value, or a plain key that has a section: not the key of the
-        # table.
+        # A section with a plain value, or a plain key with a section, is another key than that of
+        # the table.
         yield Finding(path, "unknown", is_recognized=False)
     else:
         yield _judged(kind, tree, path, value, entry)
 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
-    """The findings in a section, or one for the section if all of it is to be deleted for one
-    reason.
-    """
+    """Return the findings in a section, or a single one if all keys are deleted for one reason."""
     reasons = list(dict.fromkeys(one.text for one in inner if one.group == "unsupported"))
     if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
         return inner
@@ -232,16 +232,13 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
 
 
 def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: Entry) -> Finding:
-    """What the entry of the table means for the value."""
+    """Return the finding of a key with an entry in the table, for its value."""
     if isinstance(entry, Obsolete):
         return Finding(path, "deletable")
     if isinstance(entry, Unsupported):
-        is_off = _all_in(value, entry.off)
-        return (
-            Finding(path, "deletable")
-            if is_off
-            else Finding(path, "unsupported", text=entry.reason)
-        )
+        if _all_in(value, entry.off):
+            return Finding(path, "deletable")
+        return Finding(path, "unsupported", text=entry.reason)
     if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in ("null", "false"):
         return Finding(path, "deletable")
     old = canonical(value)
@@ -264,7 +261,7 @@ def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: E
 
 
 def _entry(path: str, kind: Kind) -> Entry | None:
-    """The entry of the key, or that of the nearest section above which stands for all in it."""
+    """Return the entry of the key, or of the nearest section above it that covers all its keys."""
     entry = TABLE.get(path)
     parent = path.rpartition(".")[0]
     while entry is None and parent:
@@ -282,13 +279,13 @@ def _entry(path: str, kind: Kind) -> Entry | None:
 
 @cache
 def _inner_sections() -> frozenset[str]:
-    """Every section that has keys of the table below it."""
+    """Return every section that has keys of the table below it."""
     parts = [path.split(".") for path in TABLE]
     return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
 
 
 def _is_in_foreign_section(path: str) -> bool:
-    """Whether a key of the table is a section, or in a section, that the schema has not."""
+    """Return True if a key of the table is, or is in, a section that the schema does not have."""
     parent = path.rpartition(".")[0]
     return path in _inner_sections() or all(
         type_at(config, parent) is None for config in RUN_CONFIGS.values()
@@ -296,7 +293,10 @@ def _is_in_foreign_section(path: str) -> bool:
 
 
 def canonical(value: Any) -> str:
-    """A value as the tables spell it. Examples: True -> `true`, `0.0` -> `0`, `GRPO` -> `grpo`."""
+    """Return a value in the notation of the tables.
+
+    Examples: True -> `true`, `0.0` -> `0`, `GRPO` -> `grpo`.
+    """
     if value is None:
         return "null"
     text = str(value).strip().lower()
@@ -313,14 +313,14 @@ def _is_off(value: Any) -> bool:
 
 
 def _all_in(value: Any, off: tuple[str, ...]) -> bool:
-    """Whether the value, or every value in it, is one of `off` or null."""
+    """Return True if the value, or every value in it, is one of `off` or null."""
     if isinstance(value, Mapping):
         return all(_is_off(inner) or _all_in(inner, off) for inner in value.values())
     return _is_off(value) or canonical(value) in off
 
 
 def _moves(kind: Kind, reference: str) -> bool:
-    """Whether an interpolation stops working when the key has another place."""
+    """Return True if an interpolation does not work under the new name of its key."""
     return reference.startswith(".") or (
         ":" not in reference and type_at(RUN_CONFIGS[kind], reference) is None
     )

@@ -1,4 +1,4 @@
-"""What the tables of other tools' keys are made of: one entry per dotted key or section."""
+"""Types of the entries in the tables of other tools' keys; one entry per dotted key or section."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ class Renamed:
     """
 
     targets: tuple[str, ...]
-    """Keys of the schema, of which those that the job has count; several take a list's items in
-    turn.
+    """Keys of the schema; those that the job does not have are ignored. Several targets take the
+    items of a list.
     """
     values: Mapping[str, str | None] | None = None
     """Canonical old value -> new value, None where the default has the same effect; None if values
     stay as they are.
     """
     note: str = ""
-    """What else to do with the value, or why a value that is missing in `values` has no
-    counterpart.
+    """A further change of the value, or the reason why values not in `values` have no counterpart.
     """
     switch: str | None = None
     """A foreign key that must be on, or this one has no effect."""
@@ -73,7 +72,10 @@ def obsolete(*paths: str) -> dict[str, Entry]:
 
 
 NO_LORA = "there is no LoRA, all weights are trained"
-NO_ENGINE = "completions are sampled with the Hugging Face model, without vLLM, SGLang or Megatron generation"
+NO_ENGINE = (
+    "completions are sampled with the Hugging Face model, without vLLM, SGLang or Megatron"
+    " generation"
+)
 NO_CRITIC = "advantages come from groups of completions, not from a value model"
 NO_OFFLOAD = "nothing is offloaded to the CPU"
 REWARD = "rewards are Python functions, named in reward.functions.<name>.path"

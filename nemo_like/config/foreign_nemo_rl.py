@@ -32,6 +32,7 @@ _IS_CORRECTION = (
 )
 _GENERATION_WORKERS = "cluster.generation_workers is the number of workers that only generate"
 _LENGTH = "write the limit in policy.max_total_sequence_length"
+_MAX_LENGTH = "${policy.max_total_sequence_length}"
 
 _JOBS: dict[str, Entry] = {
     "grpo.seed": to("seed"),
@@ -300,10 +301,7 @@ SAME_KEYS: dict[str, tuple[type, Entry]] = {
         str,
         to(
             "policy.generation.max_new_tokens",
-            values={
-                "${policy.max_total_sequence_length}": "${div:${policy.max_total_sequence_length},2}",
-                "*": "*",
-            },
+            values={_MAX_LENGTH: f"${{div:{_MAX_LENGTH},2}}", "*": "*"},
             note="the prompt counts too",
         ),
     ),

@@ -12,7 +12,7 @@ from nemo_like.config.text import shortened
 from nemo_like.config.yaml_locations import Sources
 
 MAX_SHOWN_KEYS = 400
-"""Of one group; more than any known config has."""
+"""Max keys that are listed of one group; more than any known config has."""
 MAX_UNKNOWN_KEYS = 60
 _MAX_PATH_CHARACTERS = 120
 _MAX_LINE_CHARACTERS = 110
@@ -26,9 +26,7 @@ def foreign_text(
     others: Sequence[Problem],
     sources: Sources,
 ) -> str:
-    """The text of the error for the config `source`, with the problems that are no foreign keys at
-    its end.
-    """
+    """Return the text of the error for the config `source`; problems of other keys come last."""
     places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
     groups: dict[Group, list[Finding]] = {
         group: [one for one in findings.found if one.group == group] for group in _HEADINGS
@@ -57,7 +55,9 @@ _HEADINGS: dict[Group, str] = {
     "renamed": "renamed (old -> new):",
     "unsupported": "unsupported (no counterpart; delete them, or do what the reason says):",
     "unknown": "not known:",
-    "deletable": "safe to delete (null, off, or without a meaning here), with sections that become empty:",
+    "deletable": (
+        "safe to delete (null, off, or without a meaning here), with sections that become empty:"
+    ),
 }
 
 
@@ -85,7 +85,7 @@ def _group_lines(
 def _renamed_lines(
     found: Sequence[Finding], tree: Mapping[str, Any], places: Mapping[str, str]
 ) -> Iterator[str]:
-    """A line per target; keys that become the same key share it."""
+    """Yield one line per target; keys with the same target share it."""
     for targets in dict.fromkeys(one.targets for one in found):
         same = [one for one in found if one.targets == targets]
         olds = [
@@ -109,9 +109,7 @@ def _renamed_lines(
 def _unknown_lines(
     kind: Kind, found: Sequence[Finding], places: Mapping[str, str]
 ) -> Iterator[str]:
-    """Each key, with the spelling that was meant; the keys of a section that has others once at the
-    end.
-    """
+    """Yield each unknown key with a similar key, then the legal keys of their sections."""
     sections = []
     for one in found:
         meant = misspelled_key(kind, one.path)
@@ -126,7 +124,7 @@ def _unknown_lines(
 
 
 def _collision(tree: Mapping[str, Any], targets: Sequence[str]) -> Iterator[str]:
-    """What to do with a new key that the config has already."""
+    """Yield a note for each new key that the config already has."""
     for target in targets:
         value: Any = tree
         for name in target.split("."):
@@ -138,7 +136,7 @@ def _collision(tree: Mapping[str, Any], targets: Sequence[str]) -> Iterator[str]
 
 
 def _place(location: Location, source: str) -> str:
-    """Where a key is; the file is left out where it is the config itself."""
+    """Return the location of a key, without the file if it is the config itself."""
     is_here = location.source == source and location.line is not None
     return f"line {location.line}" if is_here else str(location)
 
@@ -148,7 +146,7 @@ def _shown(path: str) -> str:
 
 
 def _wrapped(names: Iterable[str]) -> Iterator[str]:
-    """The names in lines of at most about 110 characters, with commas between."""
+    """Yield the names, separated by commas, in lines of at most about 110 characters."""
     line = ""
     for name in names:
         if line and len(line) + len(name) > _MAX_LINE_CHARACTERS:

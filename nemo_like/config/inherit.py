@@ -1,10 +1,9 @@
-"""Configs that inherit by path: `defaults: base.yaml`, or a list of such paths, as NeMo RL writes
-them.
+"""Inheritance by path: `defaults: base.yaml` or a list of paths, as in configs of NeMo RL.
 
-A path is relative to the file that names it, or absolute. Files are merged in the order of the
-list, each over those before it, and the naming file last (or where `_self_` stands). Lists of
-Hydra's own form (names of files of the config's folder, groups, packages) are left to Hydra; a file
-that is inherited by path may have a plain list of names.
+A path is absolute or relative to the file that names it. Files are merged in the order of the list,
+each over those before it; the naming file comes last, or at the position of `_self_`. Lists in
+Hydra's form (names in the config's folder, groups, packages) are composed by Hydra; a file that is
+inherited by path may have a plain list of names.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def inherits_by_path(path: Path, root: yaml.MappingNode | None) -> bool:
-    """Whether the `defaults` of a file are a path, or a list with at least one."""
+    """Return True if the `defaults` of a file are a path, or a list with at least one path."""
     defaults = _defaults(root)
     if isinstance(defaults, yaml.ScalarNode):
         return True
@@ -40,11 +39,10 @@ def inherits_by_path(path: Path, root: yaml.MappingNode | None) -> bool:
 
 
 def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple[Path | None, int]]:
-    """(file, line) of every entry of a plain `defaults`, in the order of merging; None stands for
-    the file itself.
+    """Yield (file, line) of every entry of a plain `defaults`, in the order of merging.
 
-    Raises ConfigError for an entry that is no path: Hydra's groups and packages cannot be inherited
-    by path.
+    None stands for the file itself. Raises ConfigError for an entry that is no path: Hydra's groups
+    and packages cannot be inherited by path.
     """
     defaults = _defaults(root)
     if defaults is None:
@@ -75,7 +73,7 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
 
 
 def resolved(path: Path, name: str) -> Path:
-    """The file that `name` means in `path`; the suffix may be left out."""
+    """Return the file that an entry `name` of the file `path` refers to; the suffix is optional."""
     file = _with_suffix(name)
     if file is None:
         raise ConfigError(
@@ -85,8 +83,9 @@ def resolved(path: Path, name: str) -> Path:
 
 
 def merge_order(path: Path) -> list[Path]:
-    """The files to merge for `path`, first to last. `defaults_chain` has checked that they exist
-    and end.
+    """Return the files to merge for `path`, first to last.
+
+    `defaults_chain` must have checked before that they exist and have no cycle.
     """
     files = []
     for file, _ in inherited_files(path, read_yaml(path)):
@@ -95,9 +94,7 @@ def merge_order(path: Path) -> list[Path]:
 
 
 def merged(files: list[Path]) -> DictConfig:
-    """The content of the files, each over those before it, without their `defaults`; nothing is
-    resolved.
-    """
+    """Merge the files, each over those before it, without `defaults`; nothing is resolved."""
     config = OmegaConf.create({})
     for file in files:
         layer = OmegaConf.load(file)
@@ -109,7 +106,7 @@ def merged(files: list[Path]) -> DictConfig:
 
 
 def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
-    """The value of the key `defaults`; None if it is missing or empty."""
+    """Return the value of the key `defaults`; None if it is missing or empty."""
     for key, value in root.value if root is not None else ():
         if key.value == "defaults":
             return None if value.tag.endswith(":null") else value
@@ -117,21 +114,18 @@ def _defaults(root: yaml.MappingNode | None) -> yaml.Node | None:
 
 
 def _absolute(name: str) -> Path | None:
-    """The file of an absolute path; None for a relative one, and for Hydra's `/name`, which starts
-    at its folder.
+    """Return the file of an absolute path; None for a relative one.
+
+    None as well for Hydra's `/name`, which is relative to the config's folder.
     """
     file = _with_suffix(name)
-    return (
-        file
-        if file is not None and file.is_absolute() and (file.is_file() or name.endswith(_SUFFIXES))
-        else None
-    )
+    if file is None or not file.is_absolute():
+        return None
+    return file if file.is_file() or name.endswith(_SUFFIXES) else None
 
 
 def _with_suffix(name: str) -> Path | None:
-    """The path `name` with a suffix of YAML files; None if there is no such path, as for `/` or
-    `~nobody`.
-    """
+    """Return the path `name` with a YAML suffix; None if it is not possible (`/`, `~nobody`)."""
     try:
         file = Path(name).expanduser()
         if not is_possible_path(f"{file}.yaml"):

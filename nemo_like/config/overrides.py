@@ -60,7 +60,7 @@ class ParsedOverride:
 
 
 def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverride]:
-    """Parse `texts`. Raises ConfigError, with the correct form, for an override that does not parse."""
+    """Parse `texts`. Raises ConfigError, with the correct form, for one that does not parse."""
     parser = OverridesParser.create()
     parsed = []
     for text in texts:

@@ -46,7 +46,7 @@ def resolve_paths(config: ConfigT) -> ConfigT:
 
 
 def is_local(name: str) -> bool:
-    """Whether a model or tokenizer name is a path, which must never be looked up on a hub."""
+    """Return True if a model or tokenizer name is a path, which is never looked up on a hub."""
     return os.path.isabs(name) or os.path.isdir(name)
 
 

@@ -42,8 +42,9 @@ def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
 
 
 def is_possible_path(text: str) -> bool:
-    """Whether a file system may have such a path; for longer ones it raises an error instead of
-    finding nothing.
+    """Return True if the path is within the length limits of file systems.
+
+    For a longer path the system raises an error instead of reporting a missing file.
     """
     encoded = text.encode("utf-8", "replace")
     return len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))

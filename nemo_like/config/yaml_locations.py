@@ -164,7 +164,7 @@ def _check_section(
     *,
     is_root: bool = False,
 ) -> Iterator[Problem]:
-    """Yield the problems of the keys below `prefix`; `num_unknown` counts the file's unknown keys."""
+    """Yield the problems of the keys below `prefix`; `num_unknown` counts unknown keys."""
     for key_node, value in _items(node):
         location = Location(source, key_node.start_mark.line + 1)
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value

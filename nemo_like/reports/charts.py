@@ -1,6 +1,4 @@
-"""The pictures of a batch plan, each from plain arrays: row lengths, filled microbatches, ranks
-over time, memory.
-"""
+"""Charts of a batch plan from plain arrays: row lengths, microbatch fill, timeline, memory."""
 
 from __future__ import annotations
 
@@ -19,20 +17,21 @@ _CHARACTER = 6.3
 
 @dataclass(frozen=True, eq=False)
 class Microbatches:
-    """One optimizer step of one way to form batches."""
+    """One optimizer step of one strategy; R data-parallel ranks with M microbatches each."""
 
     title: str
     note: str
     """A number or two beside the title."""
     real: np.ndarray
-    """float64 [R, M]: tokens, or work of them."""
+    """Real tokens, or their work, float64 [R, M]."""
     padding: np.ndarray
-    """float64 [R, M]: the same of positions that hold none."""
+    """Padding tokens, or their work, float64 [R, M]."""
 
 
 def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -> Drawing:
-    """How many rows are how long, with mean, median, p99 and, where it is near, the token
-    budget.
+    """Draw a histogram of row lengths int64 [B], with mean, median, p99 and the token budget.
+
+    The budget is left out if it is far above the longest row.
     """
     longest = int(lengths.max())
     shows_budget = max_tokens <= 1.6 * longest
@@ -72,8 +71,9 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
 
 
 def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
-    """Each microbatch as a bar of real tokens and padding against the budget, fullest first; two
-    panels side by side.
+    """Draw each microbatch as a bar of real tokens and padding, fullest first, with the budget.
+
+    Two panels are side by side.
     """
     width, height, gap = (WIDTH - 32) / 2, 112, 56
     drawing = Drawing(
@@ -127,15 +127,14 @@ def _fill_panel(
 
 
 def timeline(
-    panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, most_ranks: int = 64
+    panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, max_ranks: int = 64
 ) -> Drawing:
-    """One step over time, a bar per rank: real work, work on padding, and blank where the rank
-    waits for another.
+    """Draw one step over time with one bar per rank: real work, work on padding, idle time.
 
-    All panels share the time axis, whose unit `ideal` is the real work spread evenly. The dashed
-    line is the mean rank's work, the end line the step's end.
+    All panels have the same time axis; its unit `ideal` is the real work spread evenly. The dashed
+    line is the work of the mean rank, the solid line the end of the step.
     """
-    num_ranks = min(panels[0].real.shape[0], most_ranks)
+    num_ranks = min(panels[0].real.shape[0], max_ranks)
     pitch = max(2.4, min(11.0, 96 / num_ranks))
     height, gap = num_ranks * pitch, 42.0
     drawing = Drawing(WIDTH, len(panels) * (height + gap) + 26, "Work of each rank over time")
@@ -154,7 +153,7 @@ def timeline(
 
 
 def _ends(panel: Microbatches, waits_at_microbatch: bool) -> np.ndarray:
-    """When each microbatch of each rank ends, float64 [R, M]."""
+    """Return the end time of each microbatch of each rank, float64 [R, M]."""
     work = panel.real + panel.padding
     if not waits_at_microbatch:
         return np.cumsum(work, axis=1)
@@ -201,14 +200,15 @@ def _rank_bars(
 def memory_stack(
     bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str
 ) -> Drawing:
-    """Memory of one device by part, a bar for each (label, parts), against limits (name, size); all
-    sizes in `unit`.
+    """Draw the memory of one device by part, one bar per (label, parts), with (name, limit) lines.
+
+    All sizes are in `unit`.
     """
     pitch = 58
-    most = max(sum(parts.values()) for _, parts in bars)
+    max_total = max(sum(parts.values()) for _, parts in bars)
     height = pitch * len(bars) + 54
     drawing = Drawing(WIDTH, height, "Memory of one device by part")
-    x = Scale(1.02 * max(most, *(limit for _, limit in limits), 0.0), 2, WIDTH - 2)
+    x = Scale(1.02 * max(max_total, *(limit for _, limit in limits), 0.0), 2, WIDTH - 2)
     for index, (label, parts) in enumerate(bars):
         top = 44 + index * pitch
         drawing.text(2, top - 7, f"{label}: {sum(parts.values()):.1f} {unit}", "name")
@@ -238,7 +238,7 @@ def memory_stack(
 
 
 def part_class(name: str) -> str:
-    """The colour of a part of the memory. Example: `gathered weights` -> `gathered`."""
+    """Return the color class of a memory part. Example: `gathered weights` -> `gathered`."""
     return name.split()[0]
 
 

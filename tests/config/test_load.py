@@ -418,9 +418,8 @@ def test_interpolations_in_a_circle(write: Write) -> None:
 def test_both_batching_modes_are_one_clear_error(write: Write) -> None:
     path = write(MINIMAL.replace("data:", "  dynamic_batching:\n    enabled: true\ndata:"))
     assert message(path, "policy.sequence_packing.enabled=true") == (
-        "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and a"
-        " batch is formed one way:"
-        " set one of them to false (packing is the faster one) (run.yaml:6)"
+        "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, but"
+        " exclude each other: set one of them to false (packing is the faster one) (run.yaml:6)"
     )
 
 
