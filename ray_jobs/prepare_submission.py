@@ -47,7 +47,10 @@ def api_problem(address: str) -> str | None:
                 f" of the head, in"
                 " ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             )
-        return f"{address} answers HTTP {error.code}, so it is no Ray job API; set RAY_API_SERVER_ADDRESS"
+        return (
+            f"{address} answers HTTP {error.code}, so it is no Ray job API; set"
+            " RAY_API_SERVER_ADDRESS"
+        )
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         return (
@@ -59,9 +62,7 @@ def api_problem(address: str) -> str | None:
 
 
 def _token() -> str:
-    """The token as Ray finds it: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or
-    ~/.ray/auth_token.
-    """
+    """Return Ray's token: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if token:
         return token.strip()

@@ -1,6 +1,4 @@
-"""One self-contained page: its style, its sections and its tables. No script, no resource from
-elsewhere.
-"""
+"""Parts of a self-contained HTML page: style, sections, tables; no scripts, no external resources."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--rule);
 
 
 def page(title: str, body: Iterable[str], footer: str) -> str:
-    """The whole document."""
+    """Return the complete document."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -79,7 +77,7 @@ def page(title: str, body: Iterable[str], footer: str) -> str:
 
 
 def section(title: str, caption: str, *content: object) -> str:
-    """A heading, a sentence that says what to look at, and what there is to see."""
+    """Return a section with a heading, a caption and its content."""
     return (
         f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
         + "".join(map(str, content))
@@ -88,7 +86,7 @@ def section(title: str, caption: str, *content: object) -> str:
 
 
 def figures(values: Iterable[tuple[str, str]]) -> str:
-    """A few (number, what it is) to take away."""
+    """Return the key figures, (number, description) each."""
     cells = "".join(
         f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for value, name in values
@@ -97,7 +95,7 @@ def figures(values: Iterable[tuple[str, str]]) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """(colour, meaning) of a picture; a colour `-budget` is a line, `--mean` a dashed one."""
+    """Return the legend of a chart from (color, meaning): `-budget` is a line, `--mean` a dashed one."""
     marks = []
     for color, meaning in entries:
         name = color.lstrip("-")
@@ -108,21 +106,18 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """(cells, whether it is the chosen one) of each row; cells are HTML, so their text must be
-    escaped already.
-    """
+    """Return a table with one (cells, is chosen) per row; cells are HTML with escaped text."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "".join(
-        f"<tr{' class=chosen' if is_chosen else ''}>"
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
-        for cells, is_chosen in rows
-    )
+    body = ""
+    for cells, is_chosen in rows:
+        kind = " class=chosen" if is_chosen else ""
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        body += f"<tr{kind}>{columns}</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def meter(share: float) -> str:
-    """A small bar behind a number, for a share from 0 to 1."""
+    """Return a small bar behind a number, for a share from 0 to 1."""
     return (
         f'<span class="meter"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
     )

@@ -1,6 +1,4 @@
-"""Drawing with numbers: scales, rectangles, lines and text as one inline SVG. It knows colours only
-by the names of page.py.
-"""
+"""Scales, rectangles, lines and text as one inline SVG; colors are class names of page.py."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from html import escape
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from 0 to `high` as positions from `start` to `stop`.
+    """Linear map of values from 0 to `high` to positions from `start` to `stop`.
 
     Example: `Scale(200, 40, 940)(100)` is 490.
     """
@@ -24,11 +22,12 @@ class Scale:
     def __call__(self, value: float) -> float:
         return self.start + (self.stop - self.start) * value / self.high
 
-    def ticks(self, most: int = 6) -> list[float]:
-        """Round values from 0 up to `high`, at most about `most`. Example: high 14089 gives 0,
-        2500, ... 12500.
+    def ticks(self, max_ticks: int = 6) -> list[float]:
+        """Return about `max_ticks` round values from 0 to `high`.
+
+        Example: high 14089 gives 0, 2500, ... 12500.
         """
-        rough = self.high / most
+        rough = self.high / max_ticks
         magnitude = 10.0 ** math.floor(math.log10(rough))
         step = magnitude * next(
             factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * (1 - 1e-9)
@@ -37,9 +36,7 @@ class Scale:
 
 
 class Drawing:
-    """An SVG of `width` x `height` units, as wide as its column on the page. `label` is what a
-    screen reader says.
-    """
+    """An SVG of `width` x `height` units that scales with the page; `label` is for screen readers."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
@@ -48,7 +45,7 @@ class Drawing:
     def rect(
         self, x: float, y: float, width: float, height: float, kind: str, title: str | None = None
     ) -> None:
-        """Nothing where it has no extent; `title` is shown under the pointer."""
+        """Add a rectangle, unless its area is 0; `title` is its tooltip."""
         if width <= 0 or height <= 0:
             return
         shape = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
@@ -57,7 +54,7 @@ class Drawing:
         )
 
     def rects(self, boxes: Iterable[tuple[float, float, float, float]], kind: str) -> None:
-        """Many (x, y, width, height) as one path, which is a fraction of the text."""
+        """Add many rectangles (x, y, width, height) as one path, which is much shorter text."""
         path = "".join(
             f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in boxes if w > 0 and h > 0
         )
@@ -84,21 +81,23 @@ class Drawing:
 def spread_labels(
     positions: list[float], widths: list[float], low: float, high: float
 ) -> list[float]:
-    """Centres for labels of these widths, in the order of `positions`, moved apart until none
-    overlaps another.
+    """Return centers of labels of these widths, moved apart until none overlaps another.
 
-    Example: centres 10 and 12 of width 20 each in 0 to 100 become 10 and 30.
+    Example: centers 10 and 12 of width 20 each in 0 to 100 become 10 and 30.
     """
-    centres, end = [], low
+    # Left to right every label is moved right of its predecessor; right to left those that are then
+    # outside are moved back.
+    centers: list[float] = []
+    end = low
     for position, width in zip(positions, widths, strict=True):
-        centre = max(position, end + width / 2)
-        centres.append(centre)
-        end = centre + width / 2
+        center = max(position, end + width / 2)
+        centers.append(center)
+        end = center + width / 2
     limit = high
-    for index in range(len(centres) - 1, -1, -1):
-        centres[index] = min(centres[index], limit - widths[index] / 2)
-        limit = centres[index] - widths[index] / 2
-    return centres
+    for index in range(len(centers) - 1, -1, -1):
+        centers[index] = min(centers[index], limit - widths[index] / 2)
+        limit = centers[index] - widths[index] / 2
+    return centers
 
 
 def _n(value: float) -> str:
