@@ -80,7 +80,8 @@ class Phase:
         if self.total is None or done_here == 0:
             return None
         elapsed_s = time.monotonic() - self._started_at
-        return elapsed_s / done_here * max(self.total - self.done, 0)
+        num_left = max(self.total - self.done, 0)
+        return elapsed_s / done_here * num_left
 
     def status(self) -> str:
         """Return the state in words; only the time for a phase without items.
@@ -88,8 +89,10 @@ class Phase:
         Example: `128/512 rows, 0:07, 0:21 left`.
         """
         elapsed = _duration(time.monotonic() - self._started_at)
+        if self.total is None and self.done == 0:
+            return elapsed
         if self.total is None:
-            return f"{self.done} {self.unit}, {elapsed}" if self.done else elapsed
+            return f"{self.done} {self.unit}, {elapsed}"
         text = f"{self.done}/{self.total} {self.unit}, {elapsed}"
         eta_s = self.eta_s()
         if eta_s is not None:
@@ -218,7 +221,8 @@ def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = N
 
 def sample_text(sample: Sample, heading: str) -> str:
     """Return a sample as plain text, its trained text between ⟦ and ⟧."""
-    body = "".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments)
+    parts = [f"⟦{text}⟧" if is_trained else text for text, is_trained in sample.segments]
+    body = "".join(parts)
     details = _details(sample)
     if details:
         heading = f"{heading} | {details}"

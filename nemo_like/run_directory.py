@@ -231,7 +231,7 @@ def _refuse_other_directory(directory: RunDirectory) -> None:
     ):
         raise ConfigError(
             f"run_name: {directory.path} exists and is not the directory of a run; choose another"
-            f" run_name"
+            " run_name"
         )
 
 

@@ -128,7 +128,9 @@ def _boxes(text: str) -> list[_Mark]:
         word = token.group()
         if word == "}":
             # A closing brace without an opening one is ignored.
-            start, content_start, is_box = opened.pop() if opened else (0, 0, False)
+            if not opened:
+                continue
+            start, content_start, is_box = opened.pop()
             if is_box:
                 boxes.append(_Mark(start, token.end(), content_start, token.start()))
         elif word.endswith("{") and word != "\\{":

@@ -177,4 +177,5 @@ def _unit(text: str) -> str | None:
         if is_attached or is_short:
             return None
     # Short names such as "gas" are left as they are; from 4 letters on an s is a plural.
-    return " ".join(name if len(name) < 4 else name.removesuffix("s") for name in names)
+    singular = [name if len(name) < 4 else name.removesuffix("s") for name in names]
+    return " ".join(singular)

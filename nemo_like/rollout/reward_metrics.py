@@ -25,8 +25,9 @@ def reward_metrics(
     _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     num_groups = len(sizes)
     means = np.bincount(group_of_row, weights=rewards) / sizes
-    deviations = np.bincount(group_of_row, weights=np.abs(rewards - means[group_of_row]))
-    has_spread = deviations > _TOLERANCE * sizes
+    deviations = np.abs(rewards - means[group_of_row])
+    group_deviations = np.bincount(group_of_row, weights=deviations)
+    has_spread = group_deviations > _TOLERANCE * sizes
     equal_rewards = means[~has_spread]
     best = rewards.max(initial=-np.inf)
     worst = rewards.min(initial=np.inf)

@@ -116,7 +116,9 @@ def _write_records(path: Path, records: Sequence[Mapping[str, Any]], step: int) 
     with reporting_write_errors(path):
         path.parent.mkdir(exist_ok=True)
     # NaN is not JSON: `_json_number` has replaced it by null.
-    lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
+    lines = []
+    for record in records:
+        lines.append(json.dumps(record, allow_nan=False) + "\n")
     write_text(path, "".join(lines), f"the skipped rows of step {step}")
 
 

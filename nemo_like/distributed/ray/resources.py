@@ -45,7 +45,9 @@ class Resources:
         return max(0, min(counts, default=0))
 
     def __str__(self) -> str:
-        return f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
+        if not self.gpus:
+            return f"{self.cpus:g} CPU"
+        return f"{self.cpus:g} CPU + {self.gpus:g} GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,12 @@ class ResourceRequest:
         for key, value in counts.items():
             if value <= 0:
                 raise ValueError(f"cluster.{key} is {value}; it must be above 0")
+        gpus_per_worker = 1.0 if config.gpus_per_node else 0.0
         return cls(
             num_nodes=config.num_nodes,
             workers_per_node=workers_per_node,
             num_unpinned=config.generation_workers if generates else 0,
-            bundle=Resources(config.cpus_per_worker, 1.0 if config.gpus_per_node else 0.0),
+            bundle=Resources(config.cpus_per_worker, gpus_per_worker),
         )
 
     @property
@@ -117,7 +120,8 @@ class ResourceRequest:
         candidates.sort(key=lambda index: left[index])
         for index in candidates[: self.num_nodes]:
             left[index] = left[index].minus(self.per_node)
-        return sum(rest.num_fitting(self.bundle) for rest in left) >= self.num_unpinned
+        num_fitting = sum(rest.num_fitting(self.bundle) for rest in left)
+        return num_fitting >= self.num_unpinned
 
     def describe(self, nodes: Sequence[Node]) -> str:
         """Return needed and available resources, with the keys the numbers come from."""
@@ -141,7 +145,8 @@ class ResourceRequest:
         if self.fits(nodes):
             return "Other runs use the missing resources: stop them, wait, or request less."
         # Workers per node, largest node first.
-        sizes = sorted((node.total.num_fitting(self.bundle) for node in nodes), reverse=True)
+        sizes = [node.total.num_fitting(self.bundle) for node in nodes]
+        sizes.sort(reverse=True)
         # More nodes of this kind would not help.
         if max(sizes, default=0) == 0:
             to_cpu = ", or set cluster.gpus_per_node to 0 to run on CPU" if self.bundle.gpus else ""

@@ -97,11 +97,13 @@ class RayVirtualCluster:
         except BaseException:
             self.shutdown()
             raise
-        bundles = tuple(self._bundle(index, node_id) for index, node_id in enumerate(node_ids))
+        bundles = []
+        for index, node_id in enumerate(node_ids):
+            bundles.append(self._bundle(index, node_id))
         num_workers = self._request.num_workers
-        self.policy_bundles = bundles[:num_workers]
+        self.policy_bundles = tuple(bundles[:num_workers])
         """Node by node, so consecutive ranks share a node."""
-        self.generation_bundles = bundles[num_workers:] or self.policy_bundles
+        self.generation_bundles = tuple(bundles[num_workers:]) or self.policy_bundles
         """The policy's bundles if policy and generation are colocated."""
 
     @property
