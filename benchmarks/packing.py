@@ -7,9 +7,9 @@ is proven of the best.
     python benchmarks/packing.py --no-numba                                     # as where numba is not installed
 
 Times are CPU time of this one thread, which a busy machine disturbs least; compare them within one
-run. `lock` is the sum over microbatches of the dearest rank over the least it can be
-(`bounds.lockstep_bound`), `rank` the dearest rank's total over the larger of the mean rank and the
-dearest row, `rank_best` the same over the least it can be (`bounds.rank_bound`), `over` the
+run. `lock` is the sum over microbatches of the max-loaded rank over its lower bound
+(`bounds.lockstep_bound`), `rank` the makespan over the larger of the mean rank and the
+largest row, `rank_best` the same over its lower bound (`bounds.rank_bound`), `over` the
 microbatches above the cap, `M` microbatches per rank over the proven minimum. A plan that breaks
 the cap can be below 1. Work is 24576 L + L^2, what peers assume for a 7B model.
 """
@@ -155,7 +155,7 @@ def scheduling(
     trace: np.ndarray | None,
     arguments: argparse.Namespace,
 ) -> None:
-    """How level schedules are, over all distributions, both capacities and the seeds."""
+    """Print the balance of schedules over all distributions, both capacities and the seeds."""
     report.title(
         f"Schedules: geometric mean (and worst) over {len(KINDS)} distributions x 2 capacities x"
         f" {len(seeds)} seeds"
@@ -218,15 +218,16 @@ def measure(bins: RankBins, lengths: np.ndarray, capacity: int) -> dict[str, flo
     bin_work = np.bincount(slots, work[flat], minlength=num_slots).reshape(
         num_ranks, num_microbatches
     )
-    bin_work = -np.sort(-bin_work, axis=1)  # every rank runs its dearest first: no order waits less
+    # Every rank runs its largest bin first, which minimizes the lockstep work.
+    bin_work = -np.sort(-bin_work, axis=1)
     floor = max(work.sum() / num_ranks, work.max())
     shape = (lengths, work, capacity, num_ranks, num_microbatches)
     may_be_empty = len(set(slots)) < num_slots
-    dearest = bin_work.sum(axis=1).max()
+    makespan = bin_work.sum(axis=1).max()
     return {
         "lock": bin_work.max(axis=0).sum() / max(floor, lockstep_bound(*shape)),
-        "rank": dearest / floor,
-        "rank_best": dearest / max(floor, rank_bound(*shape, may_be_empty=may_be_empty)),
+        "rank": makespan / floor,
+        "rank_best": makespan / max(floor, rank_bound(*shape, may_be_empty=may_be_empty)),
         "M": num_microbatches / -(-l2_bound(lengths, capacity) // num_ranks),
         "over": np.count_nonzero(tokens > capacity) / num_slots,
     }

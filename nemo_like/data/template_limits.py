@@ -63,7 +63,8 @@ for variables in probes:
     except (MemoryError, RecursionError, OverflowError):
         print("memory")
     except Exception:
-        pass  # reported where the template is used, with the messages that it refuses
+        # Reported where the template is used, with the messages that it refuses.
+        pass
 print("done")
 """
 

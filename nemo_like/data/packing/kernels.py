@@ -170,8 +170,10 @@ def best_fit_runs(
     """
     bins: list[int] = []
     counts: list[int] = []
-    free_values: list[int] = []  # the numbers of free tokens that occur, ascending
-    stacks: dict[int, list[int]] = {}  # free tokens -> bins
+    # The numbers of free tokens that occur, ascending.
+    free_values: list[int] = []
+    # Number of free tokens -> bins.
+    stacks: dict[int, list[int]] = {}
     free_items: list[int] = []
     shortest = lengths[-1] if lengths else 0
     has_item_limit = max_items < len(lengths)

@@ -193,9 +193,10 @@ def split_fullest(
     loads = packing.loads(lengths)
     sizes = np.diff(packing.offsets)
     fullest = np.argsort(-loads, kind="stable")
+    sorted_loads = loads[fullest]
     k = np.arange(1, packing.num_bins + 1)
-    mean_load = np.cumsum(loads[fullest]) / (k + num_extra)
-    next_load = np.append(loads[fullest][1:], 0)
+    mean_load = np.cumsum(sorted_loads) / (k + num_extra)
+    next_load = np.append(sorted_loads[1:], 0)
     # The k bins must also have at least as many rows as there are new bins.
     has_enough_rows = np.cumsum(sizes[fullest]) >= k + num_extra
     is_enough = has_enough_rows & (mean_load >= next_load)

@@ -167,9 +167,10 @@ def schedule(
     max-loaded rank, with `sync="step"` the total of the max-loaded rank.
 
     `lengths` int [n] are tokens. `work` is the time of each row, float [n], or the cost model that
-    gives it. Rows with equal id in `groups` int [n] share a bin, in their given order. `effort`
-    scales the limit on local search; 0 means none. `use_numba`: None compiles if numba is installed
-    and there are enough rows, False interprets with a lower limit, True requires numba.
+    gives it. Each rank has at least `min_microbatches`, a multiple of `microbatch_multiple`. Rows
+    with equal id in `groups` int [n] share a bin, in their given order. `effort` scales the limit
+    on local search; 0 means none. `use_numba`: None compiles if numba is installed and there are
+    enough rows, False interprets with a lower limit, True requires numba.
 
     Raises ValueError for a row or group above `max_tokens`, for counts below 1 and for arrays of
     other shapes.
@@ -186,16 +187,16 @@ def schedule(
     lengths = _checked_lengths(lengths)
     work = _checked_work(work, lengths)
     if len(lengths) == 0:
-        perm = np.empty(0, np.int64)
-        offsets = np.zeros(1, np.int64)
-        return Schedule(perm, offsets, num_ranks, 0, 0, max_tokens, lengths, work)
+        no_rows = np.empty(0, np.int64)
+        no_bins = np.zeros(1, np.int64)
+        return Schedule(no_rows, no_bins, num_ranks, 0, 0, max_tokens, lengths, work)
     item_of, items = _sorted_items(groups, lengths, work)
     _check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
 
     bound = max(min_microbatches, -(-l2_bound(items.tokens, max_tokens) // num_ranks))
     bound = -(-bound // microbatch_multiple) * microbatch_multiple
-    # The limit is in steps, not in seconds, so that the result is deterministic.
     kernels = _kernels(use_numba, len(items))
+    # The limit is in steps, not in seconds, so that the result is deterministic.
     max_steps = _STEPS_PER_ROW * len(items)
     if kernels is None:
         max_steps = min(max_steps, _MAX_INTERPRETED_STEPS)
@@ -204,9 +205,8 @@ def schedule(
     # The lower bound is usually attained. With one row per bin the construction always succeeds, so
     # the loop ends.
     while True:
-        search = AssignmentSearch(
-            items, max_tokens, num_ranks, num_microbatches * num_ranks, kernels
-        )
+        num_bins = num_microbatches * num_ranks
+        search = AssignmentSearch(items, max_tokens, num_ranks, num_bins, kernels)
         found = minimize(search, int(effort * max_steps))
         if found is not None:
             break

@@ -34,21 +34,36 @@ class SearchState(NamedTuple):
     determines the time of its step, and the search minimizes the sum over steps of that maximum.
     """
 
-    tokens: Any  # [n] tokens of each row, rows by decreasing work
-    work: Any  # [n] work of each row
-    bin_of: Any  # [n] bin of each row
-    bin_tokens: Any  # [K]
-    bin_num_rows: Any  # [K]
-    slot_of: Any  # [K] slot of each bin
-    slot_work: Any  # [S]
-    emptiest_bin: Any  # [S] the bin with the fewest tokens in each slot
-    bins_by_slot: Any  # [K] bins sorted by slot
-    slot_starts: Any  # [S + 1] offsets of the slots in `bins_by_slot`
-    first_row: Any  # [S] head of the linked list of rows of each slot, -1 if it is empty
-    next_row: Any  # [n] next row of the same slot, -1 at the end
-    prev_row: Any  # [n] previous row of the same slot, -1 at the head
-    step_of: Any  # [S] step of each slot
-    step_max_work: Any  # [S / step_size] maximum slot work of each step
+    # [n] tokens of each row, rows by decreasing work
+    tokens: Any
+    # [n] work of each row
+    work: Any
+    # [n] bin of each row
+    bin_of: Any
+    # [K]
+    bin_tokens: Any
+    # [K]
+    bin_num_rows: Any
+    # [K] slot of each bin
+    slot_of: Any
+    # [S]
+    slot_work: Any
+    # [S] the bin with the fewest tokens in each slot
+    emptiest_bin: Any
+    # [K] bins sorted by slot
+    bins_by_slot: Any
+    # [S + 1] offsets of the slots in `bins_by_slot`
+    slot_starts: Any
+    # [S] head of the linked list of rows of each slot, -1 if it is empty
+    first_row: Any
+    # [n] next row of the same slot, -1 at the end
+    next_row: Any
+    # [n] previous row of the same slot, -1 at the head
+    prev_row: Any
+    # [S] step of each slot
+    step_of: Any
+    # [S / step_size] maximum slot work of each step
+    step_max_work: Any
 
 
 @cache

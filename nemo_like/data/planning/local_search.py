@@ -23,8 +23,10 @@ _MIN_RELATIVE_IMPROVEMENT = 1e-6
 class Items:
     """Units of assignment, each a row or a group of rows, sorted by decreasing work."""
 
-    tokens: np.ndarray  # int64 [n]
-    work: np.ndarray  # float64 [n]
+    tokens: np.ndarray
+    """int64 [n]"""
+    work: np.ndarray
+    """float64 [n]"""
 
     def __len__(self) -> int:
         return len(self.tokens)

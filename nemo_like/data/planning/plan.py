@@ -165,8 +165,8 @@ class BatchPlan:
         lengths[self.rows] = self.lengths
         padded = np.zeros(self.num_rows, dtype=np.int64)
         padded[self.rows] = round_up_all(self.lengths, spec.row_multiple)
-        # Under the other policies rows above the new limit run alone; the training limit was already
-        # applied to them.
+        # Under the other policies rows above the new limit run alone; the training limit was
+        # already applied to them.
         is_limited = spec.capacity is not None and spec.oversize == "error"
         if is_limited and padded.max(initial=0) > spec.capacity:
             row = int(padded.argmax())
