@@ -135,8 +135,9 @@ def _field_descriptions(section: type) -> dict[str, str]:
         (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(class_node, ast.ClassDef)
         for node, following in zip(class_node.body, class_node.body[1:], strict=False):
-            is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-            if not is_field or not isinstance(following, ast.Expr):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            if not isinstance(following, ast.Expr):
                 continue
             if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
                 descriptions[node.target.id] = _one_line(following.value.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -106,10 +105,13 @@ class Completions:
                 f"completions of {len(parts)} workers carry weight versions {versions}; they must"
                 f" be of one version"
             )
+        finish_reasons: list[FinishReason] = []
+        for part in parts:
+            finish_reasons.extend(part.finish_reasons)
         return Completions(
             Jagged.concat([part.token_ids for part in parts]),
             Jagged.concat([part.logprobs for part in parts]),
-            list(itertools.chain.from_iterable(part.finish_reasons for part in parts)),
+            finish_reasons,
             versions[0],
         )
 

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the sizes and properties of a decoder, and the only reader of a model's `config.json`.
+"""`ModelSpec`: sizes and properties of a decoder; the only reader of a model's `config.json`.
 
 Cost, memory, parallel layout checks, the Megatron model and its parameter map, the isolation check
 and the prediction of `nemo-like plan` use a spec. A new spelling of a key, or a model family with

@@ -18,7 +18,7 @@ from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
 from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
-from nemo_like.data.planning.spec import Layout, Sync
+from nemo_like.data.planning.spec import Balance, Layout, Sync
 
 LENGTHS = np.clip(
     np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048
@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     algorithm = draw(st.sampled_from(PackingAlgorithm))
     # The balanced algorithm of the packed layout needs a measure of work.
     needs_balance = layout == "packed" and algorithm == PackingAlgorithm.BALANCED
-    balances = ["flops", "tokens"] if needs_balance else ["flops", "tokens", "none"]
+    balances: list[Balance] = ["flops", "tokens"] if needs_balance else ["flops", "tokens", "none"]
     spec = PlanSpec(
         layout=layout,
         max_tokens=None if by_rows and draw(st.booleans()) else draw(st.integers(48, 160)),
