@@ -189,7 +189,7 @@ class Bench:
                 kill.phase, kill.after_s = phase, round(after_s, 2)
 
     def _await_exit(self, attempt: Attempt, kill: Kill) -> None:
-        """Wait for the driver to end by itself, and look at what it says and leaves."""
+        """Wait for the driver to end by itself, and check its message and what it leaves."""
         bound = self.options.exit_bound if kill.phase else self.options.complete_bound
         began = time.monotonic()
         try:

@@ -47,7 +47,7 @@ from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 
 CAPACITIES = (8192, 32768)
 NAIVE_STEPS_PER_S = 2e7
-"""Bins a naive loop looks at per second, roughly: what decides whether it is run."""
+"""Approximate number of bins that a naive loop examines per second; decides whether it is run."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ def test_every_strategy_holds_every_row_once_and_is_told_as_it_is(
 
 @settings(max_examples=40, deadline=None)
 @given(settings_of_a_plan())
-def test_a_step_takes_as_long_as_its_dearest_ranks(case: tuple[np.ndarray, PlanSpec]):
+def test_a_step_takes_as_long_as_its_slowest_ranks(case: tuple[np.ndarray, PlanSpec]):
     lengths, spec = case
     comparison = compare(lengths, spec, pp_size=3)
     for outcome in comparison.outcomes:

@@ -112,15 +112,15 @@ def test_no_plan_takes_less_lockstep_work_than_the_bound(lengths, shape, seed, i
 
 @given(**SMALL_CASES, may_be_empty=st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_no_plan_has_a_cheaper_dearest_rank_than_the_bound(
+def test_no_plan_has_a_max_loaded_rank_below_the_bound(
     lengths, shape, seed, is_convex, may_be_empty
 ):
     array = np.array(lengths)
     work = work_of(array, seed, is_convex)
     bin_work, num_rows = all_plans(array, work, 12, shape[0] * shape[1])
     is_allowed = np.ones(len(bin_work), dtype=bool) if may_be_empty else (num_rows > 0).all(axis=1)
-    dearest = bin_work[is_allowed].reshape(-1, *shape).sum(axis=2).max(axis=1)
-    assert rank_bound(array, work, 12, *shape, may_be_empty=may_be_empty) <= dearest.min(
+    max_work = bin_work[is_allowed].reshape(-1, *shape).sum(axis=2).max(axis=1)
+    assert rank_bound(array, work, 12, *shape, may_be_empty=may_be_empty) <= max_work.min(
         initial=np.inf
     ) * (1 + 1e-9)
 

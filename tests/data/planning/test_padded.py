@@ -71,7 +71,7 @@ def test_multiples_and_row_limits_hold(
         assert 1 <= len(rows) <= max_rows and (size <= 64 or len(rows) == 1)
 
 
-def test_the_dearest_is_as_cheap_as_it_can_be() -> None:
+def test_the_max_work_of_a_microbatch_is_minimal() -> None:
     """Evened under the same number of microbatches, the largest is near the mean and no worse than
     plain filling.
     """
