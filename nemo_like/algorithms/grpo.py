@@ -127,10 +127,10 @@ def _update(
             batch=batch,
             # Rows are prompt-major: the completions of a prompt are consecutive.
             locations=np.repeat(loader.batch_locations(), group_size).tolist(),
-            columns={"advantages": advantages, **logprobs},
+            columns={"advantages": advantages},
         )
         with run.timers("train"):
-            metrics = train(run, sharded, trained, loss)
+            metrics = train(run, sharded, trained, loss, logprobs)
         # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)

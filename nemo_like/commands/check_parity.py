@@ -262,7 +262,7 @@ def _train_rank(
             leak = ""
         except IsolationError as error:
             leak = str(error)
-        outputs = worker.compute_logprobs(shard)
+        outputs = worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
         losses = [_loss(worker, shard, train=True)]
         worker.save(folder / "first")
         losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]

@@ -6,7 +6,7 @@ Everything here is small and on the CPU; nothing imports a model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,7 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.isolation import IsolationReport
+from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.worker_protocol import PolicyInfo, PolicyWorkerProtocol
 from nemo_like.shared_directory import check_shared
@@ -41,6 +42,22 @@ class ShardedBatch:
     """One per dp rank."""
     names: frozenset[str]
     """Columns of the shards."""
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probs of a sharded batch, which stay on the ranks that computed them.
+
+    Valid until the next `Policy.compute_logprobs`: the workers keep those of one pass.
+    """
+
+    sharded: ShardedBatch
+    handle: LogprobHandle
+
+    @property
+    def names(self) -> tuple[LogprobName, ...]:
+        """Columns that they add to the batch."""
+        return self.handle.names
 
 
 class Policy:
@@ -90,25 +107,48 @@ class Policy:
         handles = tuple(self.group.put(shard) for shard in shards)
         return ShardedBatch(plan, handles, frozenset(batch))
 
-    def compute_logprobs(self, sharded: ShardedBatch) -> dict[str, Jagged]:
-        """Return `prev_logprobs`, and `reference_logprobs` with a reference, in batch order.
+    def compute_logprobs(
+        self, sharded: ShardedBatch, names: Sequence[LogprobName] | None = None
+    ) -> Logprobs:
+        """Compute log-probs, which stay on the workers; see `PolicyWorkerProtocol`.
 
-        Float32 per token, at the sampling temperature; 0 for tokens that are not trained.
+        `names` None means `prev_logprobs`, and with a reference also `reference_logprobs`. Those of
+        the previous call are released, so one call must name all that `train` needs.
         """
-        parts = call_sharded(self.group, PolicyWorkerProtocol.compute_logprobs, sharded.shards)
-        outputs = {}
-        for name in parts[0]:
+        handles = call_sharded(
+            self.group, PolicyWorkerProtocol.compute_logprobs, sharded.shards, names=names
+        )
+        assert len(set(handles)) == 1, "every rank takes part in every pass"
+        return Logprobs(sharded, handles[0])
+
+    def fetch_logprobs(self, logprobs: Logprobs) -> dict[str, Jagged]:
+        """Fetch log-probs from the workers: float32 per token, in batch order."""
+        sharded = logprobs.sharded
+        parts = call_sharded(
+            self.group,
+            PolicyWorkerProtocol.fetch_logprobs,
+            sharded.shards,
+            logprobs=logprobs.handle,
+        )
+        columns: dict[str, Jagged] = {}
+        for name in logprobs.names:
             column = unshard([part[name] for part in parts], sharded.plan)
             assert isinstance(column, Jagged)
-            outputs[name] = column
-        return outputs
+            columns[name] = column
+        return columns
 
     def train(
-        self, sharded: ShardedBatch, columns: Mapping[str, np.ndarray | Jagged] | None, loss: Loss
+        self,
+        sharded: ShardedBatch,
+        columns: Mapping[str, np.ndarray | Jagged] | None,
+        loss: Loss,
+        logprobs: Logprobs | None = None,
     ) -> list[Metrics]:
         """Take one optimizer step per global batch of the plan; returns the metrics of each.
 
         `columns` are in batch order; those that the sharded batch already has are not sent again.
+        `logprobs` of `compute_logprobs` join them on the workers. Raises ValueError for those of
+        another batch, or if the batch or `columns` have a column of their name.
         """
         new_columns = {
             name: column for name, column in (columns or {}).items() if name not in sharded.names
@@ -119,7 +159,12 @@ class Policy:
             parts.append({name: take_rows(column, rows) for name, column in new_columns.items()})
         # The metrics are equal on all dp ranks.
         return call_sharded(
-            self.group, PolicyWorkerProtocol.train, sharded.shards, parts, loss=loss
+            self.group,
+            PolicyWorkerProtocol.train,
+            sharded.shards,
+            parts,
+            loss=loss,
+            logprobs=_checked_handle(logprobs, sharded, new_columns),
         )[0]
 
     def skipped_steps(self, sharded: ShardedBatch) -> list[SkippedStep]:
@@ -136,9 +181,20 @@ class Policy:
             skipped.append(dataclasses.replace(ranks[0], row_losses=row_losses))
         return skipped
 
-    def evaluate(self, sharded: ShardedBatch, loss: Loss) -> Metrics:
-        """Return the loss's metrics over the sharded rows, without training on them."""
-        metrics = call_sharded(self.group, PolicyWorkerProtocol.evaluate, sharded.shards, loss=loss)
+    def evaluate(
+        self, sharded: ShardedBatch, loss: Loss, logprobs: Logprobs | None = None
+    ) -> Metrics:
+        """Return the loss's metrics over the sharded rows, without training on them.
+
+        `logprobs` is as in `train`.
+        """
+        metrics = call_sharded(
+            self.group,
+            PolicyWorkerProtocol.evaluate,
+            sharded.shards,
+            loss=loss,
+            logprobs=_checked_handle(logprobs, sharded, ()),
+        )
         return metrics[0]
 
     def onloaded(self) -> AbstractContextManager[None]:
@@ -190,3 +246,24 @@ class Policy:
         if (max_tokens, max_rows) == (plan.spec.max_tokens, plan.spec.max_rows):
             return None
         return plan.with_budget(max_tokens, max_rows=max_rows)
+
+
+def _checked_handle(
+    logprobs: Logprobs | None, sharded: ShardedBatch, new_columns: Iterable[str]
+) -> LogprobHandle | None:
+    """Return the workers' handle of `logprobs`. Raises ValueError if they do not fit the batch."""
+    if logprobs is None:
+        return None
+    if logprobs.sharded is not sharded:
+        raise ValueError(
+            "these log-probs were computed for another sharded batch; call compute_logprobs with"
+            " the batch that is trained on"
+        )
+    # One of two columns of the same name would be used silently.
+    duplicates = sorted(set(logprobs.names) & (sharded.names | set(new_columns)))
+    if duplicates:
+        raise ValueError(
+            f"the batch already has {', '.join(duplicates)}, which the log-probs add; remove the"
+            " column from the batch, or compute log-probs without that name"
+        )
+    return logprobs.handle

@@ -27,6 +27,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
+from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
 from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
@@ -48,6 +49,7 @@ class PolicyWorker:
         self._policy = policy
         self._reference = reference
         self._engines = [policy] if reference is None else [policy, reference]
+        self._logprobs = LogprobStore()
         self._buckets: list[list[str]] = []
         self._skipped: list[SkippedStep] = []
 
@@ -63,28 +65,52 @@ class PolicyWorker:
             peak_flops_source=source,
         )
 
-    def compute_logprobs(self, shard: SlicedDataDict) -> dict[str, Jagged]:
+    def compute_logprobs(
+        self, shard: SlicedDataDict, names: Sequence[LogprobName] | None = None
+    ) -> LogprobHandle:
         """See `PolicyWorkerProtocol.compute_logprobs`."""
+        sources: dict[LogprobName, tuple[Engine, SamplingFilter | None]] = {
+            "prev_logprobs": (self._policy, self._sampling_filter)
+        }
+        if self._reference is not None:
+            sources["reference_logprobs"] = (self._reference, None)
+        names = tuple(sources if names is None else names)
+        missing = [name for name in names if name not in sources]
+        if missing:
+            raise ValueError(
+                f"this worker cannot compute {', '.join(missing)}, but {', '.join(sources)};"
+                " reference_logprobs need a worker that was started with needs_reference=True"
+            )
+        self._logprobs.start_pass()
         plan = _logprob_plan(shard)
         rows = self._rows(shard, plan.spec)
-        engines = {"prev_logprobs": (self._policy, self._sampling_filter)}
-        if self._reference is not None:
-            engines["reference_logprobs"] = (self._reference, None)
-        outputs = {}
-        for name, (engine, token_filter) in engines.items():
+        columns: dict[str, Jagged] = {}
+        for name in names:
+            engine, token_filter = sources[name]
             inputs = map(rows.inputs, plan.microbatches)
             parts = compute_row_logprobs(
                 engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter
             )
-            # Earlier pipeline stages have no parts, and the driver does not fetch their results.
+            # Pipeline stages but the last have no parts.
             if parts:
-                outputs[name] = rows.in_shard_order(plan.microbatches, parts)
-        return outputs
+                columns[name] = rows.in_shard_order(plan.microbatches, parts)
+        return self._logprobs.keep(columns, names)
 
-    def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
+    def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
+        """See `PolicyWorkerProtocol.fetch_logprobs`."""
+        return self._logprobs.columns(logprobs, shard["input_ids"])
+
+    def train(
+        self,
+        shard: SlicedDataDict,
+        columns: Columns | None,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
+    ) -> list[Metrics]:
         """See `PolicyWorkerProtocol.train`."""
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
-        rows = self._rows({**shard, **(columns or {})}, shard.plan.spec)
+        kept = self._kept_logprobs(shard, logprobs)
+        rows = self._rows({**shard, **(columns or {}), **kept}, shard.plan.spec)
         num_steps = len(shard.plan.step_offsets) - 1
         self._skipped = []
         return [
@@ -95,10 +121,12 @@ class PolicyWorker:
         """See `PolicyWorkerProtocol.skipped_steps`."""
         return self._skipped
 
-    def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
+    def evaluate(
+        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
+    ) -> Metrics:
         """See `PolicyWorkerProtocol.evaluate`."""
         plan = _logprob_plan(shard)
-        rows = self._rows(shard, plan.spec)
+        rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, denominator=1.0)
         results = self._policy.run(
@@ -173,6 +201,11 @@ class PolicyWorker:
         """See `PolicyWorkerProtocol.onload`."""
         for engine in self._engines:
             engine.onload()
+
+    def _kept_logprobs(
+        self, shard: SlicedDataDict, logprobs: LogprobHandle | None
+    ) -> Mapping[str, Jagged]:
+        return {} if logprobs is None else self._logprobs.columns(logprobs, shard["input_ids"])
 
     def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> ShardRows:
         cp_rank = self._policy.topology.coordinates(self._policy.rank).cp

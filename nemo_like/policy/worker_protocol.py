@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
 from nemo_like.policy.isolation import IsolationReport
+from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.weight_sync.transport import WeightSource
 
@@ -45,21 +46,41 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         """Return the model's size and cost, and the device's speed."""
         ...
 
-    def compute_logprobs(self, shard: SlicedDataDict) -> dict[str, Jagged]:
-        """Return `prev_logprobs`, and `reference_logprobs` with a reference, in shard order.
+    def compute_logprobs(
+        self, shard: SlicedDataDict, names: Sequence[LogprobName] | None = None
+    ) -> LogprobHandle:
+        """Compute the log-probs `names` and keep them on this rank; returns their handle.
 
-        Float32 per token at the sampling temperature; 0 for tokens that are not trained.
-        `prev_logprobs` are under the distribution that is sampled from, `reference_logprobs` under
-        the reference's unfiltered distribution. Only the last pipeline stage returns columns.
+        None means `prev_logprobs`, and with a reference also `reference_logprobs`. They are at the
+        sampling temperature and 0 for tokens that are not trained; `prev_logprobs` are under the
+        distribution that is sampled from, `reference_logprobs` under the reference's unfiltered
+        distribution. The log-probs of the previous call are released. Raises ValueError for
+        `reference_logprobs` without a reference.
         """
         ...
 
-    def train(self, shard: SlicedDataDict, columns: Columns | None, loss: Loss) -> list[Metrics]:
-        """Take one optimizer step for each step of the plan; `columns` extend the shard's.
+    def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
+        """Return kept log-probs, float32 per token in shard order.
 
+        Empty on all pipeline stages but the last. Raises ValueError if `logprobs` is not the handle
+        of the latest call of `compute_logprobs`.
+        """
+        ...
+
+    def train(
+        self,
+        shard: SlicedDataDict,
+        columns: Columns | None,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
+    ) -> list[Metrics]:
+        """Take one optimizer step for each step of the plan.
+
+        `columns` and the kept log-probs of the handle `logprobs` extend the columns of the shard.
         A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
         `skipped_steps` describes it. Returns the metrics of each step over all dp ranks, equal on
-        all of them. Raises NonFiniteError when a step leaves weights that are not finite.
+        all of them. Raises ValueError for a handle that `fetch_logprobs` refuses, and
+        NonFiniteError when a step leaves weights that are not finite.
         """
         ...
 
@@ -70,8 +91,13 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         """
         ...
 
-    def evaluate(self, shard: SlicedDataDict, loss: Loss) -> Metrics:
-        """Return the loss's metrics over all rows of all dp ranks, without gradients."""
+    def evaluate(
+        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
+    ) -> Metrics:
+        """Return the loss's metrics over all rows of all dp ranks, without gradients.
+
+        `logprobs` is as in `train`.
+        """
         ...
 
     def probe_isolation(self) -> IsolationReport:

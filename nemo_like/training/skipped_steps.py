@@ -26,7 +26,7 @@ from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.nonfinite import SkippedStep
 from nemo_like.policy.optim import NonFiniteError
-from nemo_like.policy.policy import ShardedBatch
+from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.run import TrainingRun
 
 TOTAL = "num_skipped_steps"
@@ -50,14 +50,21 @@ class TrainedBatch:
     """Columns that join the batch for training, such as `advantages`."""
 
 
-def train(run: TrainingRun, sharded: ShardedBatch, trained: TrainedBatch, loss: Loss) -> Metrics:
+def train(
+    run: TrainingRun,
+    sharded: ShardedBatch,
+    trained: TrainedBatch,
+    loss: Loss,
+    logprobs: Logprobs | None = None,
+) -> Metrics:
     """Train on the sharded batch; count skipped optimizer steps and write their rows to a file.
 
-    The file is `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the step is logged.
+    `logprobs` are those on the workers that the loss reads. The file is
+    `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the step is logged.
     Raises NonFiniteError if an optimizer step left weights that are not finite.
     """
     try:
-        steps = run.policy.train(sharded, trained.columns, loss)
+        steps = run.policy.train(sharded, trained.columns, loss, logprobs)
     except WorkerError as error:
         # Raised in the worker; the step number is known here only.
         if not isinstance(error.cause, NonFiniteError):

@@ -68,28 +68,28 @@ def test_a_step_of_the_driver(policy, tmp_path):
     sharded = policy.shard(batch, plan)
     policy.probe_isolation()
     with policy.onloaded():
-        outputs = policy.compute_logprobs(sharded)
+        logprobs = policy.compute_logprobs(sharded)
+        outputs = policy.fetch_logprobs(logprobs)
         assert set(outputs) == {"prev_logprobs", "reference_logprobs"}
         for row, column in enumerate(outputs["prev_logprobs"]):
             expected = batch["token_mask"][row].astype(bool) & batch["row_mask"][row]
             expected[0] = False
             assert np.array_equal(column != 0, expected)
-        columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32), **outputs}
+        columns = {"advantages": np.linspace(-1, 1, 8, dtype=np.float32)}
         loss = ClippedPolicyGradientLoss(
             config=PolicyGradientLossConfig(reference_policy_kl_penalty=0.1)
         )
-        first, second = policy.train(sharded, columns, loss)
+        first, second = policy.train(sharded, columns, loss, logprobs)
     assert first["policy/ratio_mean"].value == pytest.approx(
         1.0, abs=1e-5
     )  # on-policy, columns met their rows
     assert second["policy/ratio_mean"].value != pytest.approx(1.0, abs=1e-5)
     policy.save(tmp_path / "saved")
-    changed = policy.compute_logprobs(sharded)
+    changed = policy.fetch_logprobs(policy.compute_logprobs(sharded))
     policy.train(sharded, None, NllLoss())
     policy.load(tmp_path / "saved")
-    assert np.array_equal(
-        policy.compute_logprobs(sharded)["prev_logprobs"].values, changed["prev_logprobs"].values
-    )
+    restored = policy.fetch_logprobs(policy.compute_logprobs(sharded))
+    assert np.array_equal(restored["prev_logprobs"].values, changed["prev_logprobs"].values)
 
 
 def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_loss(policy):

@@ -27,7 +27,7 @@ from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.worker import PolicyWorker
-from tests.policy.tiny import context, random_batch, run_ranks
+from tests.policy.tiny import compute_and_fetch, context, random_batch, run_ranks
 
 PLAIN = PolicyConfig(
     model_name="",
@@ -75,7 +75,7 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
                 shard = batch.shard(plan_batch(batch["length"], spec))[
                     topology.dp_rank(worker_context.rank)
                 ]
-                logprobs = worker.compute_logprobs(shard)["prev_logprobs"]
+                logprobs = compute_and_fetch(worker, shard)["prev_logprobs"]
                 outputs += [
                     (ids.tobytes(), np.asarray(row))
                     for ids, row in zip(shard["input_ids"], logprobs, strict=True)

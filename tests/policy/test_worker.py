@@ -37,7 +37,7 @@ from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_export import split_by_bytes
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from tests.policy.tiny import ARCHITECTURES, context, random_batch, run_ranks
+from tests.policy.tiny import ARCHITECTURES, compute_and_fetch, context, random_batch, run_ranks
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 PACKED = PolicyConfig(
@@ -79,7 +79,7 @@ def test_scores_are_those_of_transformers_on_each_row_alone(architecture, config
     config = dataclasses.replace(config, model_name=model_dir(architecture))
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     shard = shard_of(worker, random_batch(LENGTHS), context())
-    outputs = worker.compute_logprobs(shard)
+    outputs = compute_and_fetch(worker, shard)
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     for row, (ids, mask, trained) in enumerate(
         zip(shard["input_ids"], shard["token_mask"], shard["row_mask"], strict=True)
@@ -98,10 +98,10 @@ def test_training_moves_the_policy_and_not_the_reference(model_dir):
     config = dataclasses.replace(PACKED, model_name=model_dir("llama_tied"))
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     shard = shard_of(worker, random_batch(LENGTHS), context())
-    before = worker.compute_logprobs(shard)
+    before = compute_and_fetch(worker, shard)
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(10)]
     assert losses[-1] < 0.8 * losses[0]
-    after = worker.compute_logprobs(shard)
+    after = compute_and_fetch(worker, shard)
     assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)
     assert after["prev_logprobs"].values.sum() > before["prev_logprobs"].values.sum() + 1.0
     assert worker.evaluate(shard, NllLoss())["policy/loss"].value < losses[-1]
@@ -121,7 +121,7 @@ def test_a_row_that_is_cut_has_scores_of_its_own_length_and_trains_only_what_is_
     batch["token_mask"] = Jagged(np.ones(31, dtype=np.uint8), batch["token_mask"].offsets)
     with pytest.warns(OversizeWarning, match="row 1 has 25 tokens"):
         shard = shard_of(worker, batch, context())
-    outputs = worker.compute_logprobs(shard)["prev_logprobs"]
+    outputs = compute_and_fetch(worker, shard)["prev_logprobs"]
     assert outputs.lengths.tolist() == shard["input_ids"].lengths.tolist()
     long = int(np.argmax(outputs.lengths))
     assert np.flatnonzero(outputs[long]).tolist() == list(range(1, 10))
@@ -149,9 +149,9 @@ def sharded_program(
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)
     worker.save(out / "start")
-    start = worker.compute_logprobs(shard)["prev_logprobs"].values
+    start = compute_and_fetch(worker, shard)["prev_logprobs"].values
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
-    outputs = worker.compute_logprobs(shard)
+    outputs = compute_and_fetch(worker, shard)
     worker.offload()
     worker.onload()
     worker.export_hf(out / "hf")
@@ -161,7 +161,7 @@ def sharded_program(
         name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()
     }
     worker.load(out / "start")
-    restored = np.array_equal(worker.compute_logprobs(shard)["prev_logprobs"].values, start)
+    restored = np.array_equal(compute_and_fetch(worker, shard)["prev_logprobs"].values, start)
     process_groups.destroy()
     return {
         "restored": restored,

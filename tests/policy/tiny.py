@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
+from nemo_like.policy.worker import PolicyWorker
 
 VOCABULARY = 67
 _SIZES: dict[str, Any] = {
@@ -122,6 +123,11 @@ def random_batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:
         length=np.asarray(lengths, dtype=np.int64),
         row_mask=np.arange(len(lengths)) != 2,
     )
+
+
+def compute_and_fetch(worker: PolicyWorker, shard: SlicedDataDict) -> dict[str, Jagged]:
+    """Compute every log-prob that the worker can compute, and fetch what this rank keeps."""
+    return worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
 
 
 def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:

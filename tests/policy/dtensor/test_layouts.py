@@ -40,8 +40,10 @@ from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.worker import PolicyWorker
+from tests.policy.test_gradient_equality import POLICY_GRADIENT
 from tests.policy.tiny import (
     ARCHITECTURES,
+    compute_and_fetch,
     context,
     random_batch,
     row_loss,
@@ -174,7 +176,7 @@ def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
         rank.worker(dataclasses.replace(CHECKPOINTED, model_name=model)), shards["packed"]
     )
     outputs = {
-        name: worker.compute_logprobs(shard)["prev_logprobs"] for name, shard in shards.items()
+        name: compute_and_fetch(worker, shard)["prev_logprobs"] for name, shard in shards.items()
     }
     rows = {name: [np.asarray(row) for row in shard["input_ids"]] for name, shard in shards.items()}
     found["outputs"] = [
@@ -182,10 +184,22 @@ def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
         for name in shards
         for ids, row in zip(rows[name], map(np.asarray, outputs[name]), strict=True)
     ]
+    found["kept"], found["sent"] = evaluate_both_ways(worker, rank, batch)
     found["isolation"] = [worker.probe_isolation()]
     worker.config = DYNAMIC
     found["isolation"].append(worker.probe_isolation())
     return found
+
+
+def evaluate_both_ways(
+    worker: PolicyWorker, rank: Rank, batch: BatchedDataDict
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics with log-probs that stayed on the rank, and with the same ones as columns."""
+    shard = rank.shard(PACKED, batch)
+    handle = worker.compute_logprobs(shard)
+    kept = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
+    shard.update(worker.fetch_logprobs(shard, handle))
+    return kept, metric_values(worker.evaluate(shard, POLICY_GRADIENT))
 
 
 def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
@@ -342,6 +356,7 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
             assert len(rank[name]["outputs"]) > 0
             for ids, row in rank[name]["outputs"]:
                 np.testing.assert_allclose(row, outputs[ids.tobytes()], rtol=1e-5, atol=1e-5)
+            assert rank[name]["kept"] == rank[name]["sent"]
             assert [report.layout for report in rank[name]["isolation"]] == ["packed", "padded"]
     assert_trained_alike(ranks, straight_losses, straight_dir, tmp_path)
     for first in range(0, world_size, parallel.tensor):

@@ -21,6 +21,7 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
+from nemo_like.metrics import metric_values
 from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.engine import TokenLogprobs
@@ -269,7 +270,8 @@ def look_around(
         worker = rank.worker(config)
         engine = rank.engine(config, trainable=False)
         shard = rank.shard(config, worker, random_batch(LENGTHS))
-        outputs = worker.compute_logprobs(shard)
+        handle = worker.compute_logprobs(shard)
+        outputs = worker.fetch_logprobs(shard, handle)
         seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
         seen["outputs"] = {name: list(column) for name, column in outputs.items()}
         seen["weights"] = {
@@ -282,6 +284,12 @@ def look_around(
         seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
         seen["sync"] = engine.sync
         worker.probe_isolation()
+        seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
+        with_columns = rank.shard(config, worker, random_batch(LENGTHS))
+        with_columns.update(outputs)
+        seen["sent"] = metric_values(worker.evaluate(with_columns, POLICY_GRADIENT))
+        (trained,) = worker.train(shard, None, POLICY_GRADIENT, handle)
+        seen["trained"] = metric_values(trained)
     return seen
 
 
@@ -311,6 +319,11 @@ def test_scores_weights_and_groups(model_dir, pool, tmp_path):
         assert ranks[0]["sync"] == ("microbatch" if degrees.pipeline > 1 else "step")
         if degrees.pipeline > 1:
             assert ranks[0]["outputs"] == {}, "only the last stage has outputs"
+        last_stage = ranks[-world_size // degrees.pipeline :]
+        assert all(seen["kept"] == seen["sent"] for seen in last_stage)
+        # The model is unchanged, so the log-probs that were kept are those of training.
+        ratios = [seen["trained"]["policy/ratio_mean"] for seen in last_stage]
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5)
 
 
 @torch.no_grad()

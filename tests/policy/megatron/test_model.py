@@ -40,7 +40,7 @@ from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
-from tests.policy.tiny import random_batch, run_ranks
+from tests.policy.tiny import compute_and_fetch, random_batch, run_ranks
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
@@ -171,9 +171,9 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
         spec = plan_spec(config, purpose="train", topology=topology, cost=info.cost, sync=info.sync)
         batch = random_batch(LENGTHS)
         shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(context.rank)]
-        before = worker.compute_logprobs(shard)
+        before = compute_and_fetch(worker, shard)
         worker.train(shard, None, NllLoss())
-        after = worker.compute_logprobs(shard)
+        after = compute_and_fetch(worker, shard)
         num_buckets = worker.num_weight_buckets(20_000)
         buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
         decoded = {

@@ -1,0 +1,78 @@
+"""Log-probs that stay on the rank that computed them, and the handles that a driver has instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nemo_like.data.jagged import Jagged
+
+LogprobName = Literal["prev_logprobs", "reference_logprobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobHandle:
+    """Names the log-probs of one pass of `compute_logprobs`, which the workers keep.
+
+    Its size does not depend on the number of tokens. It is equal on all ranks, since every rank
+    takes part in every pass.
+    """
+
+    pass_index: int
+    """Passes that the workers had started before this one."""
+    names: tuple[LogprobName, ...]
+
+
+class LogprobStore:
+    """Keeps the log-probs of the latest pass on one rank; those of earlier passes are released.
+
+    They are jagged float32 arrays in host memory, in the row order of the shard: 4 bytes per token
+    and column, as much as `input_ids` of the shard. They are therefore independent of the
+    microbatches they were computed in, offloading the model does not concern them, and every
+    context-parallel rank has full rows, of which `model_inputs.build_inputs` takes its share.
+    Pipeline stages but the last keep nothing: they compute no loss.
+    """
+
+    def __init__(self) -> None:
+        self._num_passes = 0
+        self._columns: dict[str, Jagged] = {}
+
+    def start_pass(self) -> None:
+        """Release the columns of the previous pass; its handle becomes invalid."""
+        # Before the new columns are computed, so that two passes are never in memory together.
+        self._columns = {}
+        self._num_passes += 1
+
+    def keep(self, columns: Mapping[str, Jagged], names: tuple[LogprobName, ...]) -> LogprobHandle:
+        """Keep the columns of the pass that `start_pass` began; they replace the previous ones.
+
+        `names` are those of the pass; `columns` is empty on all pipeline stages but the last.
+        """
+        self._columns = dict(columns)
+        return LogprobHandle(self._num_passes - 1, names)
+
+    def columns(self, handle: LogprobHandle, input_ids: Jagged) -> dict[str, Jagged]:
+        """Return the columns of `handle`, float32, in the order of the shard with `input_ids`.
+
+        Raises ValueError if the columns were released, or belong to rows of other lengths.
+        """
+        latest = self._num_passes - 1
+        if handle.pass_index != latest:
+            kept = f"those of pass {latest}" if self._num_passes else "none"
+            raise ValueError(
+                f"the log-probs of pass {handle.pass_index} were released: a worker keeps those of"
+                f" its latest pass only, here {kept}; call compute_logprobs for this batch again,"
+                " with all names that train needs in one call"
+            )
+        for name, column in self._columns.items():
+            if not np.array_equal(column.offsets, input_ids.offsets):
+                raise ValueError(
+                    f"{name} of pass {handle.pass_index} belongs to another batch: it has"
+                    f" {len(column)} rows of {column.offsets[-1]} tokens, the shard has"
+                    f" {len(input_ids)} rows of {input_ids.offsets[-1]}; pass the log-probs that"
+                    " compute_logprobs returned for this batch"
+                )
+        return dict(self._columns)
