@@ -1,8 +1,8 @@
 """What forming a step's batch costs the driver: our plan + shard against a padded gather, in one
 run.
 
-    python benchmarks/driver_cost.py                     # 4096 rows of up to 8192 tokens, 7 columns, 8 ranks
-    python benchmarks/driver_cost.py --ray               # and hand the shards to Ray's object store
+    python benchmarks/driver_cost.py         # 4096 rows of up to 8192 tokens, 7 columns, 8 ranks
+    python benchmarks/driver_cost.py --ray   # and put the shards into Ray's object store
 
 `bytes` are what the driver's heap was given (tracemalloc, which NumPy reports to), over the bytes
 of the real tokens of all columns; `peak` is the highest they stood at any time. The padded way is

@@ -61,7 +61,11 @@ sft: {{max_num_steps: {steps}}}
 data: {{train_path: {demo}/sft_train.jsonl, max_train_rows: 1000}}
 """,
     "grpo": """
-grpo: {{max_num_steps: {steps}, num_prompts_per_step: 8, num_generations_per_prompt: 4, val_at_start: false}}
+grpo:
+  max_num_steps: {steps}
+  num_prompts_per_step: 8
+  num_generations_per_prompt: 4
+  val_at_start: false
 loss_fn: {{reference_policy_kl_penalty: 0.01}}
 data: {{train_path: {demo}/grpo_train.jsonl, max_train_rows: 500}}
 reward: {{functions: {{digits: {{path: benchmarks.fault_injection.digit_share}}}}}}

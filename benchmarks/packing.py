@@ -1,10 +1,11 @@
 """Packing and scheduling against naive loops and peers, in one run: time, bins, waiting, and what
 is proven of the best.
 
-    python benchmarks/packing.py --quick                                        # under a minute
+    python benchmarks/packing.py --quick        # under a minute
     python benchmarks/packing.py --lengths traces/conv.csv --columns ContextTokens,GeneratedTokens
-    python benchmarks/packing.py --nemo-rl ~/RL --verl ~/verl --trl ~/trl       # peers from their checkouts
-    python benchmarks/packing.py --no-numba                                     # as where numba is not installed
+    # with the packers of other projects, from their checkouts:
+    python benchmarks/packing.py --nemo-rl ~/RL --verl ~/verl --trl ~/trl
+    python benchmarks/packing.py --no-numba     # as on a machine without numba
 
 Times are CPU time of this one thread, which a busy machine disturbs least; compare them within one
 run. `lock` is the sum over microbatches of the max-loaded rank over its lower bound

@@ -65,7 +65,8 @@ def lengths_of(
 
 def read_lengths(path: Path, columns: list[str]) -> np.ndarray:
     """Lengths from a CSV (the named columns, or all whole numbers, added up), a JSONL file (fields
-    likewise) or a list of integers; raises ValueError naming the file where there are none."""
+    likewise) or a list of integers; raises ValueError naming the file where there are none.
+    """
     if path.suffix == ".csv":
         with path.open(newline="") as file:
             rows: list[dict[str, Any]] = list(csv.DictReader(file))
@@ -188,8 +189,9 @@ def nemo_rl(checkout: Path) -> Callable[[str, list[int], int, int], Bins]:
 
 
 def verl(checkout: Path) -> Callable[[np.ndarray, int, int], RankBins]:
-    """verl's balancing: rows to ranks by Karmarkar-Karp with equal numbers, then each rank's into
-    as many microbatches as the rank with most tokens needs, by work alone."""
+    """Balancing of verl: rows to ranks by Karmarkar-Karp with equal numbers, then each rank's into
+    as many microbatches as the rank with most tokens needs, by work alone.
+    """
     names = ["karmarkar_karp", "get_seqlen_balanced_partitions"]
     scope = load_functions(checkout / "verl/utils/seqlen_balancing.py", names, {"heapq": heapq})
     partition = scope["get_seqlen_balanced_partitions"]

@@ -44,7 +44,11 @@ policy:
   model_name: {folder}/model
   max_total_sequence_length: {longest}
   train_global_batch_size: {batch_size}
-  sequence_packing: {{enabled: true, train_mb_tokens: {budget}, algorithm: {algorithm}, balance: {balance}}}
+  sequence_packing:
+    enabled: true
+    train_mb_tokens: {budget}
+    algorithm: {algorithm}
+    balance: {balance}
 data: {{train_path: {folder}/rows.jsonl}}
 sft: {{max_num_steps: {steps}}}
 cluster: {{workers_per_node: {ranks}}}
@@ -69,14 +73,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             for index, name in enumerate(MODES)
         }
     print(
-        f"{'packing':<30}{'worst/mean':>12}{'worst step':>12}{'planned':>10}{'step s':>9}{'microbatches':>14}"
+        f"{'packing':<30}{'worst/mean':>12}{'worst step':>12}{'planned':>10}{'step s':>9}"
+        f"{'microbatches':>14}"
     )
     for name, records in results.items():
         column = {key: np.array([record[key] for record in records]) for key in records[0]}
+        measured = column["policy/rank_time_worst_over_mean"]
+        planned = column["packing/rank_imbalance_flops"].mean()
+        step_s = np.median(column["timing/train_s"])
+        num_microbatches = column["packing/num_microbatches"].mean()
         print(
-            f"{name:<30}{column['policy/rank_time_worst_over_mean'].mean():>12.3f}"
-            f"{column['policy/rank_time_worst_over_mean'].max():>12.3f}{column['packing/rank_imbalance_flops'].mean():>10.3f}"
-            f"{np.median(column['timing/train_s']):>9.2f}{column['packing/num_microbatches'].mean():>14.1f}"
+            f"{name:<30}{measured.mean():>12.3f}{measured.max():>12.3f}{planned:>10.3f}"
+            f"{step_s:>9.2f}{num_microbatches:>14.1f}"
         )
 
 

@@ -1,13 +1,14 @@
-"""Real tokens per second of a training step: padded, dynamic and packed, on the same rows, in one
+r"""Real tokens per second of a training step: padded, dynamic and packed, on the same rows, in one
 run.
 
-    python benchmarks/train_step.py                                      # built-in lengths
-    python benchmarks/train_step.py --lengths traces/conv.csv --columns
-    ContextTokens,GeneratedTokens --scale-to 1024 python benchmarks/train_step.py --jsonl
-    gsm8k/train.jsonl --fields question,answer --tokenizer models/SmolLM2-135M-Instruct python
-    benchmarks/train_step.py --device cuda --model llama-1b --precision bfloat16 --budget 8192
-    --rows 512 \\
-        --lengths traces/conv.csv --scale-to 8192                        # tokens/s, MFU and peak memory of one GPU
+    python benchmarks/train_step.py    # built-in lengths
+    python benchmarks/train_step.py --lengths traces/conv.csv \
+        --columns ContextTokens,GeneratedTokens --scale-to 1024
+    python benchmarks/train_step.py --jsonl gsm8k/train.jsonl --fields question,answer \
+        --tokenizer models/SmolLM2-135M-Instruct
+    # tokens/s, MFU and peak memory of one GPU:
+    python benchmarks/train_step.py --device cuda --model llama-1b --precision bfloat16 \
+        --budget 8192 --rows 512 --lengths traces/conv.csv --scale-to 8192
 
 Every mode trains the same rows with the same model and the same token budget per microbatch, in
 this process; on a CPU the modes take turns, so that a noisy machine disturbs all of them alike, on
@@ -93,14 +94,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     peak, source = peak_flops(torch.device(arguments.device))
     print(f"MFU is of {peak / 1e12:.3g} TFLOP/s ({source})")
     print(
-        f"{'mode':<13}{'real tokens/s':>15}{'step s':>9}{'padding':>9}{'microbatches':>14}{'loss':>10}{'MFU':>8}{'peak GB':>9}"
-        f"{'ratio':>8}"
+        f"{'mode':<13}{'real tokens/s':>15}{'step s':>9}{'padding':>9}{'microbatches':>14}"
+        f"{'loss':>10}{'MFU':>8}{'peak GB':>9}{'ratio':>8}"
     )
     for result in results:
+        tokens_per_s = rows.sum() / result.seconds
+        mfu = flops / result.seconds / peak
         print(
-            f"{result.name:<13}{rows.sum() / result.seconds:>15,.0f}{result.seconds:>9.2f}{result.padding_share:>9.1%}"
-            f"{result.num_microbatches:>14.0f}{result.loss:>10.5f}{flops / result.seconds / peak:>8.1%}{result.peak_gb:>9.1f}"
-            f"{results[0].seconds / result.seconds:>7.2f}x"
+            f"{result.name:<13}{tokens_per_s:>15,.0f}{result.seconds:>9.2f}"
+            f"{result.padding_share:>9.1%}{result.num_microbatches:>14.0f}{result.loss:>10.5f}"
+            f"{mfu:>8.1%}{result.peak_gb:>9.1f}{results[0].seconds / result.seconds:>7.2f}x"
         )
 
 

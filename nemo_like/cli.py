@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_error("interrupted")
         return 130
-    except Exception as error:  # a bug: one message, and the traceback in a file
+    except Exception as error:  # noqa: BLE001 (a bug: one message, the traceback in a file)
         say_error(_failure_text(error, "".join(traceback.format_exception(error)), None))
         return 1
 
@@ -267,7 +267,7 @@ def train(config: RunConfig) -> RunResult | int:
         return 1
     except (ConfigError, WriteError):
         raise
-    except Exception as error:  # a bug: one message, and the traceback in the run's log
+    except Exception as error:  # noqa: BLE001 (a bug: the traceback goes to the run's log)
         say_error(
             _failure_text(error, "".join(traceback.format_exception(error)), _driver_log(config))
         )

@@ -28,7 +28,7 @@ class RunLog(logging.Handler):
             self._file.append(text.encode("utf-8", errors="backslashreplace"))
         except WriteError as error:
             self._failure = error
-        except Exception:
+        except Exception:  # noqa: BLE001
             # A message whose arguments do not fit its format.
             self.handleError(record)
 

@@ -93,6 +93,7 @@ def runtime_env(start_dir: str, packages: list[str], names: list[str]) -> dict[s
 
 
 def main() -> int:
+    """Check the Ray address, write the runtime environment; return the exit status."""
     address, start_dir, output_file, num_packages = sys.argv[1:5]
     packages = sys.argv[5 : 5 + int(num_packages)]
     names = sys.argv[5 + int(num_packages) :]

@@ -88,6 +88,7 @@ def test_the_model_loads_and_the_tokenizer_gives_every_text_back(directory: Path
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert model.config.vocab_size == len(tokenizer) and model.num_parameters() < 1_000_000
+    opening = ""
     for row in _rows(directory / "sft_train.jsonl")[:200]:
         messages = [
             {"role": "user", "content": row["prompt"]},

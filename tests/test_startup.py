@@ -20,8 +20,8 @@ from nemo_like.progress import Progress
 from tests.recipe import Recipe
 
 HEAVY = {
-    "torch", "ray", "vllm", "megatron", "tensorboard", "sympy", "math_verify", "numba", "accelerate", "wandb", "mlflow",
-    "pyarrow", "pandas", "scipy", "PIL",
+    "torch", "ray", "vllm", "megatron", "tensorboard", "sympy", "math_verify", "numba",
+    "accelerate", "wandb", "mlflow", "pyarrow", "pandas", "scipy", "PIL",
 }  # fmt: skip
 """What `validate` on the demo needs none of."""
 LIBRARIES = HEAVY | {

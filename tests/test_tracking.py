@@ -182,7 +182,7 @@ def test_metrics_are_on_disk_after_each_step_and_exact(tmp_path: Path) -> None:
         line = lines_of(run)[0]  # before close
         assert line.pop("unix_time_s") > 1e9
         assert line == {"step": 0, "policy/loss": 0.1 + 0.2, "packing/num_microbatches": 4.0}
-        tracker.log(1, {"policy/loss": np.float32(0.5), "policy/entropy": torch.tensor(0.25)})  # pyright: ignore
+        tracker.log(1, {"policy/loss": np.float32(0.5), "policy/entropy": torch.tensor(0.25)})  # pyright: ignore[reportArgumentType]
     assert shown[1] == (1, {"policy/loss": 0.5, "policy/entropy": 0.25})
 
 
@@ -233,8 +233,8 @@ def test_after_a_resume_every_step_stands_once(
 
 def test_resume_without_a_checkpoint_starts_the_metrics_again(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    log_steps(run, range(0, 4))
-    log_steps(run, range(0, 2), resumed_step=None)
+    log_steps(run, range(4))
+    log_steps(run, range(2), resumed_step=None)
     assert [line["step"] for line in lines_of(run)] == [0, 1]
 
 

@@ -1,0 +1,1 @@
+"""Training algorithms: SFT and GRPO, each with its loop; advantages."""

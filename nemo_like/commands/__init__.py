@@ -1,0 +1,1 @@
+"""Commands of `nemo-like` besides the training runs, one module each."""

@@ -161,8 +161,10 @@ def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespa
     notes: tuple[str, ...] = ()
     if config.parallel.expert > 1:
         notes = (
-            f"parallel.expert is {config.parallel.expert}, but the memory counts every expert on"
-            " every worker: it is an upper bound",
+            (
+                f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
+                " on every worker: it is an upper bound"
+            ),
         )
     request = PlanRequest(
         rows=rows,
@@ -251,6 +253,6 @@ def _model_spec(arguments: argparse.Namespace, model_name: str | None = None) ->
     except ConfigError as error:
         raise ConfigError(
             f"policy.model_name is {model_name!r}, which is not a directory with a config.json"
-            f" here; name one with --model, or a"
-            f" shape by its size, and if need be --tokenizer ({error})"
+            " here; name one with --model, or a shape by its size, and if need be --tokenizer"
+            f" ({error})"
         ) from error

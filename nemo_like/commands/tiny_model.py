@@ -25,7 +25,8 @@ def save_tiny_copy(
 ) -> PreTrainedModel:
     """Write a random model of the same architecture (heads shared as far, biases, norms, ties,
     positions, windows) that divides by `parallel`, and return it in float32 with eager
-    attention."""
+    attention.
+    """
     torch.manual_seed(seed)
     config = tiny_config(model_config, parallel)
     model = AutoModelForCausalLM.from_config(

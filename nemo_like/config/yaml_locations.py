@@ -145,8 +145,9 @@ def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]
     for name, value in above.items():
         existing = merged.get(name)
         if isinstance(existing, dict) and isinstance(value, dict):
-            value = merged_trees(existing, value)
-        merged[name] = value
+            merged[name] = merged_trees(existing, value)
+        else:
+            merged[name] = value
     return merged
 
 

@@ -1,0 +1,1 @@
+"""Rows: data sets, chat templates, collation, the loader, jagged arrays."""

@@ -34,10 +34,10 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatEncoder:
-    """Encoder of conversations (`encode_sft`) and of prompts before an answer (`encode_prompt`).
+    r"""Encoder of conversations (`encode_sft`) and of prompts before an answer (`encode_prompt`).
 
     Example with ChatML: user "2+2=?", assistant "4" is
-    `<|im_start|>user\\n2+2=?<|im_end|>\\n<|im_start|>assistant\\n`, which is the prompt, and
+    `<|im_start|>user\n2+2=?<|im_end|>\n<|im_start|>assistant\n`, which is the prompt, and
     `4<|im_end|>`, which carries the loss.
     """
 

@@ -31,9 +31,9 @@ call)"""
 
 @dataclass(frozen=True)
 class Frame:
-    """Texts that surround an assistant turn.
+    r"""Texts that surround an assistant turn.
 
-    Example: `<|im_start|>assistant\\n` and `<|im_end|>`.
+    Example: `<|im_start|>assistant\n` and `<|im_end|>`.
     """
 
     header: str
@@ -58,7 +58,9 @@ class Frame:
             return None
         spans: list[Span] = []
         limits = [*(start - len(self.header) for start in headers[1:]), len(full)]
-        for start, limit in zip(headers, limits[: len(headers)], strict=True):
+        for header_end, limit in zip(headers, limits[: len(headers)], strict=True):
+            start = header_end
+            # The generation prompt has this text already, so it is no part of the answer.
             if self.rest and full.startswith(self.rest, start):
                 start += len(self.rest)
             end = full.find(self.end, start)

@@ -1,0 +1,1 @@
+"""Worker groups, parallel layouts and batches across ranks, without Ray."""

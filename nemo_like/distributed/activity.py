@@ -21,7 +21,7 @@ class Activity(NamedTuple):
     Example: `Activity(17, 1032.5, "train, microbatch 3")`.
     """
 
-    count: int
+    num_notes: int
     """Notes so far."""
     time_s: float
     """`time.monotonic()` of the last note."""
@@ -35,7 +35,7 @@ def note(text: str) -> None:
     """Record progress. Costs well under a microsecond, so it fits into inner loops."""
     global _last
     # One assignment, so that a reader in another thread sees either the old or the new note.
-    _last = Activity(_last.count + 1, time.monotonic(), text)
+    _last = Activity(_last.num_notes + 1, time.monotonic(), text)
 
 
 def last() -> Activity:

@@ -208,8 +208,9 @@ class BatchedDataDict(UserDict[str, Any]):
             shards.append(shard)
         return shards
 
+    # A call without arguments for packing matches both overloads; the first one is meant.
     @overload
-    def shard_by_batch_size(
+    def shard_by_batch_size(  # pyright: ignore[reportOverlappingOverload]
         self,
         shards: int,
         batch_size: int | None = None,

@@ -13,15 +13,15 @@ from itertools import zip_longest
 
 from nemo_like.environments.quantities import LATEX_TEXT, NUMBER, as_quantity, bare, normalize
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.S)
-_TAG_TOKEN = re.compile(r"</?answer>", re.I)
+_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_TAG_TOKEN = re.compile(r"</?answer>", re.IGNORECASE)
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _ANNOUNCEMENT = re.compile(
     r"\banswer[ \t]{0,4}[*_]{0,3}[ \t]{0,4}"
     r"(?:(?:to|for|of)\b[^\n.:=]{0,80}?\b(?=is\b|was\b))?"
     r"(?:(?:is|was|are|=|should be|would be|will be|must be)(?![\w=])["
     r" \t]{0,4}:?|:|(?=\n))[*_\s]{0,8}",
-    re.I,
+    re.IGNORECASE,
 )
 _FORMULA_DELIMITERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|[\n;]")
@@ -73,7 +73,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def num_marked_answers(text: str) -> int:
-    """Return the number of marked answers; nested marks, as in `#### \\boxed{4}`, count once."""
+    r"""Return the number of marked answers; nested marks, as in `#### \boxed{4}`, count once."""
     text = normalize(text)
     return len(_explicit_marks(text)) or int(_closing_answer(text) is not None)
 

@@ -170,7 +170,7 @@ def _is_equal_within_limit(gold: str, predicted: str) -> bool:
             return _is_equal(gold, predicted)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except (Exception, _OutOfTime):
+    except (Exception, _OutOfTime):  # noqa: BLE001
         # An answer that the libraries cannot handle is not the right one.
         return False
     finally:

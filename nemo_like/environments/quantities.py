@@ -39,7 +39,7 @@ _COMPOUND = r"\d++(?:/\d++){2,}|\d++(?:-\d++){2,}|\d++(?::\d++)+"
 NUMBER = re.compile(rf"{_SIGN}(?:{_FRACTION}|{_COMPOUND}|(?:{_DIGITS})(?:{_POWER}|/\d++)?)")
 _PLAIN_NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\$? ?(?P<inner>[-+]?)(?P<digits>{_DIGITS})(?P<power>{_POWER})?(?P<unit>.*)",
-    re.S,
+    re.DOTALL,
 )
 _POWER_OF_TEN = re.compile(r"[-+]?\d+(?=\D*$)")
 LATEX_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{[^{}]*\}")

@@ -1,0 +1,1 @@
+"""Generation workers, their driver side and sampling."""

@@ -173,7 +173,10 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_value: Tensor) -> tuple[Tensor, None, None]:
+    # torch declares `*grad_outputs`; a fixed signature checks their number.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
         (derivative,) = ctx.saved_tensors
         return grad_value * derivative, None, None
 

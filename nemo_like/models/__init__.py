@@ -1,0 +1,1 @@
+"""Sizes and properties of models; the only reader of a model's `config.json`."""

@@ -1,0 +1,1 @@
+"""The trained model: driver side, worker, engines and log-probs."""

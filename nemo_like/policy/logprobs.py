@@ -157,7 +157,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
+    # torch declares `*grad_outputs`; a fixed signature checks their number.
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
@@ -215,7 +216,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 class _LocalLabels(NamedTuple):
     """Labels of a chunk as rows of this rank's vocabulary shard."""
 
-    index: Tensor
+    row: Tensor
     """int64 [chunk, 1]: the label's local row; 0 where the label is on another rank."""
     mask: Tensor | None
     """bool [chunk, 1]: True where the label is on this rank; None if all are."""
@@ -233,7 +234,7 @@ class _LocalLabels(NamedTuple):
         """Return the label's logit [chunk], -inf where another rank has it."""
         if logits.shape[1] == 0:
             return logits.new_full((len(logits),), float("-inf"))
-        picked = logits.gather(1, self.index)
+        picked = logits.gather(1, self.row)
         if self.mask is not None:
             picked = picked.where(self.mask, float("-inf"))
         return picked.squeeze(1)
@@ -243,11 +244,11 @@ class _LocalLabels(NamedTuple):
         is_removed = logits < thresholds[:, None]
         if logits.shape[1] == 0:
             return is_removed
-        label_is_removed = torch.zeros_like(self.index, dtype=torch.bool)
+        label_is_removed = torch.zeros_like(self.row, dtype=torch.bool)
         if self.mask is not None:
             # Index 0 stands for a label of another rank; local token 0 keeps its own value there.
-            label_is_removed = is_removed.gather(1, self.index) & ~self.mask
-        return is_removed.scatter_(1, self.index, label_is_removed)
+            label_is_removed = is_removed.gather(1, self.row) & ~self.mask
+        return is_removed.scatter_(1, self.row, label_is_removed)
 
     def add_to(self, gradient: Tensor, values: Tensor) -> Tensor:
         """Add `values` [chunk] in place to the labels' entries of `gradient` [chunk, V]."""
@@ -256,7 +257,7 @@ class _LocalLabels(NamedTuple):
         values = values[:, None]
         if self.mask is not None:
             values = values.where(self.mask, 0.0)
-        return gradient.scatter_add_(1, self.index, values)
+        return gradient.scatter_add_(1, self.row, values)
 
 
 def _scaled_logits(
@@ -382,7 +383,7 @@ def _logits_gradient(
 
 
 def _accumulate(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """total [V, D] += gradient.T [V, chunk] @ hidden [chunk, D]."""
+    """Add gradient.T [V, chunk] @ hidden [chunk, D] to `total` [V, D], in place."""
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), hidden)
     else:

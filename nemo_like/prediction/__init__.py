@@ -1,0 +1,1 @@
+"""Predictions of `nemo-like plan`: memory, step time, comparison of packers."""

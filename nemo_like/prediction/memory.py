@@ -27,8 +27,8 @@ CPU_GIB = 32.0
 """Assumed for the CPU: with it models of up to 4 GiB stay unsharded, as in the dtensor engine."""
 MEASURED = (
     "predicted over measured bytes per token is 0.99 - 1.04 for small real Llamas on CPU (bfloat16"
-    " and float32, with and without"
-    " checkpointing, the copies of CPU attention counted); no GPU has been measured"
+    " and float32, with and without checkpointing, the copies of CPU attention counted); no GPU"
+    " has been measured"
 )
 
 Precision = Literal["float32", "bfloat16"]
@@ -148,24 +148,34 @@ class MemoryModel:
         else:
             saved = "layers x one layer"
         return [
-            f"{self.spec.name}: {self.spec.num_params / 1e9:.3f} B parameters P, counted from the"
-            " configuration (equal to transformers' count for Llama, Qwen2, Qwen3 and Mixtral"
-            " shapes).",
+            (
+                f"{self.spec.name}: {self.spec.num_params / 1e9:.3f} B parameters P, counted from"
+                " the configuration (equal to transformers' count for Llama, Qwen2, Qwen3 and"
+                " Mixtral shapes)."
+            ),
             *self._state_lines(),
-            f"activations: {saved}; a layer saves {self.activation_bytes:,.0f} bytes per token:"
-            " norms 2 x (4 + c) x hidden, projection inputs 2 c hidden, attention"
-            " c (2 H d + 2 H_kv d) + 4 H, feed-forward 4 c width; c bytes per value. Saved tensors"
-            f" equal autograd's; of the peak, {MEASURED}.",
-            "tensor parallelism divides heads and width, sequence parallelism also the norms;"
-            " context parallelism divides the tokens, but keys and values are all-gathered"
-            " (cp + 1/2 shares); the first pipeline stage has pp microbatches in flight.",
-            "the peak is the larger of logits and one layer's backward pass:"
-            f" {place.chunk_size} tokens x vocabulary x {self._logit_bytes} bytes of logits and the"
-            " output embedding's gradient, or 2 c (width + hidden) bytes per token and a layer's"
-            " gradients before they are reduced.",
-            f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
-            f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
-            " colocated generator is offloaded while the policy trains.",
+            (
+                f"activations: {saved}; a layer saves {self.activation_bytes:,.0f} bytes per"
+                " token: norms 2 x (4 + c) x hidden, projection inputs 2 c hidden, attention c (2"
+                " H d + 2 H_kv d) + 4 H, feed-forward 4 c width; c bytes per value. Saved tensors"
+                f" equal autograd's; of the peak, {MEASURED}."
+            ),
+            (
+                "tensor parallelism divides heads and width, sequence parallelism also the norms;"
+                " context parallelism divides the tokens, but keys and values are all-gathered (cp"
+                " + 1/2 shares); the first pipeline stage has pp microbatches in flight."
+            ),
+            (
+                "the peak is the larger of logits and one layer's backward pass:"
+                f" {place.chunk_size} tokens x vocabulary x {self._logit_bytes} bytes of logits"
+                " and the output embedding's gradient, or 2 c (width + hidden) bytes per token and"
+                " a layer's gradients before they are reduced."
+            ),
+            (
+                f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
+                f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
+                " colocated generator is offloaded while the policy trains."
+            ),
         ]
 
     def _state_lines(self) -> list[str]:
@@ -173,9 +183,11 @@ class MemoryModel:
         tp = place.topology.tp
         if place.engine == "megatron":
             return [
-                f"Megatron: weights {place.compute_bytes} P and gradients 4 P on every rank, AdamW"
-                f" with float32 master weights 12 P sharded over dp x cp = {place.num_shards}"
-                " (distributed optimizer); P / (tp x pp) per rank."
+                (
+                    f"Megatron: weights {place.compute_bytes} P and gradients 4 P on every rank,"
+                    " AdamW with float32 master weights 12 P sharded over dp x cp ="
+                    f" {place.num_shards} (distributed optimizer); P / (tp x pp) per rank."
+                )
             ]
         copy = "the output embedding and two layers at a time"
         if not place.has_compute_copy:
@@ -183,9 +195,11 @@ class MemoryModel:
         elif self.keeps_unsharded:
             copy = "the complete model during a step (a small model)"
         return [
-            "FSDP2: float32 weights 4 P, gradients 4 P and AdamW 8 P, each sharded over"
-            f" dp x cp x tp = {place.num_shards * tp} ranks; all-gathered in compute precision:"
-            f" {copy}."
+            (
+                "FSDP2: float32 weights 4 P, gradients 4 P and AdamW 8 P, each sharded over dp x"
+                f" cp x tp = {place.num_shards * tp} ranks; all-gathered in compute precision:"
+                f" {copy}."
+            )
         ]
 
     def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:

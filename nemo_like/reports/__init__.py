@@ -1,0 +1,1 @@
+"""Presentation of a plan: terminal output, HTML page, charts."""

@@ -239,7 +239,7 @@ def memory_stack(
 
 def part_class(name: str) -> str:
     """Return the color class of a memory part. Example: `gathered weights` -> `gathered`."""
-    return name.split()[0]
+    return name.split(maxsplit=1)[0]
 
 
 def _value_axis(

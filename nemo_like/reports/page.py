@@ -124,4 +124,5 @@ def meter(share: float) -> str:
 
 
 def bullets(lines: Iterable[str]) -> str:
+    """Return a list with one item per line."""
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"

@@ -241,7 +241,7 @@ def _memory(report: PlanReport) -> str:
 
 
 def _sentence(line: str) -> str:
-    """Capitalize the first letter and add a period. Example: `so it is` -> `So it is.`"""
+    """Capitalize the first letter and add a period. Example: `so it is` -> `So it is.`."""
     return f"{line[0].upper()}{line[1:]}."
 
 

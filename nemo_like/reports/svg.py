@@ -36,7 +36,10 @@ class Scale:
 
 
 class Drawing:
-    """An SVG of `width` x `height` units that scales with the page; `label` is for screen readers."""
+    """An SVG of `width` x `height` units that scales with the page.
+
+    `label` describes it to screen readers.
+    """
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
@@ -48,10 +51,14 @@ class Drawing:
         """Add a rectangle, unless its area is 0; `title` is its tooltip."""
         if width <= 0 or height <= 0:
             return
-        shape = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
-        self._parts.append(
-            f"{shape}/>" if title is None else f"{shape}><title>{escape(title)}</title></rect>"
+        shape = (
+            f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}"'
+            f' width="{_n(width)}" height="{_n(height)}"'
         )
+        if title is None:
+            self._parts.append(f"{shape}/>")
+        else:
+            self._parts.append(f"{shape}><title>{escape(title)}</title></rect>")
 
     def rects(self, boxes: Iterable[tuple[float, float, float, float]], kind: str) -> None:
         """Add many rectangles (x, y, width, height) as one path, which is much shorter text."""
@@ -70,11 +77,15 @@ class Drawing:
         self, x: float, y: float, text: str, kind: str = "tick", anchor: str = "start"
     ) -> None:
         self._parts.append(
-            f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}</text>'
+            f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">'
+            f"{escape(text)}</text>"
         )
 
     def __str__(self) -> str:
-        head = f'<svg viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img" aria-label="{escape(self.label)}">'
+        head = (
+            f'<svg viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img"'
+            f' aria-label="{escape(self.label)}">'
+        )
         return head + "".join(self._parts) + "</svg>"
 
 

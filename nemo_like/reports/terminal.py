@@ -65,12 +65,18 @@ def headline(report: PlanReport) -> list[str]:
         model = f"{request.model.name} ({num_params} parameters), "
     steps = "step" if comparison.num_steps == 1 else "steps"
     return [
-        f"{len(lengths):,} rows from {request.rows.source}: {comparison.num_steps:,} {steps} of"
-        f" {comparison.batch_size:,} rows",
-        f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"
-        f" longest {lengths.max():,}",
-        f"{model}{placement.topology}, {placement.precision}, microbatches of at most"
-        f" {report.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}",
+        (
+            f"{len(lengths):,} rows from {request.rows.source}: {comparison.num_steps:,} {steps}"
+            f" of {comparison.batch_size:,} rows"
+        ),
+        (
+            f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"
+            f" longest {lengths.max():,}"
+        ),
+        (
+            f"{model}{placement.topology}, {placement.precision}, microbatches of at most"
+            f" {report.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}"
+        ),
     ]
 
 
@@ -119,8 +125,10 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
             f"nothing fits: the weights alone exceed the usable {usable}; use more dp, tp or pp"
         ]
     lines = [
-        f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the max whose"
-        f" peak fits into {usable}"
+        (
+            f"recommended budget: {recommendation.max_tokens:,} tokens per microbatch, the max"
+            f" whose peak fits into {usable}"
+        )
     ]
     outcome, chosen = recommendation.outcome, report.comparison.chosen
     if outcome is None:

@@ -1,0 +1,1 @@
+"""From prompts to completions, rewards and rows."""

@@ -1,0 +1,1 @@
+"""Run management: workers, resume, logging, evaluation, saving."""

@@ -1,0 +1,1 @@
+"""Transfer of weights from the policy to the generator, in buckets."""

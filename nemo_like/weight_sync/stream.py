@@ -86,9 +86,9 @@ def plan_buckets(num_bytes: Sequence[int], max_bytes: int) -> tuple[range, ...]:
     buckets: list[range] = []
     start = 0
     total = 0
-    for index, size in enumerate(num_bytes):
+    for index, weight_bytes in enumerate(num_bytes):
         # Rounded up, so that the alignment inside the bucket does not exceed the limit.
-        size += -size % _ALIGNMENT
+        size = weight_bytes + -weight_bytes % _ALIGNMENT
         if index > start and total + size > max_bytes:
             buckets.append(range(start, index))
             start = index

@@ -68,12 +68,17 @@ def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Rec
 
 def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     file = prompts_file(recipe)
-    whole = PromptSource.open(recipe.grpo(file, "policy.max_total_sequence_length=2000", "policy.oversize_rows=truncate",
-                                          "policy.sequence_packing.enabled=false")).rows.fetch([LONG])[0]  # fmt: skip
-    cut = PromptSource.open(recipe.grpo(file, "policy.oversize_rows=truncate"))
-    row = cut.rows.fetch([LONG])[0]
-    assert whole is not None and row is not None
-    assert np.array_equal(row.input_ids, whole.input_ids[-(96 - 24) :]), (
+    without_limit = recipe.grpo(
+        file,
+        "policy.max_total_sequence_length=2000",
+        "policy.oversize_rows=truncate",
+        "policy.sequence_packing.enabled=false",
+    )
+    full_row = PromptSource.open(without_limit).rows.fetch([LONG])[0]
+    truncated = PromptSource.open(recipe.grpo(file, "policy.oversize_rows=truncate"))
+    row = truncated.rows.fetch([LONG])[0]
+    assert full_row is not None and row is not None
+    assert np.array_equal(row.input_ids, full_row.input_ids[-(96 - 24) :]), (
         "max_new_tokens 24 fit behind it"
     )
     dropped = PromptSource.open(

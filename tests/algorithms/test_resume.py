@@ -223,7 +223,8 @@ def test_a_disk_that_fills_is_one_message_and_keeps_the_checkpoint(recipe: Recip
         "checkpointing.keep_latest=9",
     )
     config.write_text(to_yaml(recipe.sft(f"output_dir={small}", *options)))
-    script = f"mount -t tmpfs -o size=12m tmpfs {small} && {sys.executable} -m nemo_like sft --config {config}; code=$?;"
+    script = f"mount -t tmpfs -o size=12m tmpfs {small}"
+    script += f" && {sys.executable} -m nemo_like sft --config {config}; code=$?;"
     script += f" cat {small}/sft/latest; ls -a {small}/sft/checkpoints; exit $code"
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=900

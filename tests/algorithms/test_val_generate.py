@@ -5,7 +5,6 @@ also after a resume.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def config_of(recipe: Recipe, *overrides: str) -> Any:
 
 
 @pytest.fixture
-def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The weight version of each validation, in order; the generator's weights are compared with
     the policy's each time.
     """
@@ -71,7 +70,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     score_answers = validation.score_answers
     monkeypatch.setattr("nemo_like.algorithms.sft.score_answers", checked_scores)
     monkeypatch.setattr("nemo_like.training.evaluation.collect", recorded)
-    yield found
+    return found
 
 
 def test_answers_are_sampled_with_the_trained_weights(recipe: Recipe, versions: list[int]) -> None:

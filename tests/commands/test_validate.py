@@ -153,7 +153,7 @@ def test_control_tokens_in_texts_are_reported(model: Path, write: Write) -> None
     train = write(rows)
     ended, forged = validate(sft(model, train)).warnings
     assert ended.startswith(
-        f"1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g."
+        "1 of the 42 rows contain the end token (<eos>) in an assistant's text already, e.g."
         f" {train}:41"
     )
     assert forged.startswith(
@@ -178,7 +178,7 @@ def test_a_template_whose_rollouts_and_training_rows_differ_is_reported(
     (warning,) = validate(sft(model, train, chat_template=str(template))).warnings
     assert warning.startswith(
         f"the chat template makes rollouts and SFT rows differ (e.g. {train}:2): the prompt of a"
-        f" rollout"
+        " rollout"
     )
     assert "<assistant>0+'" in warning
     (warning,) = validate(grpo(model, train, chat_template=str(template))).warnings
@@ -340,10 +340,15 @@ def test_data_that_cannot_be_used(
 
 def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> None:
     train = write([*ROWS, {"prompt": "1" * 60, "completion": "2" * 27}])
-    told = f"1 of the 41 rows sampled are above policy.max_total_sequence_length 64, the longest with 91 tokens ({train}:41);"
+    told = (
+        "1 of the 41 rows sampled are above policy.max_total_sequence_length 64, the longest with"
+        f" 91 tokens ({train}:41);"
+    )
     assert validate(sft(model, train)).problems == (
-        f"{told} raise it to 91, or set policy.oversize_rows to truncate (remove the end), drop or"
-        f" singleton",
+        (
+            f"{told} raise it to 91, or set policy.oversize_rows to truncate (remove the end),"
+            " drop or singleton"
+        ),
     )
     cut = validate(sft(model, train, oversize_rows="truncate"))
     assert (cut.problems, cut.warnings) == (
@@ -357,9 +362,10 @@ def test_a_row_above_the_cap_under_each_policy(model: Path, write: Write) -> Non
     assert alone.problems == ()
     assert alone.warnings == (
         f"{told} policy.oversize_rows is singleton, so they are kept in full",
-        "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens 80;"
-        " policy.oversize_rows is"
-        " singleton",
+        (
+            "the longest row takes 91 tokens, more than policy.sequence_packing.train_mb_tokens"
+            " 80; policy.oversize_rows is singleton"
+        ),
     )
 
 
@@ -367,17 +373,19 @@ def test_prompts_must_leave_room(model: Path, write: Write) -> None:
     short_of_room = validate(grpo(model, write([*ROWS, {"prompt": "1" * 50, "completion": "1"}])))
     assert short_of_room.problems == ()
     assert short_of_room.warnings == (
-        "1 of the 41 prompts sampled leave less than policy.generation.max_new_tokens 16 for the"
-        " completion;"
-        " policy.max_total_sequence_length 69 would fit them all",
+        (
+            "1 of the 41 prompts sampled leave less than policy.generation.max_new_tokens 16 for"
+            " the completion; policy.max_total_sequence_length 69 would fit them all"
+        ),
     )
     train = write([*ROWS, {"prompt": "1" * 61, "completion": "1"}])
     assert validate(grpo(model, train)).problems == (
-        "1 of the 41 prompts sampled leave no tokens for a completion within"
-        " policy.max_total_sequence_length 64, the longest with"
-        f" 64 tokens ({train}:41); raise it above 64, or set policy.oversize_rows to truncate (remove"
-        f" the beginning) or drop"
-        " (leave the rows out)",
+        (
+            "1 of the 41 prompts sampled leave no tokens for a completion within"
+            f" policy.max_total_sequence_length 64, the longest with 64 tokens ({train}:41); raise"
+            " it above 64, or set policy.oversize_rows to truncate (remove the beginning) or drop"
+            " (leave the rows out)"
+        ),
     )
 
 

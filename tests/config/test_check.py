@@ -127,8 +127,10 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             {"policy.scheduler.decay_steps": 5, "policy.scheduler.warmup_steps": 5},
-            "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be"
-            " above 5",
+            (
+                "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be"
+                " above 5"
+            ),
         ),
         ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
         (
@@ -141,7 +143,10 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             {"policy.generation.stop_strings": ("",)},
-            "policy.generation.stop_strings is ('',); it must be a list of texts that are not empty",
+            (
+                "policy.generation.stop_strings is ('',); it must be a list of texts that are not"
+                " empty"
+            ),
         ),
         (
             {"grpo.num_generations_per_prompt": 1},
@@ -153,8 +158,10 @@ def test_the_defaults_are_fine() -> None:
         ),
         (
             {"cluster.backend": "local", "cluster.workers_per_node": 4},
-            "cluster.workers_per_node is 4, but cluster.backend local is one worker in this"
-            " process: set it to 1",
+            (
+                "cluster.workers_per_node is 4, but cluster.backend local is one worker in this"
+                " process: set it to 1"
+            ),
         ),
         (
             {"cluster.backend": "local", "cluster.generation_workers": 1},
@@ -181,10 +188,11 @@ def test_sft_is_not_asked_for_what_only_rollouts_need() -> None:
 
 def test_rows_must_divide_into_optimizer_steps() -> None:
     assert problems(GRPO, grpo__num_prompts_per_step=6, policy__train_global_batch_size=16) == [
-        "6 prompts x 4 generations = 24 rows per step, and 24 / policy.train_global_batch_size 16 ="
-        " 1.5 optimizer steps, not a"
-        " whole number: set policy.train_global_batch_size to 12 or 24, or"
-        " grpo.num_prompts_per_step to 4 or 8"
+        (
+            "6 prompts x 4 generations = 24 rows per step, and 24 / policy.train_global_batch_size"
+            " 16 = 1.5 optimizer steps, not a whole number: set policy.train_global_batch_size to"
+            " 12 or 24, or grpo.num_prompts_per_step to 4 or 8"
+        )
     ]
     # More rows per optimizer step than there are is the same mistake.
     assert problems(GRPO, grpo__num_prompts_per_step=2)[0].endswith(
@@ -218,9 +226,11 @@ def test_workers_share_a_global_batch() -> None:
     assert problems(
         SFT, cluster__num_nodes=2, cluster__workers_per_node=4, policy__train_global_batch_size=12
     ) == [
-        "policy.train_global_batch_size 12 / 8 data-parallel ranks (cluster.num_nodes 2 x"
-        " cluster.workers_per_node 4) = 1.5 rows each; without packing or dynamic batching every"
-        " rank needs equally many: set it to 8 or 16"
+        (
+            "policy.train_global_batch_size 12 / 8 data-parallel ranks (cluster.num_nodes 2 x"
+            " cluster.workers_per_node 4) = 1.5 rows each; without packing or dynamic batching"
+            " every rank needs equally many: set it to 8 or 16"
+        )
     ]
     packed = {
         "policy__sequence_packing": replace(POLICY.sequence_packing, enabled=True),
@@ -228,9 +238,11 @@ def test_workers_share_a_global_batch() -> None:
     }
     assert problems(SFT, policy__train_global_batch_size=12, **packed) == []
     assert problems(SFT, policy__train_global_batch_size=4, **packed) == [
-        "policy.train_global_batch_size 4 / 8 data-parallel ranks (cluster.num_nodes 1 x"
-        " cluster.gpus_per_node 8) = 0.5 rows each; every rank needs at least one: set it to 8 or"
-        " more, or use fewer workers"
+        (
+            "policy.train_global_batch_size 4 / 8 data-parallel ranks (cluster.num_nodes 1 x"
+            " cluster.gpus_per_node 8) = 0.5 rows each; every rank needs at least one: set it to 8"
+            " or more, or use fewer workers"
+        )
     ]
 
 
@@ -240,28 +252,32 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     )
     small = {"policy__sequence_packing": packing, "policy__max_total_sequence_length": 1000}
     assert problems(SFT, **small) == [
-        "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens"
-        " (policy.max_total_sequence_length, 1024"
-        " when rounded up to policy.sequence_packing.sequence_length_round 64) and would stop the"
-        " run: set train_mb_tokens to at"
-        " least 1024, or policy.oversize_rows to truncate or singleton"
+        (
+            "policy.sequence_packing.train_mb_tokens is 1000, but a row may have 1000 tokens"
+            " (policy.max_total_sequence_length, 1024 when rounded up to"
+            " policy.sequence_packing.sequence_length_round 64) and would stop the run: set"
+            " train_mb_tokens to at least 1024, or policy.oversize_rows to truncate or singleton"
+        )
     ]
     assert problems(SFT, **small, policy__oversize_rows="truncate") == []
     assert problems(SFT, **small, policy__oversize_rows="singleton") == []
     tiny = replace(packing, logprob_mb_tokens=32)
     assert problems(SFT, policy__sequence_packing=tiny, policy__oversize_rows="truncate") == [
-        "policy.sequence_packing.logprob_mb_tokens is 32, below"
-        " policy.sequence_packing.sequence_length_round 64:"
-        " no row would fit"
+        (
+            "policy.sequence_packing.logprob_mb_tokens is 32, below"
+            " policy.sequence_packing.sequence_length_round 64: no row would fit"
+        )
     ]
 
 
 def test_balanced_packing_needs_a_balance() -> None:
     packing = replace(POLICY.sequence_packing, enabled=True, balance="none")
     assert problems(SFT, policy__sequence_packing=packing) == [
-        "policy.sequence_packing.balance is none, but policy.sequence_packing.algorithm balanced"
-        " assigns rows to ranks by work: set balance to flops or tokens, or algorithm to a bin"
-        " packer such as best_fit_decreasing"
+        (
+            "policy.sequence_packing.balance is none, but policy.sequence_packing.algorithm"
+            " balanced assigns rows to ranks by work: set balance to flops or tokens, or algorithm"
+            " to a bin packer such as best_fit_decreasing"
+        )
     ]
     round_robin = replace(packing, algorithm="best_fit_decreasing")
     assert problems(SFT, policy__sequence_packing=round_robin) == []
@@ -283,13 +299,17 @@ def test_workers_must_be_whole_copies_of_the_model() -> None:
 
     assert parallel_problems(parallel__tensor=2) == []
     assert parallel_problems(parallel__tensor=2, parallel__context=2) == [
-        "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers per model"
-        " replica, and 6 workers (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5"
-        " replicas, not a whole number: use 4 or 8 workers"
+        (
+            "parallel.tensor 2 x parallel.context 2 x parallel.pipeline 1 = 4 workers per model"
+            " replica, and 6 workers (cluster.num_nodes 1 x cluster.workers_per_node 6) / 4 = 1.5"
+            " replicas, not a whole number: use 4 or 8 workers"
+        )
     ]
     assert parallel_problems(parallel__pipeline=2) == [
-        "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or"
-        " policy.engine to megatron"
+        (
+            "parallel.pipeline is 2, but policy.engine dtensor has no pipeline: set it to 1, or"
+            " policy.engine to megatron"
+        )
     ]
     assert parallel_problems(parallel__pipeline=2, policy__engine="megatron") == []
     (no_tensor,) = parallel_problems(parallel__sequence=True)
@@ -312,9 +332,11 @@ def test_experts_must_divide_among_the_workers_of_a_stage() -> None:
     assert problems(
         SFT, **megatron, cluster__workers_per_node=12, parallel__pipeline=2, parallel__expert=4
     ) == [
-        "parallel.expert 4 must divide the workers of a pipeline stage, 12 workers"
-        " (cluster.num_nodes 1 x cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and"
-        " 6 / 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
+        (
+            "parallel.expert 4 must divide the workers of a pipeline stage, 12 workers"
+            " (cluster.num_nodes 1 x cluster.workers_per_node 12) / parallel.pipeline 2 = 6, and 6"
+            " / 4 = 1.5, not a whole number: set parallel.expert to 3 or 6"
+        )
     ]
     (on_dtensor,) = problems(SFT, parallel__expert=2)
     assert (
@@ -342,8 +364,7 @@ def test_the_derivation_is_spelled_out() -> None:
         "32 rows per step = 1 optimizer step\n"
         "32 rows / 1 worker = 32 rows each\n"
         "training: packed in microbatches of at most 4096 tokens, which fit 4 of the longest rows"
-        " (1000 tokens) and more of"
-        " shorter ones"
+        " (1000 tokens) and more of shorter ones"
     )
 
 

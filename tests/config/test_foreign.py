@@ -132,7 +132,7 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
                 OmegaConf.to_container(value) if OmegaConf.is_config(value) else value,
             )
         )
-    for path in listed(text.split("unsupported (")[-1]):
+    for path in listed(text.rsplit("unsupported (", maxsplit=1)[-1]):
         pop(values, path)
     for targets, value in renames:
         for index, target in enumerate(targets):

@@ -48,7 +48,11 @@ def write(folder: Path, **files: str) -> Path:
     ["../base.yaml", "../base", "[../base.yaml]", "{folder}/base.yaml", "[{folder}/base.yaml]"],
 )
 def test_a_file_inherits_by_a_path_relative_to_itself_or_absolute(tmp_path: Path, defaults: str):
-    child = f"defaults: {defaults.format(folder=tmp_path)}\nrun_name: child\npolicy: {{train_micro_batch_size: 8}}\n"
+    child = (
+        f"defaults: {defaults.format(folder=tmp_path)}\n"
+        "run_name: child\n"
+        "policy: {train_micro_batch_size: 8}\n"
+    )
     path = write(tmp_path, base=BASE, folder__child=child)
     config = load_config("sft", path)
     assert detect_kind(path) == "sft"
@@ -98,23 +102,47 @@ def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"child": "run_name: x\ndefaults: bsae.yaml\n"}, ("child.yaml:2", "bsae.yaml", "did you mean", "base.yaml")),
+        (
+            {"child": "run_name: x\ndefaults: bsae.yaml\n"},
+            ("child.yaml:2", "bsae.yaml", "did you mean", "base.yaml"),
+        ),
         ({"child": "defaults: /nowhere/base.yaml\n"}, ("child.yaml:1", "/nowhere/base.yaml")),
         ({"child": "defaults: child.yaml\n"}, ("circle", "child.yaml")),
         ({"a": "defaults: child.yaml\n", "child": "defaults: a.yaml\n"}, ("circle", "a.yaml")),
-        ({"a": "defaults: [{policy: x}]\n", "child": "defaults: a.yaml\n"}, ("a.yaml:1", "Hydra groups")),
+        (
+            {"a": "defaults: [{policy: x}]\n", "child": "defaults: a.yaml\n"},
+            ("a.yaml:1", "Hydra groups"),
+        ),
         (
             {"child": "defaults: base.yaml\nsft: {max_num_steps: '${div:4,0}'}\n"},
             ("sft.max_num_steps", "divides by zero", "child.yaml:2"),
         ),
-        ({"child": "defaults: base.yaml\nseed: ${mul:a,2}\n"}, ("seed", "'a'", "two finite numbers", "child.yaml:2")),
-        ({"child": "defaults: base.yaml\nseed: ${add:true,2}\n"}, ("seed", "'True'", "child.yaml:2")),
-        ({"child": "defaults: base.yaml\nseed: ${mul:2}\n"}, ("seed", "1 arguments", "child.yaml:2")),
-        ({"child": "defaults: base.yaml\nseed: ${div:3,2}\n"}, ("seed", "1.5", "integer", "child.yaml:2")),
-        ({"child": f"defaults: base.yaml\nseed: ${{mul:{'9' * 40},2}}\n"}, ("seed", "finite", "child.yaml:2")),
-        ({"child": "defaults: base.yaml\nseed: ${mul:${policy.nowhere},2}\n"}, ("seed", "policy.nowhere", "child.yaml:2")),
+        (
+            {"child": "defaults: base.yaml\nseed: ${mul:a,2}\n"},
+            ("seed", "'a'", "two finite numbers", "child.yaml:2"),
+        ),
+        (
+            {"child": "defaults: base.yaml\nseed: ${add:true,2}\n"},
+            ("seed", "'True'", "child.yaml:2"),
+        ),
+        (
+            {"child": "defaults: base.yaml\nseed: ${mul:2}\n"},
+            ("seed", "1 arguments", "child.yaml:2"),
+        ),
+        (
+            {"child": "defaults: base.yaml\nseed: ${div:3,2}\n"},
+            ("seed", "1.5", "integer", "child.yaml:2"),
+        ),
+        (
+            {"child": f"defaults: base.yaml\nseed: ${{mul:{'9' * 40},2}}\n"},
+            ("seed", "finite", "child.yaml:2"),
+        ),
+        (
+            {"child": "defaults: base.yaml\nseed: ${mul:${policy.nowhere},2}\n"},
+            ("seed", "policy.nowhere", "child.yaml:2"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_one_message_with_key_and_line(
     tmp_path: Path, files: dict[str, str], words: tuple[str, ...]
 ):

@@ -210,18 +210,24 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ("sft:\n  lr: 1\n", "unknown key sft.lr; did you mean policy.optimizer.lr? (run.yaml:8)"),
         (
             "loss_fn: {}\n",
-            "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo`"
-            " (run.yaml:7)",
+            (
+                "unknown key loss_fn in a config for `sft`: it belongs to `nemo-like grpo`"
+                " (run.yaml:7)"
+            ),
         ),
         (
             "sft.max_num_steps: 3\n",
-            "sft.max_num_steps is one key with dots in it; in YAML write nested sections, dots are"
-            " for overrides (run.yaml:7)",
+            (
+                "sft.max_num_steps is one key with dots in it; in YAML write nested sections, dots"
+                " are for overrides (run.yaml:7)"
+            ),
         ),
         (
             "logger:\n",
-            "logger is empty; remove the line or give it keys (tensorboard, wandb_project,"
-            " mlflow_experiment, ",
+            (
+                "logger is empty; remove the line or give it keys (tensorboard, wandb_project,"
+                " mlflow_experiment, "
+            ),
         ),
         ("logger: [1]\n", "logger is a list; it is a section with keys (tensorboard, "),
         ("seed: fast\n", "seed is 'fast'; it must be an integer (run.yaml:7)"),
@@ -243,8 +249,10 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ),
         (
             "reward: {functions: {a: m.f}}\n",
-            "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight)"
-            " (run.yaml:7)",
+            (
+                "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight)"
+                " (run.yaml:7)"
+            ),
         ),
         (
             "reward: {functions: {a: {weight: 1}}}\n",
@@ -256,8 +264,11 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         ),
         (
             "seed: ${nope}\n",
-            "seed cannot be resolved: Interpolation key 'nope' not found; for a literal ${ write"
-            " \\${ (run.yaml:7)",
+            (
+                "seed cannot be resolved: Interpolation key 'nope' not found; for a literal ${"
+                " write"
+                " \\${ (run.yaml:7)"
+            ),
         ),
         (
             "output_dir: ${oc.env:NOT_THERE_}\n",

@@ -291,7 +291,11 @@ def test_what_cannot_be_encoded_is_named() -> None:
             ChatEncoder(tiny_tokenizer(template)).encode_sft([USER])
     with pytest.raises(ConfigError, match=r"mark no token of this conversation"):
         ChatEncoder(tiny_tokenizer(GENERATION_BLOCKS)).encode_sft([USER])
-    silent = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"
+    silent = (
+        "{% for message in messages %}"
+        "{% if message.role == 'user' %}{{ message.content }}{% endif %}"
+        "{% endfor %}"
+    )
     with pytest.raises(
         ConfigError, match="drops the content of a message of role 'assistant', 'The answer is four"
     ):

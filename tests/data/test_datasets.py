@@ -141,13 +141,19 @@ GOOD = {"prompt": "a", "answer": "1"}
         ([GOOD, "", "[1, 2]"], r"jsonl:3: \[1, 2\] \(list\) is not an object with columns"),
         (
             [{"text": "x", "label": 1}],
-            r"jsonl:1: columns \['label', 'text'\] are no format that is understood. Understood:"
-            r" messages",
+            (
+                r"jsonl:1: columns \['label', 'text'\] are no format that is understood."
+                r" Understood:"
+                r" messages"
+            ),
         ),
         (
             [GOOD, {"prompt": "a"}],
-            r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer, this one"
-            r" has \['prompt'\]",
+            (
+                r"jsonl:2: column 'answer' is missing; the rows before have prompt \+ answer,"
+                r" this one"
+                r" has \['prompt'\]"
+            ),
         ),
         (
             [GOOD, {"prompt": 7, "answer": "1"}],

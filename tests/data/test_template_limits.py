@@ -83,7 +83,8 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(
     rows.start(np.arange(2))
     with pytest.raises(
         ConfigError,
-        match=r"rows\.jsonl:2: the chat template of .* does not render this conversation within 2 s",
+        match=r"rows\.jsonl:2: the chat template of .* does not render this conversation within"
+        r" 2 s",
     ):
         rows.finish()
     assert time.process_time() - before < 4

@@ -176,9 +176,10 @@ def test_numbers_of_any_length_are_compared_exactly() -> None:
 
 
 PIECES = [
-    "\\boxed{", "\\boxed ", "{", "}", "\\", "#", "#### ", "#### 1 ", "<answer>", "</answer>", "answer is ", "answer: 4 ",
-    "answer to x ", "answer\n", "1", "111,", "1-", "1/", "1:", "1e", ".1", "1 x 10^1", "\\text{", "\\frac{1}{2}", "$", "*", "-",
-    " ", "\n", "a ", "\ud83d", "\0", "\u2212",
+    "\\boxed{", "\\boxed ", "{", "}", "\\", "#", "#### ", "#### 1 ", "<answer>", "</answer>",
+    "answer is ", "answer: 4 ", "answer to x ", "answer\n", "1", "111,", "1-", "1/", "1:", "1e",
+    ".1", "1 x 10^1", "\\text{", "\\frac{1}{2}", "$", "*", "-", " ", "\n", "a ", "\ud83d", "\0",
+    "\u2212",
 ]  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from nemo_like.environments.comparison import AnswerComparer
 from nemo_like.environments.math import answers_equal
 
 HOSTILE = [
-    "9**9**9**9", "100000!!", "(" * 140 + "1" + ")" * 140, "\\frac{" * 40 + "1" + "}{2}" * 40, "(x+1)^{99999}",
-    "\ud83d", "\0", "{" * 200, "1e999999999x",
+    "9**9**9**9", "100000!!", "(" * 140 + "1" + ")" * 140, "\\frac{" * 40 + "1" + "}{2}" * 40,
+    "(x+1)^{99999}", "\ud83d", "\0", "{" * 200, "1e999999999x",
 ]  # fmt: skip
 
 

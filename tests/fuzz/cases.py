@@ -276,7 +276,7 @@ def run_case(act: Callable[[], None], counts: Counter[str]) -> str | None:
         outcome, message = "rejected", str(error)
         if not message.strip() or len(message) > MAX_MESSAGE_CHARACTERS:
             problem = f"message of {len(message)} characters: {message[:300]}"
-    except Exception as error:  # what the fuzzer looks for
+    except Exception as error:  # noqa: BLE001 (what the fuzzer looks for)
         outcome, problem = "failed", f"{type(error).__name__}: {str(error)[:300]}"
     used = time.process_time() - start
     if used > MAX_CPU_S:

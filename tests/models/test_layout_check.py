@@ -33,8 +33,10 @@ def problems(config: dict, engine: str = "megatron", **parallel: object) -> list
 def test_heads_and_layers_must_divide() -> None:
     three_heads = {**DENSE, "num_key_value_heads": 3}
     assert problems(three_heads, tensor=2, pipeline=16) == [
-        "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set"
-        " parallel.tensor to 1 or 3",
+        (
+            "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set"
+            " parallel.tensor to 1 or 3"
+        ),
         "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]
     # Megatron-Core replicates each key-value head on two ranks.
@@ -46,8 +48,10 @@ def test_heads_and_layers_must_divide() -> None:
 def test_experts_must_divide() -> None:
     assert problems(MOE, expert=3) == []
     assert problems(MOE, expert=4) == [
-        "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert to 3"
-        " or 6"
+        (
+            "6 experts, and 6 / parallel.expert 4 = 1.5, not a whole number: set parallel.expert"
+            " to 3 or 6"
+        )
     ]
     assert problems(DENSE, expert=2) == ["no experts, and parallel.expert is 2: set it to 1"]
 

@@ -1,0 +1,1 @@
+"""Bin packers and their metrics; they know no ranks and no steps."""

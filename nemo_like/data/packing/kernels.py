@@ -214,17 +214,18 @@ def best_fit_runs(
                     continue
                 bins.extend(group)
                 counts.extend([count] * len(group))
+                open_bins = group
                 if has_item_limit:
                     for b in group:
                         free_items[b] -= count
-                    group = [b for b in group if free_items[b] > 0]
+                    open_bins = [b for b in group if free_items[b] > 0]
                 new_free_tokens = free_tokens - count * length
                 # Bins that no remaining row fits into are dropped.
-                if new_free_tokens >= shortest and group:
+                if new_free_tokens >= shortest and open_bins:
                     stack = stacks.setdefault(new_free_tokens, [])
                     if not stack:
                         insort(free_values, new_free_tokens)
-                    stack.extend(group)
+                    stack.extend(open_bins)
     return bins, counts, num_bins
 
 

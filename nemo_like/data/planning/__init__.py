@@ -1,0 +1,1 @@
+"""From row lengths to a `BatchPlan`: limits, bounds, schedule, ranks and steps."""

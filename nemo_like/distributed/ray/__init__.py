@@ -1,0 +1,1 @@
+"""Ray: the virtual cluster, actors, worker groups and their failures."""

@@ -107,7 +107,7 @@ class WorkerActor:
         activity.note("__init__")
         try:
             self._worker = worker_class(context, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the driver raises it)
             return Raised.from_exception(error), None
         return None, None
 
@@ -117,7 +117,7 @@ class WorkerActor:
         activity.note(method)
         try:
             return None, getattr(self._worker, method)(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the driver raises it)
             return Raised.from_exception(error), None
 
 
@@ -137,6 +137,6 @@ def _picklable(error: Exception) -> Exception:
         # deepcopy uses the pickle protocol. Unpickling fails for exceptions whose constructor
         # takes other arguments than it passes to Exception.
         copy.deepcopy(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 (whatever its constructor raises)
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

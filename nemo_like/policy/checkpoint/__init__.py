@@ -1,0 +1,1 @@
+"""Weights on disk: sharded checkpoints, Hugging Face export, GGUF."""

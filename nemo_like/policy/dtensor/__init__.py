@@ -1,0 +1,1 @@
+"""Engine on FSDP2 over a Hugging Face model."""

@@ -95,7 +95,7 @@ class _Cuda:
     def synchronize(self, *args: Any) -> None:
         pass
 
-    def Stream(self, *args: Any) -> _Stream:
+    def Stream(self, *args: Any) -> _Stream:  # noqa: N802 (the name in torch.cuda)
         return _Stream()
 
     def current_stream(self, *args: Any) -> _Stream:

@@ -13,8 +13,14 @@ from nemo_like.distributed.ray.actor import Raised
 from nemo_like.distributed.ray.failures import Evidence, Failure, advise, diagnose, read_evidence
 from nemo_like.distributed.ray.processes import count_oom_kills
 
-LOST = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker"
-SIGKILL = f"{LOST} unexpectedly exits with a connection error code 2. Some common causes include: (1) the OOM killer"
+LOST = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+    " Worker exit detail: Worker"
+)
+SIGKILL = (
+    f"{LOST} unexpectedly exits with a connection error code 2."
+    " Some common causes include: (1) the OOM killer"
+)
 SEGFAULT = "hello\nFatal Python error: Segmentation fault\n\nStack (most recent call first):"
 
 

@@ -118,8 +118,8 @@ def test_needed_and_available_are_spelled_out() -> None:
         " 8 CPU + 2 GPU on each of 1 node. Available: 10.0.0.1 has 8 CPU free of 8 CPU"
     )
     assert requested.advise([node("10.0.0.1", 4), node("10.0.0.2", 2)]) == (
-        "To continue, add nodes, or lower cluster.num_nodes to 1, or lower cluster.workers_per_node to"
-        " 2."
+        "To continue, add nodes, or lower cluster.num_nodes to 1, or lower"
+        " cluster.workers_per_node to 2."
     )
     assert request(workers_per_node=2, generation_workers=1).advise([node("a", 2)]) == (
         "To continue, add nodes, or lower cluster.generation_workers or cluster.workers_per_node."

@@ -80,7 +80,8 @@ CLUSTER = """
     os.kill(os.getpid(), signal.SIGTERM)
     assert set(received) == {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}, received
     started = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
-    print(json.dumps([str(cluster._session.path), pids + [int(pid) for pid in started]]), flush=True)
+    pids += [int(pid) for pid in started]
+    print(json.dumps([str(cluster._session.path), pids]), flush=True)
 """
 
 

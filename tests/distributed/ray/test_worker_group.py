@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
 from nemo_like.distributed.parallel_layout import Topology
-from nemo_like.distributed.ray import failures as failures
+from nemo_like.distributed.ray import failures
 from nemo_like.distributed.ray.failures import Failure, explain
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup

@@ -170,7 +170,10 @@ def test_a_part_outside_the_tensor_is_refused(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     save_blocks(tmp_path, [whole(random_model())])
-    message = r"2 weights differ, first embed\.weight, saved as \[7, 4\] and now \[7, 8\]; check policy\.model_name"
+    message = (
+        r"2 weights differ, first embed\.weight, saved as \[7, 4\] and now \[7, 8\];"
+        r" check policy\.model_name"
+    )
     with open_checkpoint(tmp_path) as reader, pytest.raises(ConfigError, match=message):
         reader.check_model({"embed.weight": (7, 8), "norm.weight": (5,), "extra": (1,)})
 
@@ -320,11 +323,11 @@ def test_writing_and_reading_report_activity(tmp_path: Path) -> None:
     hung worker.
     """
     model = random_model()
-    before = activity.last().count
+    before = activity.last().num_notes
     save_blocks(tmp_path, [whole(model)])
     written = activity.last()
-    assert written.count > before and "writing rank_00000_000.safetensors" in written.text
+    assert written.num_notes > before and "writing rank_00000_000.safetensors" in written.text
     with open_checkpoint(tmp_path) as reader:
         for name, tensor in model.items():
             reader.read(name, (0,) * tensor.ndim, tensor.shape)
-    assert activity.last().count == written.count + len(model)
+    assert activity.last().num_notes == written.num_notes + len(model)

@@ -212,7 +212,7 @@ def train(worker: PolicyWorker, rank: Rank, steps: range) -> list[float]:
 
 
 def replicated_weights(worker: PolicyWorker) -> dict[str, np.ndarray]:
-    """This rank's shard of the weights that tensor parallelism replicates."""
+    """Shard, on this rank, of the weights that tensor parallelism replicates."""
     engine: Any = worker._policy
     return {
         weight.name: local_shard(weight.parameter).clone().numpy()

@@ -95,7 +95,7 @@ class Rank:
         return PolicyWorker(config, self.engine(config), None)
 
     def shard(self, config: PolicyConfig, worker: PolicyWorker, batch: BatchedDataDict) -> Any:
-        """This rank's rows of `batch`, with their plan."""
+        """Rows of `batch` on this rank, with their plan."""
         spec = plan_spec(
             config,
             purpose="train",
