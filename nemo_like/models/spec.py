@@ -14,32 +14,42 @@ from typing import Any
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
 
-# Feed-forward blocks of two matrices (up, down); every other architecture has the gated three.
-_UNGATED_MODEL_TYPES = frozenset(
-    {
-        "arcee",
-        "bloom",
-        "codegen",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "opt",
-        "phi",
-        "stablelm_epoch",
-        "starcoder2",
-    }
-)
-# These model types have properties that their configuration does not name.
-_QKV_BIAS_MODEL_TYPES = frozenset({"qwen2"})
-_QK_NORM_MODEL_TYPES = frozenset({"qwen3", "qwen3_moe"})
-# These ignore `max_window_layers`: a sliding window applies to every layer.
-_WINDOW_IN_EVERY_LAYER_MODEL_TYPES = frozenset({"qwen3_moe"})
 _REQUIRED = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FamilyTraits:
+    """Properties of all models of one `model_type` that their configurations do not name."""
+
+    num_mlp_matrices: int = 3
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_window_in_every_layer: bool = False
+    """`max_window_layers` is ignored: a sliding window applies to every layer."""
+
+
+_UNGATED = _FamilyTraits(num_mlp_matrices=2)
+_TRAITS = {
+    "arcee": _UNGATED,
+    "bloom": _UNGATED,
+    "codegen": _UNGATED,
+    "falcon": _UNGATED,
+    "gpt2": _UNGATED,
+    "gpt_bigcode": _UNGATED,
+    "gpt_neo": _UNGATED,
+    "gpt_neox": _UNGATED,
+    "gptj": _UNGATED,
+    "mpt": _UNGATED,
+    "nemotron": _UNGATED,
+    "opt": _UNGATED,
+    "phi": _UNGATED,
+    "qwen2": _FamilyTraits(has_qkv_bias=True),
+    "qwen3": _FamilyTraits(has_qk_norm=True),
+    "qwen3_moe": _FamilyTraits(has_qk_norm=True, has_window_in_every_layer=True),
+    "stablelm_epoch": _UNGATED,
+    "starcoder2": _UNGATED,
+}
+"""By `model_type`; families without an entry have the defaults, as Llama does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +141,7 @@ class ModelSpec:
         num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers")
         num_heads = fields.size("num_attention_heads", "n_head")
         attention_bias = bool(fields.get("attention_bias", default=False))
-        is_qkv_bias_type = model_type in _QKV_BIAS_MODEL_TYPES
+        traits = _TRAITS.get(model_type, _FamilyTraits())
         rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
         return cls(
             name=fields.name,
@@ -146,13 +156,13 @@ class ModelSpec:
             head_dim=fields.size("head_dim", default=max(hidden_size // num_heads, 1)),
             vocab_size=fields.size("vocab_size"),
             max_positions=fields.get("max_position_embeddings", "n_positions", default=None),
-            num_mlp_matrices=2 if model_type in _UNGATED_MODEL_TYPES else 3,
+            num_mlp_matrices=traits.num_mlp_matrices,
             is_tied=bool(fields.get("tie_word_embeddings", default=False)),
-            has_qkv_bias=attention_bias or is_qkv_bias_type,
-            has_output_bias=attention_bias and not is_qkv_bias_type,
+            has_qkv_bias=attention_bias or traits.has_qkv_bias,
+            has_output_bias=attention_bias and not traits.has_qkv_bias,
             has_mlp_bias=bool(fields.get("mlp_bias", default=False)),
-            has_qk_norm=model_type in _QK_NORM_MODEL_TYPES,
-            windows=_windows(fields, model_type, num_layers),
+            has_qk_norm=traits.has_qk_norm,
+            windows=_windows(fields, traits, num_layers),
             linear_attention_layers=_linear_attention_layers(fields),
             rope_type=str(rope.get("rope_type", "default")),
             activation=str(fields.get("hidden_act", "activation_function", default="silu")),
@@ -311,7 +321,7 @@ class _Fields:
         return getattr(self._config, name, None)
 
 
-def _windows(fields: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: _Fields, traits: _FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)
     if kinds is not None:
@@ -320,7 +330,7 @@ def _windows(fields: _Fields, model_type: str, num_layers: int) -> tuple[int | N
         return tuple(by_kind.get(kind) for kind in kinds)
     if window is None or not fields.get("use_sliding_window", default=True):
         return (None,) * num_layers
-    if model_type in _WINDOW_IN_EVERY_LAYER_MODEL_TYPES:
+    if traits.has_window_in_every_layer:
         return (window,) * num_layers
     period = fields.get("sliding_window_pattern", default=None)
     if period is not None:  # every period-th layer attends to all positions (Gemma)

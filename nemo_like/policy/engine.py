@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_like.data.planning.spec import Sync
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
@@ -53,6 +54,11 @@ class Engine(Protocol):
     @property
     def sync(self) -> Sync:
         """Ranks wait for each other at every microbatch, or once per optimizer step."""
+        ...
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes and properties of the model."""
         ...
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats
 from nemo_like.policy.compute_clock import ComputeClock
@@ -86,10 +87,19 @@ class EngineBase(ABC, Generic[OptimizerT]):
         # Subclasses have the same groups under `groups`, with their own type.
         self._axes = groups
         self._optimizer: OptimizerT | None = None
+        self._spec: ModelSpec | None = None
 
     @property
     @abstractmethod
     def model_config(self) -> Any: ...
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See `Engine.spec`."""
+        # Read on the first use: the configuration is opened by the constructor of the subclass.
+        if self._spec is None:
+            self._spec = ModelSpec.from_config(self.model_config, self.config.model_name)
+        return self._spec
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...

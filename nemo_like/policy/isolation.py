@@ -16,7 +16,6 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.model_inputs import build_inputs
 from nemo_like.policy.row_logprobs import compute_row_logprobs
@@ -56,7 +55,7 @@ def probe_isolation(
     For MoE models properties 1 and 2 also hold up to rounding only: changing a token can change the
     batch size of two experts' GEMMs and thus the reduction order.
     """
-    is_moe = ModelSpec.from_config(engine.model_config).moe is not None
+    is_moe = engine.spec.moe is not None
     limit = _MAX_MEAN_DIFFERENCE[precision] if is_moe else 0.0
     rows = _random_rows(vocab_size)
     changes = [_with_other_token(rows, row, vocab_size) for row in (0, 1)]

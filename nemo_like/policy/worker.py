@@ -23,7 +23,6 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
@@ -59,7 +58,7 @@ class PolicyWorker:
         return PolicyInfo(
             num_params=sum(prod(shape) for shape in self._policy.weight_shapes().values()),
             num_workers=self._policy.topology.world_size,
-            cost=CostModel.from_spec(ModelSpec.from_config(self._policy.model_config)),
+            cost=CostModel.from_spec(self._policy.spec),
             sync=self._policy.sync,
             peak_flops=peak,
             peak_flops_source=source,
@@ -143,7 +142,7 @@ class PolicyWorker:
         return probe_isolation(
             self._policy,
             layout="packed" if self.config.sequence_packing.enabled else "padded",
-            vocab_size=self._policy.model_config.vocab_size,
+            vocab_size=self._policy.spec.vocab_size,
             precision=self.config.precision,
         )
 

@@ -15,7 +15,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.models.layout_check import layout_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.megatron.support import check_model_spec
+from nemo_like.policy.megatron.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -99,7 +99,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
                 "policy.engine is megatron, but megatron-core is not installed: pip install"
                 " 'nemo-like[megatron]'"
             )
-        check_model_spec(spec, name)
+        family_of(spec, name)
     raise_problems(layout_problems(config, spec))
     return model_config
 

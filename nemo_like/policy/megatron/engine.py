@@ -14,23 +14,22 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
-from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.engine import ResultT, StepFunction, Sync
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
+from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.model import build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
 from nemo_like.policy.megatron.parameters import FullWeightGatherer
-from nemo_like.policy.megatron.support import check_model_spec
 from nemo_like.policy.megatron.timers import ScheduleTimers
 from nemo_like.policy.megatron.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
@@ -54,12 +53,18 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         """Load the model; every rank calls. All engines of the process share `groups`."""
         super().__init__(config, device, topology, rank, groups)
         self.groups = groups
-        self._causal_lm = _meta_model(config.model_name)
-        spec = ModelSpec.from_config(self.model_config, config.model_name)
-        sharding = ModelSharding(spec, pp=topology.pp, tp=topology.tp, ep=groups.ep.size())
+        self._model_config = AutoConfig.from_pretrained(
+            config.model_name,
+            trust_remote_code=False,
+            local_files_only=is_local(config.model_name),
+        )
+        family = family_of(self.spec, config.model_name)
+        self._causal_lm = _meta_model(self._model_config)
+        sharding = ModelSharding(self.spec, pp=topology.pp, tp=topology.tp, ep=groups.ep.size())
         stage, tp_rank, ep_rank = parallel_coords(topology, sharding.ep, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
+            family,
             sharding,
             _rotary_embedding(self._causal_lm),
             padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
@@ -69,12 +74,13 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             recompute=config.activation_checkpointing and trainable,
         )
         self._model.requires_grad_(trainable)
-        self._param_map = sharding.param_map(stage, tp_rank, ep_rank)
+        self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
         self._parameters = dict(self._model.named_parameters())
         self._check_param_map()
         if trainable:
             self._optimizer = ShardedAdamW(self._model, self._param_map, groups, config.optimizer)
-        self._gatherer = FullWeightGatherer(sharding, topology, rank, device)
+        self._gatherer = FullWeightGatherer(family, sharding, topology, rank, device)
+        self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
         self._head = VocabularyHead(
@@ -97,7 +103,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
     @property
     def model_config(self) -> Any:
         """See `Engine.model_config`."""
-        return self._causal_lm.config
+        return self._model_config
 
     def run(
         self,
@@ -182,6 +188,13 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             directory, self._parameters, self._param_map, self.optimizer, self.weight_shapes()
         )
 
+    def _check_names(self) -> None:
+        """Check that the parameter maps of all ranks together name every Hugging Face weight."""
+        # A weight that the family forgets would keep its initial value in every export.
+        mapped = self._gatherer.names
+        unknown = sorted(mapped ^ set(self.weight_shapes()))
+        assert not unknown, f"weights in the family's map or in transformers only: {unknown[:4]}"
+
     def _check_param_map(self) -> None:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         # The spec of an expert has a leading 1 that the parameter does not have.
@@ -195,15 +208,8 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             self._optimizer.move(device)
 
 
-def _meta_model(model_name: str) -> PreTrainedModel:
-    """Build the Hugging Face model on the meta device, for its names, shapes and configuration.
-
-    Raises ConfigError for a model that this engine does not compute.
-    """
-    model_config = AutoConfig.from_pretrained(
-        model_name, trust_remote_code=False, local_files_only=is_local(model_name)
-    )
-    check_model_spec(ModelSpec.from_config(model_config, model_name), model_name)
+def _meta_model(model_config: PretrainedConfig) -> PreTrainedModel:
+    """Build the Hugging Face model on the meta device, for its names and shapes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     model.tie_weights()

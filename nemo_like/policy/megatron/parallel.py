@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nemo_like.policy.megatron.param_map import ModelSharding
 
 def transformer_config(
     sharding: ModelSharding,
+    family_config: Mapping[str, Any],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -22,8 +24,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build Megatron-Core's configuration of the model and of its parallelism.
 
-    `dtype` is that of weights and activations. With `recompute` each layer is recomputed in the
-    backward.
+    `family_config` has the arguments in which the family differs from a Llama. `dtype` is that of
+    weights and activations. With `recompute` each layer is recomputed in the backward.
     """
     is_cuda = device.type == "cuda"
     spec = sharding.spec
@@ -43,8 +45,6 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=spec.has_qkv_bias,
-        qk_layernorm=spec.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=sharding.tp,
@@ -59,7 +59,7 @@ def transformer_config(
         # for dense models.
         variable_seq_lengths=sharding.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        **_moe_config(sharding),
+        **family_config,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=is_cuda,
         # The loss is already divided by the global count; it and its gradients stay unscaled.
@@ -78,24 +78,3 @@ def transformer_config(
         bias_dropout_fusion=is_cuda,
         cuda_graph_scope=[],
     )
-
-
-def _moe_config(sharding: ModelSharding) -> dict[str, Any]:
-    """Settings of MoE layers: dropless routing, no jitter, no load-balancing loss."""
-    spec = sharding.spec
-    if spec.moe is None:
-        return {}
-    return {
-        "num_moe_experts": spec.moe.num_experts,
-        "moe_ffn_hidden_size": spec.moe.expert_size,
-        "moe_layer_freq": [int(layer in sharding.moe_layers) for layer in range(spec.num_layers)],
-        "moe_router_topk": spec.moe.num_active_experts,
-        # Normalised probabilities of the chosen experts equal a softmax over the chosen experts
-        # alone, that is after the top-k.
-        "moe_router_pre_softmax": not spec.moe.normalizes_weights,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": sharding.ep,
-        "expert_tensor_parallel_size": 1,
-    }

@@ -2,14 +2,15 @@
 
 Every Megatron-Core parameter is assembled from rectangular slices of Hugging Face tensors. One map
 serves the reading of model files, the export of weights and gradients under their Hugging Face
-names, and checkpoints.
+names, and checkpoints. `families.family.Family.param_map` makes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.models.spec import ModelSpec
@@ -92,11 +93,6 @@ class ModelSharding:
     ep: int = 1
 
     @property
-    def moe_layers(self) -> frozenset[int]:
-        """Indices of the MoE layers."""
-        return frozenset() if self.spec.moe is None else self.spec.moe.layers
-
-    @property
     def vocabulary_rows(self) -> int:
         """Rows of the embedding on each tp rank, padding of the vocabulary included."""
         # Megatron-Core needs equal shards, so the vocabulary is padded to a multiple of tp.
@@ -120,141 +116,60 @@ class ModelSharding:
         size = num_experts // self.ep
         return range(ep_rank * size, (ep_rank + 1) * size)
 
-    def param_map(self, stage: int, tp_rank: int, ep_rank: int = 0) -> ParamMap:
-        """Return the parameters of a rank at pipeline stage `stage`."""
-        return _RankParams(self, stage, tp_rank, ep_rank).build()
 
+class RankParams:
+    """Collects the parameter map of one rank in `specs`; a family adds the parameters of a layer.
 
-class _RankParams:
-    """Builds the parameter map of one rank."""
+    Methods named after a sharding take the size of the full tensor and add this rank's shard.
+    """
 
-    def __init__(self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int) -> None:
+    def __init__(self, sharding: ModelSharding, tp_rank: int, ep_rank: int) -> None:
+        self.spec = sharding.spec
+        self.specs: ParamMap = {}
         self._sharding = sharding
-        self._model = sharding.spec
         self._hidden = sharding.spec.hidden_size
-        self._stage = stage
         self._tp_rank = tp_rank
         self._ep_rank = ep_rank
-        self._specs: ParamMap = {}
 
-    def build(self) -> ParamMap:
-        """Return the parameters by Megatron-Core name."""
-        if self._stage == 0:
-            self._add_vocabulary("embedding.word_embeddings.weight", EMBEDDING, is_owner=True)
-        for index, layer in enumerate(self._sharding.layers(self._stage)):
-            # Megatron-Core counts layers from 0 on each pipeline stage.
-            prefix = f"decoder.layers.{index}"
-            hf_layer = f"model.layers.{layer}"
-            self._add_attention(prefix, hf_layer)
-            if layer in self._sharding.moe_layers:
-                self._add_moe_mlp(f"{prefix}.mlp", f"{hf_layer}.mlp")
-            else:
-                self._add_dense_mlp(f"{prefix}.mlp", f"{hf_layer}.mlp")
-        if self._stage == self._sharding.pp - 1:
-            self._add_output()
-        return self._specs
+    @property
+    def experts(self) -> range:
+        """Indices of the experts of this rank."""
+        return self._sharding.experts(self._ep_rank)
 
-    def _add_output(self) -> None:
-        norm_shape = (self._hidden,)
-        self._add_replicated("decoder.final_layernorm.weight", "model.norm.weight", norm_shape)
-        head = "output_layer.weight"
-        if not self._model.is_tied:
-            self._add_vocabulary(head, HEAD, is_owner=True)
-        elif self._stage > 0:
-            # The first stage owns a tied embedding; the last stage has a replica of it. On a single
-            # stage both are one parameter.
-            self._add_vocabulary(head, EMBEDDING, is_owner=False)
-
-    def _add_attention(self, prefix: str, hf_layer: str) -> None:
-        model = self._model
-        norm_shape = (self._hidden,)
-        head_shape = (model.head_dim,)
-        attention = f"{prefix}.self_attention"
-        hf_attention = f"{hf_layer}.self_attn"
-        self._add_replicated(
-            f"{prefix}.input_layernorm.weight", f"{hf_layer}.input_layernorm.weight", norm_shape
-        )
-        width = model.num_heads * model.head_dim
-        self._add_row_parallel(
-            f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", width
-        )
-        self._add_qkv(f"{attention}.linear_qkv", hf_attention, "weight", tail=(self._hidden,))
-        if model.has_qkv_bias:
-            self._add_qkv(f"{attention}.linear_qkv", hf_attention, "bias", tail=())
-        if model.has_qk_norm:
-            self._add_replicated(
-                f"{attention}.q_layernorm.weight", f"{hf_attention}.q_norm.weight", head_shape
-            )
-            self._add_replicated(
-                f"{attention}.k_layernorm.weight", f"{hf_attention}.k_norm.weight", head_shape
-            )
-        # Hugging Face names the norm by what precedes it, Megatron-Core by what follows.
-        hf_norm = f"{hf_layer}.post_attention_layernorm.weight"
-        self._add_replicated(f"{prefix}.pre_mlp_layernorm.weight", hf_norm, norm_shape)
-
-    def _add_dense_mlp(self, mlp: str, hf_mlp: str) -> None:
-        self._add_gate_and_up(f"{mlp}.linear_fc1.weight", hf_mlp)
-        width = self._model.intermediate_size
-        self._add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
-
-    def _add_moe_mlp(self, mlp: str, hf_mlp: str) -> None:
-        moe = self._model.moe
-        assert moe is not None, "only MoE layers have experts"
-        router_shape = (moe.num_experts, self._hidden)
-        self._add_replicated(f"{mlp}.router.weight", f"{hf_mlp}.gate.weight", router_shape)
-        fc1_shape = (1, 2 * moe.expert_size, self._hidden)
-        fc2_shape = (1, self._hidden, moe.expert_size)
-        for index, expert in enumerate(self._sharding.experts(self._ep_rank)):
-            # Experts are counted from 0 on each expert-parallel rank.
-            local = f"{mlp}.experts.local_experts.{index}"
-            stacked = f"{hf_mlp}.experts"
-            fc1 = f"{local}.linear_fc1.weight"
-            self._add_expert(fc1, f"{stacked}.gate_up_proj", expert, fc1_shape)
-            fc2 = f"{local}.linear_fc2.weight"
-            self._add_expert(fc2, f"{stacked}.down_proj", expert, fc2_shape)
-
-    def _add_replicated(self, name: str, hf_name: str, shape: Shape) -> None:
+    def add_replicated(self, name: str, hf_name: str, shape: Shape) -> None:
         """Add a weight that every tp rank has in full; tp rank 0 owns it."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(hf_name, zeros, shape, zeros)
-        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=self._tp_rank == 0)
+        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=self._tp_rank == 0)
 
-    def _add_row_parallel(self, name: str, hf_name: str, width: int) -> None:
-        """Add a weight whose `width` columns (input features) are sharded over the tp ranks."""
+    def add_row_parallel(self, name: str, hf_name: str, width: int) -> None:
+        """Add [hidden size, width] whose columns (input features) are sharded over the tp ranks."""
         size = width // self._sharding.tp
         shape = (self._hidden, size)
         hf_slice = HFSlice(hf_name, (0, self._tp_rank * size), shape, (0, 0))
-        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
+        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def _add_vocabulary(self, name: str, hf_name: str, *, is_owner: bool) -> None:
-        """Add an embedding whose rows are sharded; the last ranks may have only padding."""
-        rows = self._sharding.vocabulary_range(self._tp_rank)
-        slices: tuple[HFSlice, ...] = ()
-        if rows:
-            shape = (len(rows), self._hidden)
-            slices = (HFSlice(hf_name, (rows.start, 0), shape, (0, 0)),)
-        padded_shape = (self._sharding.vocabulary_rows, self._hidden)
-        self._specs[name] = ParamSpec(padded_shape, slices, is_owner)
+    def add_column_parallel(self, name: str, hf_names: Sequence[str], width: int) -> None:
+        """Add fused weights [width, hidden size] whose rows (output features) are sharded.
 
-    def _add_gate_and_up(self, name: str, hf_mlp: str) -> None:
-        """Add the fused gate and up projection: this rank's gate rows, then its up rows."""
-        size = self._model.intermediate_size // self._sharding.tp
+        The rank's rows of the first Hugging Face tensor come first, then those of the second, and
+        so on, as in Megatron-Core's fused gate and up projection.
+        """
+        size = width // self._sharding.tp
         shape = (size, self._hidden)
-        offset = (self._tp_rank * size, 0)
-        gate = HFSlice(f"{hf_mlp}.gate_proj.weight", offset, shape, (0, 0))
-        up = HFSlice(f"{hf_mlp}.up_proj.weight", offset, shape, (size, 0))
-        self._specs[name] = ParamSpec((2 * size, self._hidden), (gate, up), is_owner=True)
+        first_row = self._tp_rank * size
+        slices = []
+        for index, hf_name in enumerate(hf_names):
+            slices.append(HFSlice(hf_name, (first_row, 0), shape, (index * size, 0)))
+        fused_shape = (len(hf_names) * size, self._hidden)
+        self.specs[name] = ParamSpec(fused_shape, tuple(slices), is_owner=True)
 
-    def _add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
-        """Add one unsharded expert: index `expert` of the stacked Hugging Face tensor."""
-        hf_slice = HFSlice(hf_name, (expert, 0, 0), shape, (0, 0, 0))
-        self._specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True, is_expert=True)
-
-    def _add_qkv(self, name: str, hf_attention: str, kind: str, *, tail: Shape) -> None:
-        """Add the fused q, k and v projection: its `weight` with `tail` (hidden,), or its `bias`.
+    def add_qkv(self, name: str, hf_attention: str, kind: Literal["weight", "bias"]) -> None:
+        """Add the fused q, k and v projection: its weight [rows, hidden size], or its bias [rows].
 
         Each tp rank has an equal, contiguous part of the fused rows.
         """
+        tail = (self._hidden,) if kind == "weight" else ()
         zeros = (0,) * len(tail)
         fused = []
         num_rows = 0
@@ -269,16 +184,49 @@ class _RankParams:
             if part.numel:
                 local_row = part.local_offset[0] - start
                 slices.append(part._replace(local_offset=(local_row, *zeros)))
-        self._specs[f"{name}.{kind}"] = ParamSpec((size, *tail), tuple(slices), is_owner=True)
+        self.specs[f"{name}.{kind}"] = ParamSpec((size, *tail), tuple(slices), is_owner=True)
+
+    def add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
+        """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
+        stacked_shape = (1, *shape)
+        zeros = (0,) * len(shape)
+        hf_slice = HFSlice(hf_name, (expert, *zeros), stacked_shape, (0, *zeros))
+        self.specs[name] = ParamSpec(stacked_shape, (hf_slice,), is_owner=True, is_expert=True)
+
+    def add_embedding(self) -> None:
+        """Add the input embedding, which the first pipeline stage has."""
+        self._add_vocabulary("embedding.word_embeddings.weight", EMBEDDING, is_owner=True)
+
+    def add_output(self, *, is_first_stage: bool) -> None:
+        """Add the final norm and the output embedding, which the last pipeline stage has."""
+        norm_shape = (self._hidden,)
+        self.add_replicated("decoder.final_layernorm.weight", "model.norm.weight", norm_shape)
+        head = "output_layer.weight"
+        if not self.spec.is_tied:
+            self._add_vocabulary(head, HEAD, is_owner=True)
+        elif not is_first_stage:
+            # The first stage owns a tied embedding; the last stage has a replica of it. On a single
+            # stage both are one parameter.
+            self._add_vocabulary(head, EMBEDDING, is_owner=False)
+
+    def _add_vocabulary(self, name: str, hf_name: str, *, is_owner: bool) -> None:
+        """Add an embedding whose rows are sharded; the last ranks may have only padding."""
+        rows = self._sharding.vocabulary_range(self._tp_rank)
+        slices: tuple[HFSlice, ...] = ()
+        if rows:
+            shape = (len(rows), self._hidden)
+            slices = (HFSlice(hf_name, (rows.start, 0), shape, (0, 0)),)
+        padded_shape = (self._sharding.vocabulary_rows, self._hidden)
+        self.specs[name] = ParamSpec(padded_shape, slices, is_owner)
 
     def _fused_qkv_rows(self, hf_attention: str, kind: str) -> list[tuple[str, int, int]]:
         """Return (Hugging Face name, first row, number of rows) in the order of the fused rows.
 
         Megatron-Core orders them by key-value group: the q rows of a group, its k rows, its v rows.
         """
-        head_dim = self._model.head_dim
-        num_kv_heads = self._model.num_kv_heads
-        group_size = self._model.num_heads // num_kv_heads * head_dim
+        head_dim = self.spec.head_dim
+        num_kv_heads = self.spec.num_kv_heads
+        group_size = self.spec.num_heads // num_kv_heads * head_dim
         rows = []
         for group in range(num_kv_heads):
             rows.append((f"{hf_attention}.q_proj.{kind}", group * group_size, group_size))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_like.distributed import activity
 from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.param_map import (
     HFSlice,
     ModelSharding,
@@ -65,7 +66,12 @@ class FullWeightGatherer:
     """Gathers full tensors under Hugging Face names on rank 0 from the ranks' parameters."""
 
     def __init__(
-        self, sharding: ModelSharding, topology: Topology, rank: int, device: torch.device
+        self,
+        family: Family,
+        sharding: ModelSharding,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self._topology = topology
         self._rank = rank
@@ -76,14 +82,19 @@ class FullWeightGatherer:
         # communication.
         for stage in range(sharding.pp):
             for tp_rank in range(sharding.tp):
-                for parameter, spec in sharding.param_map(stage, tp_rank).items():
+                for parameter, spec in family.param_map(sharding, stage, tp_rank).items():
                     if not spec.is_expert:
                         self._register(stage, tp_rank, parameter, spec)
             # An expert is not sharded over tp, so tp rank 0 stands for all of them.
             for ep_rank in range(sharding.ep):
-                for parameter, spec in sharding.param_map(stage, 0, ep_rank).items():
+                for parameter, spec in family.param_map(sharding, stage, 0, ep_rank).items():
                     if spec.is_expert:
                         self._register(stage, ep_rank, parameter, spec)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of all weights that the ranks have."""
+        return frozenset(self._owners)
 
     def gather(
         self,

@@ -26,7 +26,7 @@ from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
-from nemo_like.policy.megatron.model import SegmentAttention
+from nemo_like.policy.megatron.layers import SegmentAttention
 from tests.policy.megatron.ranks import (
     Step,
     as_tensors,

@@ -36,7 +36,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.megatron import cpu as megatron_cpu
-from nemo_like.policy.megatron.support import check_model_spec
+from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
@@ -104,7 +104,7 @@ def test_a_model_that_would_be_computed_otherwise_is_refused(config, said):
     with pytest.raises(
         ConfigError, match=f"policy.model_name=some/model has .*{said}.*use policy.engine=dtensor"
     ):
-        check_model_spec(ModelSpec.from_config(config), "some/model")
+        family_of(ModelSpec.from_config(config), "some/model")
 
 
 def test_supported_models_pass():
@@ -114,7 +114,7 @@ def test_supported_models_pass():
         Qwen3Config(tie_word_embeddings=True),
         Qwen3MoeConfig(norm_topk_prob=True),
     ):
-        check_model_spec(ModelSpec.from_config(config), "some/model")
+        family_of(ModelSpec.from_config(config), "some/model")
 
 
 def test_a_model_is_read_from_several_files(model_dir, tmp_path):

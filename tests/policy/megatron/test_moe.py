@@ -25,7 +25,8 @@ from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.isolation import IsolationError, IsolationReport
-from nemo_like.policy.megatron import model as megatron_model
+from nemo_like.policy.megatron import layers as megatron_layers
+from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
 from nemo_like.policy.optim import build_optimizer
 from tests.policy.megatron.ranks import (
@@ -183,7 +184,7 @@ def test_scores_and_whole_weights(model_dir, pool, tmp_path):
 
 def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> IsolationReport:
     """The start-up probe, also of a model whose attention ignores where rows end."""
-    attend = megatron_model.varlen_attention
+    attend = megatron_layers.varlen_attention
 
     def leaking(
         query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, **keys: Any
@@ -193,7 +194,7 @@ def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> Isolatio
 
     with joined(context, ParallelConfig()) as rank, pytest.MonkeyPatch.context() as patch:
         if leaks:
-            patch.setattr(megatron_model, "varlen_attention", leaking)
+            patch.setattr(megatron_layers, "varlen_attention", leaking)
         return rank.worker(config).probe_isolation()
 
 
@@ -241,12 +242,14 @@ def test_the_ranks_slices_cover_the_model_exactly_once(architecture, pp, dp, tp,
     model.tie_weights()
     topology = Topology(pp=pp, dp=dp, tp=tp)
     sharding = ModelSharding(ModelSpec.from_config(model_config), pp=pp, tp=tp, ep=ep)
+    family = family_of(sharding.spec, "tested")
     counts = {
         name: np.zeros(tuple(parameter.shape), dtype=int)
         for name, parameter in model.named_parameters()
     }
     for rank in range(topology.world_size):
-        for spec in sharding.param_map(*parallel_coords(topology, ep, rank)).values():
+        coordinates = parallel_coords(topology, ep, rank)
+        for spec in family.param_map(sharding, *coordinates).values():
             for hf_slice in spec.slices if spec.is_owner else ():
                 counts[hf_slice.name][hf_slice.hf_index] += 1
     for name, count in counts.items():

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.megatron.param_map import HFSlice, ModelSharding
+from nemo_like.policy.megatron.families import family_of
+from nemo_like.policy.megatron.param_map import HFSlice, ModelSharding, ParamMap
 
 SIZES: dict[str, Any] = {
     "vocab_size": 13,
@@ -36,6 +37,10 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def param_map(sharding: ModelSharding, stage: int, tp_rank: int) -> ParamMap:
+    return family_of(sharding.spec, "tested").param_map(sharding, stage, tp_rank)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 4)])
 def test_the_owners_slices_cover_the_model_exactly_once(name, pp, tp):
@@ -44,7 +49,7 @@ def test_the_owners_slices_cover_the_model_exactly_once(name, pp, tp):
         weight: np.zeros(shape, dtype=int) for weight, shape in shapes_of(CONFIGS[name]).items()
     }
     for stage, tp_rank in itertools.product(range(pp), range(tp)):
-        for spec in sharding.param_map(stage, tp_rank).values():
+        for spec in param_map(sharding, stage, tp_rank).values():
             filled = np.zeros(spec.shape, dtype=int)
             for hf_slice in spec.slices:
                 filled[hf_slice.local_index] += 1
@@ -57,7 +62,7 @@ def test_the_owners_slices_cover_the_model_exactly_once(name, pp, tp):
 
 def test_a_fused_projection_alternates_group_by_group():
     sharding = ModelSharding(ModelSpec.from_config(CONFIGS["qwen2, tied, 2 groups"]), tp=2)
-    slices = sharding.param_map(0, 1)["decoder.layers.3.self_attention.linear_qkv.weight"].slices
+    slices = param_map(sharding, 0, 1)["decoder.layers.3.self_attention.linear_qkv.weight"].slices
     attention = "model.layers.3.self_attn"
     assert slices == (
         HFSlice(f"{attention}.q_proj.weight", (12, 0), (12, 8), (0, 0)),
@@ -69,9 +74,9 @@ def test_a_fused_projection_alternates_group_by_group():
 def test_layers_that_do_not_divide_go_to_the_first_stages():
     sharding = ModelSharding(ModelSpec.from_config(CONFIGS["llama"]), pp=3)
     assert [list(sharding.layers(stage)) for stage in range(3)] == [[0, 1], [2, 3], [4]]
-    assert "decoder.layers.0.mlp.linear_fc2.weight" in sharding.param_map(2, 0)
+    assert "decoder.layers.0.mlp.linear_fc2.weight" in param_map(sharding, 2, 0)
     assert (
-        sharding.param_map(2, 0)["decoder.layers.0.mlp.linear_fc2.weight"].slices[0].name
+        param_map(sharding, 2, 0)["decoder.layers.0.mlp.linear_fc2.weight"].slices[0].name
         == "model.layers.4.mlp.down_proj.weight"
     )
 
@@ -79,12 +84,12 @@ def test_layers_that_do_not_divide_go_to_the_first_stages():
 def test_the_vocabulary_is_padded_on_the_last_ranks_and_padding_has_no_slice():
     sharding = ModelSharding(ModelSpec.from_config(CONFIGS["llama"]), tp=4)  # 13 rows, 4 to a rank
     assert [list(sharding.vocabulary_range(rank)) for rank in (2, 3)] == [[8, 9, 10, 11], [12]]
-    spec = sharding.param_map(0, 3)["embedding.word_embeddings.weight"]
+    spec = param_map(sharding, 0, 3)["embedding.word_embeddings.weight"]
     assert spec.shape == (4, 8)
     assert [hf_slice.shape for hf_slice in spec.slices] == [(1, 8)]
     # 2 rows to a rank: the last has none
     wide = ModelSharding(dataclasses.replace(sharding.spec, vocab_size=5), tp=4)
-    assert wide.param_map(0, 3)["embedding.word_embeddings.weight"].slices == ()
+    assert param_map(wide, 0, 3)["embedding.word_embeddings.weight"].slices == ()
 
 
 def test_rows_of_a_slice_move_in_both_tensors():

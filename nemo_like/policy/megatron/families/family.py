@@ -1,0 +1,97 @@
+"""Base class of model families: the decoder of Llama, in hooks that other families override.
+
+Imports no Megatron at module level, so that the check of a config runs without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.param_map import ModelSharding, ParamMap, RankParams
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import ModuleSpec
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose frequencies do not depend on the lengths of a microbatch's rows."""
+
+
+class Family:
+    """How the Megatron engine builds the models of one `model_type`.
+
+    The hooks describe a Llama: RMSNorm before each block, rotary embedding, grouped-query
+    attention, a gated SiLU feed-forward block, no biases. A family overrides what is different.
+    """
+
+    def problems(self, spec: ModelSpec) -> list[str]:
+        """Return the properties of a model that this engine computes differently, for a message."""
+        problems = []
+        if spec.rope_type not in ROPE_TYPES:
+            supported = ", ".join(ROPE_TYPES)
+            problems.append(f"rope_type {spec.rope_type} (supported: {supported})")
+        if spec.has_output_bias:
+            problems.append("attention_bias true")
+        if spec.has_mlp_bias:
+            problems.append("mlp_bias true")
+        if spec.attention_dropout:
+            problems.append(f"attention_dropout {spec.attention_dropout:g}")
+        if spec.activation != "silu":
+            problems.append(f"hidden_act {spec.activation}")
+        return problems
+
+    def config(self, sharding: ModelSharding) -> dict[str, Any]:
+        """Return the arguments of Megatron-Core's TransformerConfig that differ from a Llama's."""
+        return {}
+
+    def layer_spec(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """Return the modules of decoder layer `layer`, counted over all pipeline stages."""
+        from nemo_like.policy.megatron.layers import decoder_layer
+
+        return decoder_layer(window=spec.windows[layer])
+
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
+        """Add the projections of attention.
+
+        `attention` and `hf_attention` are the prefixes of its names in Megatron-Core and in
+        transformers, for example `decoder.layers.0.self_attention` and `model.layers.0.self_attn`.
+        """
+        spec = params.spec
+        width = spec.num_heads * spec.head_dim
+        params.add_row_parallel(
+            f"{attention}.linear_proj.weight", f"{hf_attention}.o_proj.weight", width
+        )
+        params.add_qkv(f"{attention}.linear_qkv", hf_attention, "weight")
+
+    def add_mlp(self, params: RankParams, mlp: str, hf_mlp: str, layer: int) -> None:
+        """Add the feed-forward block of decoder layer `layer`; prefixes as in `add_attention`."""
+        width = params.spec.intermediate_size
+        gate_and_up = (f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight")
+        params.add_column_parallel(f"{mlp}.linear_fc1.weight", gate_and_up, width)
+        params.add_row_parallel(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight", width)
+
+    def add_layer(self, params: RankParams, prefix: str, hf_layer: str, layer: int) -> None:
+        """Add all parameters of decoder layer `layer`; `prefix` and `hf_layer` are its names."""
+        shape = (params.spec.hidden_size,)
+        params.add_replicated(
+            f"{prefix}.input_layernorm.weight", f"{hf_layer}.input_layernorm.weight", shape
+        )
+        self.add_attention(params, f"{prefix}.self_attention", f"{hf_layer}.self_attn")
+        # transformers names the norm by what precedes it, Megatron-Core by what follows.
+        hf_norm = f"{hf_layer}.post_attention_layernorm.weight"
+        params.add_replicated(f"{prefix}.pre_mlp_layernorm.weight", hf_norm, shape)
+        self.add_mlp(params, f"{prefix}.mlp", f"{hf_layer}.mlp", layer)
+
+    def param_map(
+        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
+    ) -> ParamMap:
+        """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
+        params = RankParams(sharding, tp_rank, ep_rank)
+        if stage == 0:
+            params.add_embedding()
+        for index, layer in enumerate(sharding.layers(stage)):
+            # Megatron-Core counts layers from 0 on each pipeline stage.
+            self.add_layer(params, f"decoder.layers.{index}", f"model.layers.{layer}", layer)
+        if stage == sharding.pp - 1:
+            params.add_output(is_first_stage=stage == 0)
+        return params.specs

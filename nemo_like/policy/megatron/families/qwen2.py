@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5, dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
+
+
+class Qwen2(Family):
+    """A Llama with biases of the query, key and value projections."""
+
+    def config(self, sharding: ModelSharding) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {"add_qkv_bias": True}
+
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
+        """See `Family.add_attention`."""
+        super().add_attention(params, attention, hf_attention)
+        params.add_qkv(f"{attention}.linear_qkv", hf_attention, "bias")

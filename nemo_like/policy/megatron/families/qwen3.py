@@ -1,0 +1,36 @@
+"""Qwen3, dense."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.param_map import ModelSharding, RankParams
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import ModuleSpec
+
+
+class Qwen3(Family):
+    """A Llama that normalizes queries and keys per head (QK-norm)."""
+
+    def config(self, sharding: ModelSharding) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {"qk_layernorm": True}
+
+    def layer_spec(self, spec: ModelSpec, layer: int) -> ModuleSpec:
+        """See `Family.layer_spec`."""
+        from nemo_like.policy.megatron.layers import decoder_layer
+
+        return decoder_layer(window=spec.windows[layer], has_qk_norm=True)
+
+    def add_attention(self, params: RankParams, attention: str, hf_attention: str) -> None:
+        """See `Family.add_attention`."""
+        super().add_attention(params, attention, hf_attention)
+        # One weight for all heads.
+        shape = (params.spec.head_dim,)
+        for name in ("q", "k"):
+            params.add_replicated(
+                f"{attention}.{name}_layernorm.weight", f"{hf_attention}.{name}_norm.weight", shape
+            )
