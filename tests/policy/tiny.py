@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -53,6 +55,10 @@ ARCHITECTURES: dict[str, tuple[type, Any]] = {
     "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen3_window": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, **_WINDOW, head_dim=16)),
 }
+WINDOWED: dict[str, tuple[type, Any]] = {
+    "mistral": (MistralForCausalLM, MistralConfig(**_SIZES, head_dim=16, sliding_window=5)),
+}
+"""A window in every layer. Kept apart: `qwen3_window` covers windows where it matters."""
 _MIXTURE: dict[str, Any] = _SIZES | {
     "head_dim": 16,
     "num_experts": 4,
@@ -82,7 +88,7 @@ all rows together.
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = (ARCHITECTURES | MIXTURES)[architecture]
+    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -104,7 +104,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
         ("qwen3_window", "packed with activation checkpointing"),
         ("qwen2_tied", "dynamic, 4 microbatches, rounded"),
         ("llama_tied", "packed, 2 microbatches"),
-        ("llama", "padded, 2 rows"),
+        ("mistral", "padded, 2 rows"),
     ]
     steps = [
         Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))

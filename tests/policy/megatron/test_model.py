@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -111,6 +112,7 @@ def test_supported_models_pass():
     for config in (
         LlamaConfig(rope_parameters={"rope_type": "yarn", **ROPE}),
         Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        MistralConfig(sliding_window=8),
         Qwen3Config(tie_word_embeddings=True),
         Qwen3MoeConfig(norm_topk_prob=True),
     ):

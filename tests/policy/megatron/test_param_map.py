@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families import family_of
@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=4),
     "qwen2, tied, 2 groups": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    "mistral, 2 groups": MistralConfig(**SIZES, num_key_value_heads=2),
     "qwen3, 1 group": Qwen3Config(**SIZES, num_key_value_heads=1),
 }
 

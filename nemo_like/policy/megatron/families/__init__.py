@@ -6,12 +6,14 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.families.llama import Llama
+from nemo_like.policy.megatron.families.mistral import Mistral
 from nemo_like.policy.megatron.families.qwen2 import Qwen2
 from nemo_like.policy.megatron.families.qwen3 import Qwen3
 from nemo_like.policy.megatron.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
     "llama": Llama(),
+    "mistral": Mistral(),
     "qwen2": Qwen2(),
     "qwen3": Qwen3(),
     "qwen3_moe": Qwen3Moe(),
