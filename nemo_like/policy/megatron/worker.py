@@ -29,7 +29,7 @@ from nemo_like.policy.megatron.groups import Groups  # noqa: E402
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """A Llama, Qwen2, Qwen3 or Qwen3-MoE with all five kinds of parallelism."""
+    """A model of one of `families.FAMILIES`, with all five kinds of parallelism."""
 
     def __init__(
         self,
