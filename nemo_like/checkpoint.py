@@ -326,7 +326,12 @@ class Checkpointer:
                 # The new checkpoint is safe; a directory that remains costs space only.
                 logger.warning("could not remove %s: %s", directory, error)
 
-    def _failure_message(self, error: BaseException, step: int, directory: Path) -> str | None:
+    def _failure_message(
+        self,
+        error: BaseException,
+        step: int,
+        directory: Path,
+    ) -> str | None:
         """Return the message for a failed write; None for any other error."""
         num_bytes = _num_bytes(directory)
         if is_disk_full(error, self.path, num_bytes):

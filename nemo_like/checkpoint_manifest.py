@@ -28,7 +28,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The message has the cause and the solution."""
 
 
-def write_manifest(directory: Path, step: int, reported: Mapping[str, FileRecord]) -> None:
+def write_manifest(
+    directory: Path,
+    step: int,
+    reported: Mapping[str, FileRecord],
+) -> None:
     """Check that this process sees every reported file, and write the manifest of all files.
 
     `reported` has the files of the policy's ranks by their path relative to `directory`, with sizes
@@ -52,7 +56,14 @@ def write_manifest(directory: Path, step: int, reported: Mapping[str, FileRecord
             name = path.relative_to(directory).as_posix()
             record = reported.get(name) or file_record(path)
             entries[name] = {"size": record.size, "sha256": record.sha256}
-    write_json(directory / MANIFEST, {"format": _FORMAT, "step": step, "files": entries})
+    write_json(
+        directory / MANIFEST,
+        {
+            "format": _FORMAT,
+            "step": step,
+            "files": entries,
+        },
+    )
 
 
 def incomplete_reason(directory: Path, step: int) -> str | None:
@@ -124,7 +135,11 @@ def _checked_files(manifest: Any) -> dict[str, tuple[int, str | None]]:
     return checked
 
 
-def _checked_entry(name: str, entry: Any, format_number: int) -> tuple[int, str | None]:
+def _checked_entry(
+    name: str,
+    entry: Any,
+    format_number: int,
+) -> tuple[int, str | None]:
     parts = PurePosixPath(name).parts
     # A copied checkpoint must not direct reads to files outside of it.
     is_relative = bool(parts) and not name.startswith("/") and ".." not in parts

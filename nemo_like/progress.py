@@ -58,7 +58,13 @@ class Phase:
     any thread.
     """
 
-    def __init__(self, name: str, total: int | None, unit: str, done: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        total: int | None,
+        unit: str,
+        done: int = 0,
+    ) -> None:
         self.name = name
         self.total = total
         self.unit = unit
@@ -116,7 +122,11 @@ class Progress:
         num_steps: int | None = None,
     ) -> None:
         # No highlighting and no wrapping: lines in a log must be those that were printed.
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(
+            file=stream or sys.stdout,
+            highlight=False,
+            soft_wrap=True,
+        )
         self._interval_s = interval_s
         self._num_steps = num_steps
         self._phases: list[Phase] = []
@@ -124,7 +134,12 @@ class Progress:
 
     @contextmanager
     def phase(
-        self, name: str, total: int | None = None, *, unit: str = "rows", done: int = 0
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        unit: str = "rows",
+        done: int = 0,
     ) -> Iterator[Phase]:
         """Show a phase while the block runs; the block calls `advance` on the yielded phase.
 
@@ -158,7 +173,11 @@ class Progress:
 
     def _shown(self) -> AbstractContextManager[object]:
         if self._is_terminal:
-            return Live(get_renderable=self._bars, console=self._console, transient=True)
+            return Live(
+                get_renderable=self._bars,
+                console=self._console,
+                transient=True,
+            )
         return self._ticking()
 
     @contextmanager
@@ -183,7 +202,11 @@ class Progress:
     def _bars(self) -> Table:
         table = Table.grid(padding=(0, 1))
         for phase in list(self._phases):
-            bar = ProgressBar(total=phase.total, completed=phase.done, width=30)
+            bar = ProgressBar(
+                total=phase.total,
+                completed=phase.done,
+                width=30,
+            )
             table.add_row(Text(phase.name), bar, Text(phase.status()))
         return table
 
@@ -193,7 +216,12 @@ class Progress:
             # Brightness as well as colour marks trained text.
             text.append(self._printable(segment), style="bold green" if is_trained else "dim")
         details = Text(self._printable(_details(sample)))
-        return Panel(text, title=Text(heading), subtitle=details or None, title_align="left")
+        return Panel(
+            text,
+            title=Text(heading),
+            subtitle=details or None,
+            title_align="left",
+        )
 
     def _printable(self, text: str) -> str:
         """Escape control characters and characters that the stream cannot encode.
@@ -203,7 +231,11 @@ class Progress:
         return printable(text, self._console.encoding)
 
 
-def step_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
+def step_line(
+    step: int,
+    metrics: Mapping[str, float],
+    num_steps: int | None = None,
+) -> str:
     """Return the one-line summary of a step.
 
     Example: `step 3/100  reward 0.531  loss 0.0124  tokens/s 1,200`.

@@ -44,7 +44,11 @@ class SamplingFilter:
         """Return the filter of training rollouts; None without filters or with greedy sampling."""
         if config.temperature == 0:
             return None
-        token_filter = cls(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+        token_filter = cls(
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
         return token_filter if token_filter.is_active else None
 
     @property
@@ -100,7 +104,10 @@ def _highest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _kth_largest(
-    logits: Tensor, highest: Tensor, k: int, group: dist.ProcessGroup | None
+    logits: Tensor,
+    highest: Tensor,
+    k: int,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return the k-th largest logit of each position over all ranks, [T]; -inf if fewer exist."""
     lowest = torch.full_like(highest, -torch.inf)
@@ -112,7 +119,12 @@ def _kth_largest(
     def count_from(threshold: Tensor) -> Tensor:
         return _sum((logits >= threshold[:, None]).sum(dim=1), group)
 
-    return _largest_threshold(count_from, torch.full_like(highest, k), lowest, highest)
+    return _largest_threshold(
+        count_from,
+        torch.full_like(highest, k),
+        lowest,
+        highest,
+    )
 
 
 def _nucleus_threshold(
@@ -134,11 +146,19 @@ def _nucleus_threshold(
         # float64, so that the order of the sum does not change the result.
         return _sum(weights.masked_fill(is_below, 0.0).sum(dim=1, dtype=torch.float64), group)
 
-    return _largest_threshold(mass_from, top_p * mass_from(lowest), lowest, highest)
+    return _largest_threshold(
+        mass_from,
+        top_p * mass_from(lowest),
+        lowest,
+        highest,
+    )
 
 
 def _largest_threshold(
-    measure: Callable[[Tensor], Tensor], target: Tensor, lowest: Tensor, highest: Tensor
+    measure: Callable[[Tensor], Tensor],
+    target: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
 ) -> Tensor:
     """Return the largest t [T] in [lowest, highest] with measure(t) >= target, else `lowest`.
 

@@ -18,7 +18,9 @@ _VISIBLE_WITHIN_S = 5.0
 
 
 def check_shared(
-    directory: Path, call_workers: Callable[[str, str], Sequence[str]], nodes: Sequence[str]
+    directory: Path,
+    call_workers: Callable[[str, str], Sequence[str]],
+    nodes: Sequence[str],
 ) -> None:
     """Raise ConfigError unless the driver and every worker read and write the same `directory`.
 

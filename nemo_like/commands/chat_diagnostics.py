@@ -14,7 +14,11 @@ _NUM_PROMPTS_COMPARED = 64
 
 
 def check_texts(
-    encoder: ChatEncoder, rows: Rows, diagnostics: Diagnostics, *, trains_answers: bool
+    encoder: ChatEncoder,
+    rows: Rows,
+    diagnostics: Diagnostics,
+    *,
+    trains_answers: bool,
 ) -> None:
     """Warn about control tokens in the texts of `rows`; all rows are read.
 
@@ -54,7 +58,11 @@ def check_texts(
         )
 
 
-def check_prompts_agree(encoder: ChatEncoder, rows: Rows | None, diagnostics: Diagnostics) -> None:
+def check_prompts_agree(
+    encoder: ChatEncoder,
+    rows: Rows | None,
+    diagnostics: Diagnostics,
+) -> None:
     """Warn if rollouts and SFT rows have different tokens before an answer.
 
     The first conversations of `rows` are compared; without rows, a built-in example is.

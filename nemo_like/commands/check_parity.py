@@ -137,7 +137,14 @@ def check_parity(config: RunConfig) -> ParityReport:
             findings = [
                 finding
                 for mode in MODES
-                for finding in _check_mode(tiny, mode, batch, expected, Path(folder), pool)
+                for finding in _check_mode(
+                    tiny,
+                    mode,
+                    batch,
+                    expected,
+                    Path(folder),
+                    pool,
+                )
             ]
     layout = str(policy_topology(tiny))
     if parallel.sequence:
@@ -206,7 +213,14 @@ def _check_mode(
     config, topology = _in_mode(config, mode), policy_topology(config)
     contexts = _contexts(topology.world_size, folder / f"{mode}.rendezvous")
     futures = [
-        pool.submit(_train_rank, context, config, batch, folder / mode) for context in contexts
+        pool.submit(
+            _train_rank,
+            context,
+            config,
+            batch,
+            folder / mode,
+        )
+        for context in contexts
     ]
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
     isolation = next((leak for *_, leak in results if leak), "")
@@ -221,18 +235,33 @@ def _check_mode(
     weight_difference, worst_weight = _worst(
         _saved(folder / mode / "last", "weight"), expected.weights
     )
-    elsewhere = _resume_on_one_rank(config, batch, folder / mode / "last", folder / f"{mode}.alone")
+    elsewhere = _resume_on_one_rank(
+        config,
+        batch,
+        folder / mode / "last",
+        folder / f"{mode}.alone",
+    )
     return [
-        Comparison(mode, "isolation of rows", np.inf if isolation else 0.0, isolation),
+        Comparison(
+            mode,
+            "isolation of rows",
+            np.inf if isolation else 0.0,
+            isolation,
+        ),
         Comparison(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
         Comparison(
-            mode, "gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"
+            mode,
+            "gradient of every parameter",
+            gradient_difference,
+            f"worst at {worst_gradient}",
         ),
         Comparison(
             mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)
         ),
         Comparison(
-            mode, f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses)
+            mode,
+            f"losses of {NUM_STEPS} optimizer steps",
+            _relative(losses, expected.losses),
         ),
         Comparison(
             mode,
@@ -245,7 +274,10 @@ def _check_mode(
 
 
 def _train_rank(
-    context: WorkerContext, config: RunConfig, batch: BatchedDataDict, folder: Path
+    context: WorkerContext,
+    config: RunConfig,
+    batch: BatchedDataDict,
+    folder: Path,
 ) -> tuple[list[float], dict[str, Jagged], str]:
     """Train on one rank; return its losses, its log-probs and the message of the isolation check.
 
@@ -274,7 +306,10 @@ def _train_rank(
 
 
 def _resume_on_one_rank(
-    config: RunConfig, batch: BatchedDataDict, checkpoint: Path, rendezvous: Path
+    config: RunConfig,
+    batch: BatchedDataDict,
+    checkpoint: Path,
+    rendezvous: Path,
 ) -> float:
     """Return the loss of a checkpoint of either engine, loaded into one DTensor process."""
     alone = replace(
@@ -311,7 +346,9 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
 
 
 def _train_with_transformers(
-    model: PreTrainedModel, batch: BatchedDataDict, config: RunConfig
+    model: PreTrainedModel,
+    batch: BatchedDataDict,
+    config: RunConfig,
 ) -> _Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
@@ -369,7 +406,9 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
     mask[input_ids.offsets[:-1]] = 0
     return BatchedDataDict(
-        input_ids=input_ids, token_mask=Jagged(mask, input_ids.offsets), length=lengths
+        input_ids=input_ids,
+        token_mask=Jagged(mask, input_ids.offsets),
+        length=lengths,
     )
 
 

@@ -81,7 +81,9 @@ def _sections(kinds: list[Kind]) -> dict[SectionReference, list[Kind]]:
 
 
 def _select(
-    kinds_of: dict[SectionReference, list[Kind]], kinds: list[Kind], key: str
+    kinds_of: dict[SectionReference, list[Kind]],
+    kinds: list[Kind],
+    key: str,
 ) -> dict[SectionReference, list[Kind]]:
     """Return the sections restricted to `key` and to the keys below it."""
     if not key:
@@ -116,7 +118,11 @@ def _text_entry(reference: KeyReference, width: int) -> str:
     lines = [reference.key]
     for text in ("; ".join(filter(None, properties)), reference.description):
         lines += textwrap.wrap(
-            text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+            text,
+            width,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
 

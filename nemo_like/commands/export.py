@@ -43,10 +43,21 @@ class SavedWeights:
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             shape = self._reader.shapes[name]
-            yield name, self._reader.read(f"{WEIGHT}/{name}", [0] * len(shape), shape)
+            yield (
+                name,
+                self._reader.read(
+                    f"{WEIGHT}/{name}",
+                    [0] * len(shape),
+                    shape,
+                ),
+            )
 
 
-def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ()) -> Path:
+def export_checkpoint(
+    source: Path,
+    target: Path,
+    overrides: Sequence[str] = (),
+) -> Path:
     """Write the model of `source` to the new directory `target`; return the step folder.
 
     `source` is a run directory (its latest checkpoint is exported) or a step folder. `overrides`
@@ -64,7 +75,12 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str] = ())
             unfinished = target.with_name(target.name + ".tmp")
             remove_link(unfinished)
             with torch.no_grad():
-                write_hf(SavedWeights(reader), model_config, config.policy, unfinished)
+                write_hf(
+                    SavedWeights(reader),
+                    model_config,
+                    config.policy,
+                    unfinished,
+                )
         unfinished.rename(target)
     except NonFiniteError as error:
         shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
@@ -89,7 +105,11 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
             f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
             " (<run>/checkpoints/step_<N>) of one"
         )
-    config = load_config(detect_kind(run / _CONFIG, overrides), run / _CONFIG, overrides)
+    config = load_config(
+        detect_kind(run / _CONFIG, overrides),
+        run / _CONFIG,
+        overrides,
+    )
     if is_step:
         return source, config
     try:

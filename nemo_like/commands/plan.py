@@ -33,7 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_record(report), indent=1))
         return 0
     if arguments.json is not None:
-        _write(Path(arguments.json), json.dumps(to_record(report), indent=1) + "\n", "--json")
+        _write(
+            Path(arguments.json),
+            json.dumps(to_record(report), indent=1) + "\n",
+            "--json",
+        )
     show(report)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:

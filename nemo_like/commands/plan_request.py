@@ -150,7 +150,11 @@ def _from_run(arguments: argparse.Namespace) -> PlanRequest:
     return replace(request, logged=past.compare(request.chosen))
 
 
-def _configured(config: RunConfig, rows: RowLengths, arguments: argparse.Namespace) -> PlanRequest:
+def _configured(
+    config: RunConfig,
+    rows: RowLengths,
+    arguments: argparse.Namespace,
+) -> PlanRequest:
     """Return the request for the batches that a run of `config` would form."""
     from nemo_like.data.planning.cost import CostModel
     from nemo_like.policy.batching import plan_spec, policy_topology
@@ -226,7 +230,12 @@ def placement_of(config: RunConfig) -> Placement:
 
 def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
     """Return `base` with the flags that were given."""
-    degrees = _given(dp=arguments.dp, tp=arguments.tp, cp=arguments.cp, pp=arguments.pp)
+    degrees = _given(
+        dp=arguments.dp,
+        tp=arguments.tp,
+        cp=arguments.cp,
+        pp=arguments.pp,
+    )
     engine = arguments.engine
     if engine is None and (arguments.pp or 1) > 1:
         engine = "megatron"  # the only engine with pipeline parallelism

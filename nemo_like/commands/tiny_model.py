@@ -21,7 +21,10 @@ _WINDOW = 8
 
 
 def save_tiny_copy(
-    model_config: PretrainedConfig, parallel: ParallelConfig, directory: Path, seed: int = 0
+    model_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    directory: Path,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Write a random model of the same architecture (heads shared as far, biases, norms, ties,
     positions, windows) that divides by `parallel`, and return it in float32 with eager

@@ -32,7 +32,12 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MAX_INTEGER_DIGITS = 40
 _MAX_INTEGER_BITS = 128
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 class _Rejected(Exception):
@@ -40,7 +45,9 @@ class _Rejected(Exception):
 
 
 def build_config(
-    section: type[Config], values: Mapping[str, Any], sources: Sources
+    section: type[Config],
+    values: Mapping[str, Any],
+    sources: Sources,
 ) -> tuple[Config | None, list[Problem]]:
     """Return (config, problems); the config is None if there is a problem."""
     builder = _Builder(sources)
@@ -109,7 +116,12 @@ class _Builder:
             expected = f"{rejected}{' or null' if may_be_null else ''}"
             return self._reject(path, f"{path} is {_shown(value)}; it must be {expected}")
 
-    def _open_section(self, annotation: Any, value: Any, path: str) -> dict[str, Any] | None:
+    def _open_section(
+        self,
+        annotation: Any,
+        value: Any,
+        path: str,
+    ) -> dict[str, Any] | None:
         if not isinstance(value, Mapping):
             return self._reject(
                 path, f"{path} is {_shown(value)}; it must be a mapping from names to sections"
@@ -122,7 +134,12 @@ class _Builder:
             name: self.value(annotation, inner, f"{path}.{name}") for name, inner in value.items()
         }
 
-    def _tuple(self, annotation: Any, value: Any, path: str) -> tuple[Any, ...] | None:
+    def _tuple(
+        self,
+        annotation: Any,
+        value: Any,
+        path: str,
+    ) -> tuple[Any, ...] | None:
         if not isinstance(value, list | tuple):
             return self._reject(
                 path, f"{path} is {_shown(value)}; it must be a list, e.g. [{_shown(value)}]"

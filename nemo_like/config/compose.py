@@ -185,7 +185,11 @@ def _first_paragraph(error: Exception) -> str:
 
 
 def _chain(
-    path: Path, config_dir: Path, trail: tuple[Path, ...], *, by_path: bool = False
+    path: Path,
+    config_dir: Path,
+    trail: tuple[Path, ...],
+    *,
+    by_path: bool = False,
 ) -> list[Path]:
     path = path.resolve()
     if path in trail:
@@ -223,7 +227,11 @@ def _check_num_files(files: Sequence[Path]) -> None:
         )
 
 
-def _targets(defaults: yaml.Node, path: Path, config_dir: Path) -> Iterator[Path]:
+def _targets(
+    defaults: yaml.Node,
+    path: Path,
+    config_dir: Path,
+) -> Iterator[Path]:
     """Yield the files that one defaults list names."""
     if not isinstance(defaults, yaml.SequenceNode):
         place = f"{shown_path(path)}:{defaults.start_mark.line + 1}"
@@ -273,7 +281,12 @@ def missing_file_text(path: Path) -> str:
     if path.is_dir():
         return f"{shown_path(path)} is a directory; name a YAML file in it"
     stems = [file.stem for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(path.stem, sorted(stems), n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(
+        path.stem,
+        sorted(stems),
+        n=1,
+        cutoff=0.6,
+    )
     if nearest:
         suggestion = shown_path(path.with_name(f"{nearest[0]}.yaml"))
         return f"{shown_path(path)} does not exist; did you mean {suggestion}?"

@@ -152,7 +152,11 @@ def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
     return Findings(found, tuple(tools))
 
 
-def missing_keys(kind: Kind, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
+def missing_keys(
+    kind: Kind,
+    tree: Mapping[str, Any],
+    found: Sequence[Finding],
+) -> list[str]:
     """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = {
         target for finding in found if finding.group == "renamed" for target in finding.targets
@@ -172,7 +176,10 @@ def missing_keys(kind: Kind, tree: Mapping[str, Any], found: Sequence[Finding]) 
 
 
 def _section(
-    kind: Kind, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
+    kind: Kind,
+    tree: Mapping[str, Any],
+    section: Mapping[str, Any],
+    prefix: str,
 ) -> Iterator[Finding]:
     for name, value in section.items():
         path = f"{prefix}.{name}" if prefix else name
@@ -193,7 +200,12 @@ def _section(
             yield Finding(path, "deletable", is_recognized=False)
 
 
-def _unknown(kind: Kind, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
+def _unknown(
+    kind: Kind,
+    tree: Mapping[str, Any],
+    path: str,
+    value: Any,
+) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
     entry = Obsolete() if path.endswith("._target_") else _entry(path, kind)
     if entry is None and not has_inner:
@@ -231,7 +243,13 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
     ]
 
 
-def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: Entry) -> Finding:
+def _judged(
+    kind: Kind,
+    tree: Mapping[str, Any],
+    path: str,
+    value: Any,
+    entry: Entry,
+) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
     if isinstance(entry, Obsolete):
         return Finding(path, "deletable")
@@ -257,7 +275,14 @@ def _judged(kind: Kind, tree: Mapping[str, Any], path: str, value: Any, entry: E
         new = None if new == "*" else new
     if new is None and any(_moves(kind, reference) for reference in _REFERENCE.findall(str(value))):
         note = "; ".join(filter(None, (note, "write the value out, it refers to a key that moves")))
-    return Finding(path, "renamed", entry.targets, old if new is not None else "", new, note)
+    return Finding(
+        path,
+        "renamed",
+        entry.targets,
+        old if new is not None else "",
+        new,
+        note,
+    )
 
 
 def _entry(path: str, kind: Kind) -> Entry | None:

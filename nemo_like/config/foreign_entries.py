@@ -61,7 +61,11 @@ def to(
     return Renamed(targets, values, note, switch, null, sft)
 
 
-def unsupported(reason: str, *paths: str, off: tuple[str, ...] = ("false",)) -> dict[str, Entry]:
+def unsupported(
+    reason: str,
+    *paths: str,
+    off: tuple[str, ...] = ("false",),
+) -> dict[str, Entry]:
     """One `Unsupported` for several keys."""
     return dict.fromkeys(paths, Unsupported(reason, off))
 

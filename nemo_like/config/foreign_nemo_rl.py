@@ -47,7 +47,11 @@ _JOBS: dict[str, Entry] = {
     ),
     "grpo.adv_estimator.normalize_rewards": to(
         "grpo.advantage.normalize",
-        values={"true": "group_std", "false": "none", "${grpo.normalize_rewards}": None},
+        values={
+            "true": "group_std",
+            "false": "none",
+            "${grpo.normalize_rewards}": None,
+        },
     ),
     "grpo.adv_estimator.use_leave_one_out_baseline": to(
         "grpo.advantage.baseline",
@@ -189,7 +193,11 @@ _POLICY: dict[str, Entry] = {
     ),
     "policy.megatron_cfg.scheduler.lr_decay_style": to(
         "policy.scheduler.kind",
-        values={"constant": "constant", "linear": "linear", "cosine": "cosine"},
+        values={
+            "constant": "constant",
+            "linear": "linear",
+            "cosine": "cosine",
+        },
     ),
     "policy.megatron_cfg.scheduler.lr_warmup_iters": to("policy.scheduler.warmup_steps"),
     "policy.megatron_cfg.scheduler.lr_decay_iters": to("policy.scheduler.decay_steps"),
@@ -288,7 +296,14 @@ _REST: dict[str, Entry] = {
     **unsupported("there is no distillation", "on_policy_distillation"),
 }
 
-NEMO_RL: dict[str, Entry] = {**_JOBS, **_LOSS, **_POLICY, **_GENERATION, **_DATA, **_REST}
+NEMO_RL: dict[str, Entry] = {
+    **_JOBS,
+    **_LOSS,
+    **_POLICY,
+    **_GENERATION,
+    **_DATA,
+    **_REST,
+}
 
 SAME_KEYS: dict[str, tuple[type, Entry]] = {
     "policy.scheduler": (list, Unsupported(_SCHEDULER)),

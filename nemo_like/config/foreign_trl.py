@@ -62,11 +62,21 @@ TRL: dict[str, Entry] = {
     "epsilon_high": to("loss_fn.ratio_clip_max"),
     "scale_rewards": to(
         "grpo.advantage.normalize",
-        values={"true": "group_std", "group": "group_std", "false": "none", "none": "none"},
+        values={
+            "true": "group_std",
+            "group": "group_std",
+            "false": "none",
+            "none": "none",
+        },
     ),
     "loss_type": to(
         "loss_fn.normalization",
-        values={"grpo": "sequence", "bnpo": "token", "dapo": "token", "nll": None},
+        values={
+            "grpo": "sequence",
+            "bnpo": "token",
+            "dapo": "token",
+            "nll": None,
+        },
     ),
     "max_steps": to(*STEPS, values=_OFF),
     "num_train_epochs": to("sft.max_num_epochs", note="a whole number"),

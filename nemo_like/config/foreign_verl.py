@@ -45,8 +45,16 @@ def _model(prefix: str) -> dict[str, Entry]:
         ),
         f"{prefix}.enable_gradient_checkpointing": to("policy.activation_checkpointing"),
         f"{prefix}.use_remove_padding": to("policy.sequence_packing.enabled"),
-        **unsupported(TRUST_CODE, f"{prefix}.trust_remote_code", f"{prefix}.external_lib"),
-        **unsupported(NO_OFFLOAD, f"{prefix}.enable_activation_offload", f"{prefix}.fsdp_config"),
+        **unsupported(
+            TRUST_CODE,
+            f"{prefix}.trust_remote_code",
+            f"{prefix}.external_lib",
+        ),
+        **unsupported(
+            NO_OFFLOAD,
+            f"{prefix}.enable_activation_offload",
+            f"{prefix}.fsdp_config",
+        ),
         **unsupported(NO_LORA, f"{prefix}.lora_rank", off=("0",)),
         **obsolete(
             f"{prefix}.lora_alpha",
@@ -77,8 +85,16 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
         f"{prefix}.warmup_style": to("policy.scheduler.kind", values=SCHEDULES),
         f"{prefix}.total_training_steps": to("policy.scheduler.decay_steps", values=_ROW_CAP),
         **unsupported(ONLY_ADAMW, f"{prefix}.optimizer", off=ADAMW),
-        **obsolete(f"{prefix}.optimizer_impl", f"{prefix}.num_cycles", f"{prefix}._target_"),
-        **unsupported(WARMUP_RATIO, f"{prefix}.lr_warmup_steps_ratio", off=("0",)),
+        **obsolete(
+            f"{prefix}.optimizer_impl",
+            f"{prefix}.num_cycles",
+            f"{prefix}._target_",
+        ),
+        **unsupported(
+            WARMUP_RATIO,
+            f"{prefix}.lr_warmup_steps_ratio",
+            off=("0",),
+        ),
         **unsupported(ONLY_ADAMW, prefix),
     }
 
@@ -86,7 +102,12 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
 _ACTOR_KEYS: dict[str, Entry] = {
     **_optimizer(f"{_ACTOR}.optim"),
     f"{_ACTOR}.strategy": to(
-        "policy.engine", values={"fsdp": "dtensor", "fsdp2": "dtensor", "megatron": "megatron"}
+        "policy.engine",
+        values={
+            "fsdp": "dtensor",
+            "fsdp2": "dtensor",
+            "megatron": "megatron",
+        },
     ),
     f"{_ACTOR}.ppo_mini_batch_size": to(
         "policy.train_global_batch_size", note="counted in rows: prompts x generations per prompt"
@@ -111,7 +132,14 @@ _ACTOR_KEYS: dict[str, Entry] = {
     ),
     f"{_ACTOR}.kl_loss_type": to(
         "loss_fn.reference_policy_kl_type",
-        values={"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"},
+        values={
+            "low_var_kl": "k3",
+            "k3": "k3",
+            "mse": "k2",
+            "k2": "k2",
+            "kl": "k1",
+            "k1": "k1",
+        },
         switch=f"{_ACTOR}.use_kl_loss",
     ),
     f"{_ACTOR}.grad_clip": to("policy.max_grad_norm"),
@@ -136,8 +164,16 @@ _ACTOR_KEYS: dict[str, Entry] = {
         f"{_ACTOR}.tau_pos",
         f"{_ACTOR}.tau_neg",
     ),
-    **unsupported("each row is used once per step", f"{_ACTOR}.ppo_epochs", off=("1",)),
-    **unsupported(NO_OFFLOAD, f"{_ACTOR}.fsdp_config", f"{_ACTOR}.megatron"),
+    **unsupported(
+        "each row is used once per step",
+        f"{_ACTOR}.ppo_epochs",
+        off=("1",),
+    ),
+    **unsupported(
+        NO_OFFLOAD,
+        f"{_ACTOR}.fsdp_config",
+        f"{_ACTOR}.megatron",
+    ),
     **unsupported("this setting of the actor has no counterpart", _ACTOR),
 }
 

@@ -111,7 +111,11 @@ def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> N
         _record(sources, override.key, override.value, override.raw_text)
 
 
-def _parsed(override: Override, text: str, config_dir: Path) -> ParsedOverride:
+def _parsed(
+    override: Override,
+    text: str,
+    config_dir: Path,
+) -> ParsedOverride:
     key = override.key_or_group
     value = override.value()
     is_folder = "/" in key or override.package is not None or (config_dir / key).is_dir()
@@ -175,7 +179,12 @@ def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
             yield from _check_key(kind, f"{key}.{name}", inner)
 
 
-def _record(sources: Sources, key: str, value: Any, raw_text: str | None) -> None:
+def _record(
+    sources: Sources,
+    key: str,
+    value: Any,
+    raw_text: str | None,
+) -> None:
     is_plain = raw_text is not None and not raw_text.startswith(("'", '"', "[", "{"))
     # The raw text is kept of unquoted scalars only, as for YAML files.
     sources.by_key[key] = KeySource(COMMAND_LINE, raw_text if is_plain else None)

@@ -86,7 +86,11 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _expert_problems(config: RunConfig, workers: int, size: int) -> Iterator[Problem]:
+def _expert_problems(
+    config: RunConfig,
+    workers: int,
+    size: int,
+) -> Iterator[Problem]:
     """The expert-parallel size must divide the workers of a pipeline stage."""
     parallel = config.parallel
     stage = workers // parallel.pipeline

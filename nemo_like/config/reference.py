@@ -29,7 +29,12 @@ from nemo_like.config.schema import RunConfig
 
 USER_NAME = "NAME"
 """Placeholder for a name that the user chooses, as in `reward.functions.NAME.path`."""
-_TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text"}
+_TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+}
 _REQUIRED = "required"
 
 
@@ -83,12 +88,20 @@ def _sections(section: type, path: str) -> Iterator[SectionReference]:
             keys.append(_key_reference(section, field, key))
     # The top level of every job has the description of the base class.
     documented = RunConfig if issubclass(section, RunConfig) else section
-    yield SectionReference(path, _one_line(documented.__doc__ or ""), tuple(keys))
+    yield SectionReference(
+        path,
+        _one_line(documented.__doc__ or ""),
+        tuple(keys),
+    )
     for subsection, key in subsections:
         yield from _sections(subsection, key)
 
 
-def _key_reference(section: type, field: dataclasses.Field[Any], key: str) -> KeyReference:
+def _key_reference(
+    section: type,
+    field: dataclasses.Field[Any],
+    key: str,
+) -> KeyReference:
     return KeyReference(
         key=key,
         type=_type_name(field_types(section)[field.name]),

@@ -69,7 +69,12 @@ def _check_events(text: str, name: str) -> None:
             )
 
 
-def _num_nodes(node: yaml.Node, name: str, counted: dict[int, int], ancestors: set[int]) -> int:
+def _num_nodes(
+    node: yaml.Node,
+    name: str,
+    counted: dict[int, int],
+    ancestors: set[int],
+) -> int:
     """Nodes below and with `node`, aliases expanded; each node is visited once."""
     if id(node) in ancestors:
         raise ConfigError(f"{_place(name, node)} contains itself through an alias")

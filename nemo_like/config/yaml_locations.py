@@ -116,12 +116,24 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
     return f"{location} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
 
 
-def check_keys(kind: Kind, root: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
+def check_keys(
+    kind: Kind,
+    root: yaml.MappingNode,
+    prefix: str,
+    path: Path,
+) -> Iterator[Problem]:
     """Yield a problem for each unknown key of one file and for each section that is not a mapping.
 
     The content of the file is below the dotted `prefix` of the config.
     """
-    yield from _check_section(kind, root, prefix, shown_path(path), itertools.count(), is_root=True)
+    yield from _check_section(
+        kind,
+        root,
+        prefix,
+        shown_path(path),
+        itertools.count(),
+        is_root=True,
+    )
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
@@ -151,7 +163,12 @@ def merged_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]
     return merged
 
 
-def record(sources: Sources, root: yaml.MappingNode, prefix: str, path: Path) -> None:
+def record(
+    sources: Sources,
+    root: yaml.MappingNode,
+    prefix: str,
+    path: Path,
+) -> None:
     """Add the location of every key of one file to `sources`."""
     _record(sources, root, prefix, shown_path(path))
 
@@ -188,10 +205,18 @@ def _check_section(
             yield from _check_section(kind, value, path, source, num_unknown)
         elif "${" not in str(value.value):
             # A section may be an interpolation of another section; Hydra resolves it later.
-            yield Problem((path,), _not_a_section_text(path, annotation, value), location)
+            yield Problem(
+                (path,),
+                _not_a_section_text(path, annotation, value),
+                location,
+            )
 
 
-def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
+def _unknown_text(
+    kind: Kind,
+    prefix: str,
+    key_node: yaml.ScalarNode,
+) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
     if "." in key_node.value and type_at(RUN_CONFIGS[kind], path) is not None:
         return (
@@ -201,7 +226,11 @@ def _unknown_text(kind: Kind, prefix: str, key_node: yaml.ScalarNode) -> str:
     return unknown_text(kind, path)
 
 
-def _not_a_section_text(path: str, annotation: Any, value: yaml.Node) -> str:
+def _not_a_section_text(
+    path: str,
+    annotation: Any,
+    value: yaml.Node,
+) -> str:
     keys = child_types(annotation)
     if keys is None:
         examples = "names of your choice"
@@ -231,7 +260,12 @@ def is_name(key_node: yaml.ScalarNode) -> bool:
     return key_node.tag == _STR_TAG and "." not in key_node.value
 
 
-def _record(sources: Sources, node: yaml.MappingNode, prefix: str, source: str) -> None:
+def _record(
+    sources: Sources,
+    node: yaml.MappingNode,
+    prefix: str,
+    source: str,
+) -> None:
     for key_node, value in _items(node):
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
         # Mappings of several files are merged key by key; every other value replaces the old one
@@ -266,7 +300,11 @@ def _items(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]
     yield from own
 
 
-def _refuse_duplicates(node: yaml.Node, path: Path, visited: set[int]) -> None:
+def _refuse_duplicates(
+    node: yaml.Node,
+    path: Path,
+    visited: set[int],
+) -> None:
     """Raise ConfigError for a duplicate key and for a key that is not a scalar.
 
     `visited` has the ids of nodes that were checked: a node with several aliases is visited once.

@@ -306,7 +306,12 @@ class ChatEncoder:
         return text, [*spans[:-1], (start, len(text))]
 
     def _check(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        text: str,
+        *,
+        trains: bool,
     ) -> Frame | None:
         """Return the frame of the structure. Raises ConfigError if `text` is incomplete."""
         check_rendered(messages, tools, text, trains=trains)

@@ -18,7 +18,11 @@ _WAY_OUT = "give a policy.chat_template that renders it, or remove it from the r
 
 
 def check_rendered(
-    messages: Sequence[Message], tools: Sequence[Tool] | None, text: str, *, trains: bool
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    text: str,
+    *,
+    trains: bool,
 ) -> None:
     """Raise ConfigError if a content, a tool call or a tool does not appear in `text`.
 
@@ -120,7 +124,11 @@ def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
     return bool(leaves) and all(_has(leaf, squeezed) for leaf in leaves)
 
 
-def _appears_often_enough(parts: Sequence[str], index: int, squeezed: str) -> bool:
+def _appears_often_enough(
+    parts: Sequence[str],
+    index: int,
+    squeezed: str,
+) -> bool:
     """Return True if the text has as many copies of a part as all parts together, in any order."""
     own = _squeeze(parts[index])
     needed = sum(_squeeze(part).count(own) for part in parts)

@@ -46,7 +46,10 @@ class Frame:
     """Texts that make the frame ambiguous if a message contains one of them."""
 
     def spans(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, full: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        full: str,
     ) -> list[Span] | None:
         """Return the spans of `exact_spans` from the text alone, or None if they are ambiguous."""
         written = json.dumps([messages, tools], ensure_ascii=False, default=str)
@@ -114,7 +117,10 @@ class Structures:
         return Facts(missing[0] if missing else None, self._verified_frame(messages, tools, full))
 
     def _verified_frame(
-        self, messages: list[Message], tools: list[Tool] | None, full: str
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        full: str,
     ) -> Frame | None:
         """Return the frame if it gives the exact spans of the probe conversation, else None."""
         frame = learn_frame(self._template)
@@ -224,7 +230,11 @@ def _call(turn: int, index: int) -> Message:
     """Return a tool call of distinct words."""
     arguments = {f"qz{turn}k{index}zq": f"qz{turn}v{index}zq"}
     function = {"name": f"qz{turn}f{index}zq", "arguments": arguments}
-    return {"id": f"qzid{turn % 1000:03d}{index:02d}", "type": "function", "function": function}
+    return {
+        "id": f"qzid{turn % 1000:03d}{index:02d}",
+        "type": "function",
+        "function": function,
+    }
 
 
 def _tool() -> Tool:

@@ -71,7 +71,11 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
     return take_rows(column, rows)
 
 
-def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
+def truncate_rows(
+    column: Column,
+    dim: int,
+    max_length: int,
+) -> Column:
     """Truncate a column to at most `max_length` along `dim`.
 
     Dim 1 of a Jagged is its tokens. A column without that dim is returned unchanged.
@@ -86,7 +90,11 @@ def truncate_rows(column: Column, dim: int, max_length: int) -> Column:
     return column[index]
 
 
-def concat_rows(name: str, parts: Sequence[Column], pad_value: float = 0) -> Column:
+def concat_rows(
+    name: str,
+    parts: Sequence[Column],
+    pad_value: float = 0,
+) -> Column:
     """Concatenate the rows of all parts.
 
     Tensors and arrays of different size along dim 1 are right-padded with `pad_value`. Raises

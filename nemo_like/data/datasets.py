@@ -124,7 +124,12 @@ def load_rows(
         raise ConfigError(f"{key}: {shown_path(path)} has no rows{limit}")
     if advance is not None:
         advance(len(rows) % _ROWS_PER_ADVANCE)
-    return Rows(rows, locations, columns, np.array(digests, np.uint64))
+    return Rows(
+        rows,
+        locations,
+        columns,
+        np.array(digests, np.uint64),
+    )
 
 
 def row_digest(content: bytes) -> int:
@@ -184,7 +189,11 @@ def _recognize(row: Row, location: str) -> tuple[str, ...]:
     )
 
 
-def _problem(row: Row, columns: tuple[str, ...], purpose: str) -> str | None:
+def _problem(
+    row: Row,
+    columns: tuple[str, ...],
+    purpose: str,
+) -> str | None:
     """Describe the problem of a row of this format, or return None."""
     for column in columns:
         if row.get(column) is None:

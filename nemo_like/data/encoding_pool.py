@@ -64,7 +64,10 @@ class EncodingPool:
         self._processes = [_start_process(module) for _ in range(num_processes)]
         for process in self._processes:
             thread = threading.Thread(
-                target=self._serve, args=(process, setup), name="encoding", daemon=True
+                target=self._serve,
+                args=(process, setup),
+                name="encoding",
+                daemon=True,
             )
             thread.start()
 
@@ -143,7 +146,12 @@ class EncodingPool:
             self._num_running += 1
             return self._waiting.popleft()
 
-    def _take(self, chunk: list[int], values: dict[str, Any], data: bytes) -> None:
+    def _take(
+        self,
+        chunk: list[int],
+        values: dict[str, Any],
+        data: bytes,
+    ) -> None:
         """Pass the answer for a chunk to the callback, row by row."""
         offset = 0
         for position, (row, length) in enumerate(zip(chunk, values["lengths"], strict=True)):
@@ -248,11 +256,23 @@ def _environment() -> dict[str, str]:
     thread, and no accelerator.
     """
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    own = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return {
+        **os.environ,
+        **own,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
-def write_message(stream: IO[bytes], value: Any, data: bytes = b"") -> None:
+def write_message(
+    stream: IO[bytes],
+    value: Any,
+    data: bytes = b"",
+) -> None:
     """Write one message. Raises TypeError or ValueError for a value without a JSON form."""
     text = json.dumps(value, default=str).encode()
     stream.write(_HEADER.pack(len(text), len(data)) + text + data)

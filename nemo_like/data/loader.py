@@ -163,7 +163,11 @@ class RowLoader(Generic[Out]):
         self._order.load_state_dict(state)
 
 
-def num_batches(num_rows: int, batch_size: int, last_batch: LastBatch) -> int:
+def num_batches(
+    num_rows: int,
+    batch_size: int,
+    last_batch: LastBatch,
+) -> int:
     """Count the batches of one epoch.
 
     Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`.

@@ -46,7 +46,11 @@ def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
     """
     if path.is_dir():
         return _read_directory(path)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".parquet": _read_parquet,
+    }
     if path.suffix not in readers:
         raise ConfigError(
             f"{key}: {shown_path(path)} ends in {path.suffix!r}; give {SUPPORTED_FILES}"

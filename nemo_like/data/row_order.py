@@ -37,7 +37,13 @@ class RowOrder:
     is [0, 1].
     """
 
-    def __init__(self, digests: np.ndarray, *, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        digests: np.ndarray,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
         """Initialize from `digests` uint64 [N], a hash of the content of each row.
 
         Equal rows may occur several times.

@@ -117,7 +117,11 @@ def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(call.get("function"), dict):
         names = ("name", "arguments")
         inner = {key: call.pop(key) for key in names if key in call}
-        call = {"type": "function", **call, "function": inner}
+        call = {
+            "type": "function",
+            **call,
+            "function": inner,
+        }
     function = {key: value for key, value in call["function"].items() if value is not None}
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):

@@ -146,7 +146,14 @@ def _tags(text: str) -> list[_Mark]:
         if token.group()[1] != "/":
             opening = token
         elif opening is not None:
-            tags.append(_Mark(opening.start(), token.end(), opening.end(), token.start()))
+            tags.append(
+                _Mark(
+                    opening.start(),
+                    token.end(),
+                    opening.end(),
+                    token.start(),
+                )
+            )
             opening = None
     return tags
 

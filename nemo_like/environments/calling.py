@@ -29,7 +29,9 @@ class BadReward(Exception):
 
 
 def score_samples(
-    function: RewardFunction, samples: Sequence[RewardSample], label: str
+    function: RewardFunction,
+    samples: Sequence[RewardSample],
+    label: str,
 ) -> list[float]:
     """Return the reward of each sample; `label` names the function in the worker's activity.
 
@@ -51,7 +53,9 @@ def score_samples(
 
 
 async def _score_concurrently(
-    function: Callable[[RewardSample], Any], samples: Sequence[RewardSample], label: str
+    function: Callable[[RewardSample], Any],
+    samples: Sequence[RewardSample],
+    label: str,
 ) -> list[float]:
     slots = asyncio.Semaphore(_MAX_CONCURRENT)
     done = 0

@@ -88,7 +88,12 @@ class AnswerComparer:
             )
         return child
 
-    def _request(self, child: subprocess.Popen[bytes], gold: str, predicted: str) -> bytes:
+    def _request(
+        self,
+        child: subprocess.Popen[bytes],
+        gold: str,
+        predicted: str,
+    ) -> bytes:
         """Return the child's reply; empty if it ended or exceeded the time limit."""
         assert child.stdin is not None
         try:

@@ -67,7 +67,13 @@ _SHORT_UNITS = frozenset((
 ))
 # fmt: on
 _NO_UNITS = frozenset(("and", "or", "plus", "minus", "times", "divided", "over", "to"))
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "million": 6,
+    "billion": 9,
+    "trillion": 12,
+}
 """Exponent of ten of the words that scale a number."""
 
 

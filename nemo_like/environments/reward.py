@@ -39,7 +39,11 @@ class RewardSample:
     """All columns of the row in the data file."""
 
     def __str__(self) -> str:
-        fields = {"prompt": self.prompt, "completion": self.completion, "answer": self.answer}
+        fields = {
+            "prompt": self.prompt,
+            "completion": self.completion,
+            "answer": self.answer,
+        }
         return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
 
 
@@ -51,7 +55,13 @@ class RewardError(Exception):
     """A reward function failed; the message has the function, the problem and the sample."""
 
     @classmethod
-    def from_sample(cls, name: str, path: str, problem: str, sample: RewardSample) -> RewardError:
+    def from_sample(
+        cls,
+        name: str,
+        path: str,
+        problem: str,
+        sample: RewardSample,
+    ) -> RewardError:
         """Return the error of `reward.functions.<name>`, whose import path is `path`."""
         return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
 

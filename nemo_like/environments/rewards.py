@@ -47,7 +47,10 @@ class RewardWorker:
             rewards = score_samples(self._functions[name], samples, label)
         except BadReward as error:
             raise RewardError.from_sample(
-                name, self._paths[name], str(error), error.sample
+                name,
+                self._paths[name],
+                str(error),
+                error.sample,
             ) from error
         return np.array(rewards, dtype=np.float32)
 

@@ -188,7 +188,12 @@ def strategies(
     """
     assert spec.max_tokens is not None
     plain = replace(
-        spec, layout="padded", max_tokens=None, max_rows=1, balance="flops", oversize="error"
+        spec,
+        layout="padded",
+        max_tokens=None,
+        max_rows=1,
+        balance="flops",
+        oversize="error",
     )
     num_rows = micro_batch_size
     if not num_rows:
@@ -197,15 +202,29 @@ def strategies(
         num_rows = max(min(num_fitting, rows_per_rank), 1)
     plain = replace(plain, max_rows=num_rows)
     rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-    yield Strategy("padded/batch", f"padded to the batch, {rows}", plain, is_padded_to_batch=True)
+    yield Strategy(
+        "padded/batch",
+        f"padded to the batch, {rows}",
+        plain,
+        is_padded_to_batch=True,
+    )
     yield Strategy("padded/microbatch", f"padded, {rows} at a time", plain)
-    dynamic = replace(spec, layout="padded", algorithm=PackingAlgorithm.BALANCED, balance="flops")
+    dynamic = replace(
+        spec,
+        layout="padded",
+        algorithm=PackingAlgorithm.BALANCED,
+        balance="flops",
+    )
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
     packed = [replace(spec, algorithm=name, balance="none") for name in COMPARED_PACKERS]
     for balance in ("tokens", "flops"):
         packed.append(replace(spec, algorithm=PackingAlgorithm.BALANCED, balance=balance))
     for packed_spec in packed:
-        yield Strategy(_key(packed_spec), _title(packed_spec), packed_spec)
+        yield Strategy(
+            _key(packed_spec),
+            _title(packed_spec),
+            packed_spec,
+        )
     if chosen is not None and chosen not in (*packed, plain, dynamic):
         yield Strategy("configured", "as configured", chosen)
 
@@ -244,7 +263,13 @@ def compare(
             break
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     bounds = min_microbatches(by_key[balanced_key].plan, batches)
-    return Comparison(lengths, batch_size, tuple(outcomes), chosen_key, float(bounds.mean()))
+    return Comparison(
+        lengths,
+        batch_size,
+        tuple(outcomes),
+        chosen_key,
+        float(bounds.mean()),
+    )
 
 
 def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:

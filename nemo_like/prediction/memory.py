@@ -246,7 +246,11 @@ class MemoryModel:
                 parts["reference"] = size * params
             return parts
         shard = params / place.num_shards
-        parts = {"weights": 4 * shard, "gradients": 4 * shard, "optimizer": 8 * shard}
+        parts = {
+            "weights": 4 * shard,
+            "gradients": 4 * shard,
+            "optimizer": 8 * shard,
+        }
         if place.has_reference:
             parts["reference"] = 4 * shard
         if place.has_compute_copy:

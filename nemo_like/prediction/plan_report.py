@@ -121,7 +121,13 @@ class PlanReport:
             activation_checkpointing=not request.placement.activation_checkpointing,
         )
         other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
-        return Recommendation(budget, usable / 2**30, useful, outcome, other_budget)
+        return Recommendation(
+            budget,
+            usable / 2**30,
+            useful,
+            outcome,
+            other_budget,
+        )
 
     def peak_gib(self, outcome: Outcome) -> float | None:
         """Return the predicted peak memory of one GPU in GiB: that of the largest microbatch."""
@@ -167,7 +173,12 @@ def make_plan(request: PlanRequest) -> PlanReport:
             min_work=spec.cost.linear * min_microbatch_tokens(request),
         )
     return PlanReport(
-        request, lengths, max_tokens, comparison, memory, (*request.notes, *notes, *more_notes)
+        request,
+        lengths,
+        max_tokens,
+        comparison,
+        memory,
+        (*request.notes, *notes, *more_notes),
     )
 
 
@@ -223,7 +234,11 @@ def _keeps_unsharded(request: PlanRequest) -> bool:
     return MemoryModel(request.model, request.placement).keeps_unsharded
 
 
-def max_useful_tokens(lengths: np.ndarray, request: PlanRequest, multiple: int) -> int:
+def max_useful_tokens(
+    lengths: np.ndarray,
+    request: PlanRequest,
+    multiple: int,
+) -> int:
     """Return a budget with which every step is one microbatch per rank, for `lengths` int64 [B].
 
     Assigning each row to the rank with the least tokens gives no rank more than the mean plus one
@@ -293,7 +308,10 @@ def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
 
 
 def _default_budget(
-    request: PlanRequest, lengths: np.ndarray, memory: MemoryModel | None, multiple: int
+    request: PlanRequest,
+    lengths: np.ndarray,
+    memory: MemoryModel | None,
+    multiple: int,
 ) -> tuple[int, str]:
     """Return the token budget of a request without one, and a note about it."""
     longest = round_up(int(lengths.max()), multiple)
@@ -321,7 +339,9 @@ def _default_budget(
 
 
 def _apply_oversize(
-    request: PlanRequest, lengths: np.ndarray, spec: PlanSpec
+    request: PlanRequest,
+    lengths: np.ndarray,
+    spec: PlanSpec,
 ) -> tuple[np.ndarray, list[str]]:
     """Apply the oversize policy to rows above the budget, once for every strategy.
 
@@ -382,7 +402,12 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     strategy = replace(outcome.strategy, spec=outcome.strategy.spec.with_budget(max_tokens, None))
     lengths = np.zeros(outcome.plan.num_rows, dtype=np.int64)
     lengths[outcome.plan.rows] = outcome.plan.lengths
-    return replace(outcome, strategy=strategy, plan=strategy.plan(lengths), max_tokens=max_tokens)
+    return replace(
+        outcome,
+        strategy=strategy,
+        plan=strategy.plan(lengths),
+        max_tokens=max_tokens,
+    )
 
 
 def _time_assumptions(report: PlanReport) -> Iterator[str]:

@@ -43,11 +43,19 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     num_tail_tokens = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
     # The alignment tokens at the end of a microbatch are processed, but no row attends to them. A
     # microbatch without rows is one dummy row.
-    return work + np.where(work > 0, cost.linear * num_tail_tokens, cost.of(plan.num_tokens))
+    return work + np.where(
+        work > 0,
+        cost.linear * num_tail_tokens,
+        cost.of(plan.num_tokens),
+    )
 
 
 def step_times(
-    work: np.ndarray, plan: BatchPlan, *, pp_size: int = 1, min_work: float = 0.0
+    work: np.ndarray,
+    plan: BatchPlan,
+    *,
+    pp_size: int = 1,
+    min_work: float = 0.0,
 ) -> np.ndarray:
     """Return the time of each optimizer step in units of work, float64 [S].
 

@@ -28,7 +28,11 @@ class Microbatches:
     """Padding tokens, or their work, float64 [R, M]."""
 
 
-def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -> Drawing:
+def length_histogram(
+    lengths: np.ndarray,
+    max_tokens: int,
+    num_bins: int = 72,
+) -> Drawing:
     """Draw a histogram of row lengths int64 [B], with mean, median, p99 and the token budget.
 
     The budget is left out if it is far above the longest row.
@@ -39,14 +43,32 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
     counts, edges = np.histogram(lengths, bins=num_bins, range=(0, high))
     drawing = Drawing(WIDTH, 236, f"Histogram of {len(lengths)} row lengths")
     x, y = Scale(high, _LEFT, WIDTH - 8), Scale(float(counts.max()), 196, 34)
-    _value_axis(drawing, y, x, [f"{tick:,.0f}" for tick in y.ticks(4)], y.ticks(4))
+    _value_axis(
+        drawing,
+        y,
+        x,
+        [f"{tick:,.0f}" for tick in y.ticks(4)],
+        y.ticks(4),
+    )
     for count, low, up in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
         share = f"{count:,} rows of {low:,.0f} to {up:,.0f} tokens"
-        drawing.rect(x(low) + 0.5, y(count), x(up) - x(low) - 1, y(0) - y(count), "real", share)
+        drawing.rect(
+            x(low) + 0.5,
+            y(count),
+            x(up) - x(low) - 1,
+            y(0) - y(count),
+            "real",
+            share,
+        )
     drawing.line(_LEFT, 196, WIDTH - 8, 196, "axis")
     for tick in x.ticks(8):
         drawing.text(x(tick), 212, f"{tick:,.0f}", anchor="middle")
-    drawing.text(WIDTH - 8, 230, "tokens per row", anchor="end")
+    drawing.text(
+        WIDTH - 8,
+        230,
+        "tokens per row",
+        anchor="end",
+    )
     marks = [
         ("median", float(np.median(lengths))),
         ("mean", float(lengths.mean())),
@@ -64,8 +86,20 @@ def length_histogram(lengths: np.ndarray, max_tokens: int, num_bins: int = 72) -
         WIDTH,
     )
     for (name, value), label, place in zip(marks, labels, places, strict=True):
-        drawing.line(x(value), 30, x(value), 196, "budget" if name == "budget" else "mark")
-        drawing.line(place, 18, x(value), 30, "budget" if name == "budget" else "mark")
+        drawing.line(
+            x(value),
+            30,
+            x(value),
+            196,
+            "budget" if name == "budget" else "mark",
+        )
+        drawing.line(
+            place,
+            18,
+            x(value),
+            30,
+            "budget" if name == "budget" else "mark",
+        )
         drawing.text(place, 13, label, "label", "middle")
     return drawing
 
@@ -84,7 +118,13 @@ def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
     for index, panel in enumerate(panels):
         left, top = (index % 2) * (width + 32), (index // 2) * (height + gap) + 26
         drawing.text(left, top - 10, panel.title, "name")
-        drawing.text(left + width, top - 10, panel.note, "label", "end")
+        drawing.text(
+            left + width,
+            top - 10,
+            panel.note,
+            "label",
+            "end",
+        )
         _fill_panel(drawing, panel, capacity, left, top, width, height)
     return drawing
 
@@ -103,10 +143,20 @@ def _fill_panel(
     real, padding = real[order], padding[order]
     # More bars than can be seen are thinned out evenly.
     shown = np.linspace(0, len(real) - 1, min(len(real), int(width))).round().astype(int)
-    y = Scale(max(float((real + padding).max()), capacity), top + height, top)
+    y = Scale(
+        max(float((real + padding).max()), capacity),
+        top + height,
+        top,
+    )
     pitch = width / len(shown)
     bar = pitch - (1 if pitch > 3 else 0)
-    drawing.rect(left, y(capacity), width, y(0) - y(capacity), "room")
+    drawing.rect(
+        left,
+        y(capacity),
+        width,
+        y(0) - y(capacity),
+        "room",
+    )
     places = [
         (left + place * pitch, float(real[i]), float(padding[i])) for place, i in enumerate(shown)
     ]
@@ -115,7 +165,13 @@ def _fill_panel(
         ((x, y(tokens + empty), bar, y(tokens) - y(tokens + empty)) for x, tokens, empty in places),
         "padding",
     )
-    drawing.line(left, y(capacity), left + width, y(capacity), "budget")
+    drawing.line(
+        left,
+        y(capacity),
+        left + width,
+        y(capacity),
+        "budget",
+    )
     drawing.line(left, y(0), left + width, y(0), "axis")
     thinned = "" if len(shown) == len(real) else f", {len(shown):,} of them drawn"
     drawing.text(
@@ -123,11 +179,20 @@ def _fill_panel(
         y(0) + 15,
         f"{len(real):,} microbatches of {panel.real.shape[0]} ranks, fullest first{thinned}",
     )
-    drawing.text(left + width, y(0) + 15, f"budget {capacity:,}", anchor="end")
+    drawing.text(
+        left + width,
+        y(0) + 15,
+        f"budget {capacity:,}",
+        anchor="end",
+    )
 
 
 def timeline(
-    panels: Sequence[Microbatches], ideal: float, *, waits_at_microbatch: bool, max_ranks: int = 64
+    panels: Sequence[Microbatches],
+    ideal: float,
+    *,
+    waits_at_microbatch: bool,
+    max_ranks: int = 64,
 ) -> Drawing:
     """Draw one step over time with one bar per rank: real work, work on padding, idle time.
 
@@ -139,16 +204,31 @@ def timeline(
     height, gap = num_ranks * pitch, 42.0
     drawing = Drawing(WIDTH, len(panels) * (height + gap) + 26, "Work of each rank over time")
     ends = [_ends(panel, waits_at_microbatch) for panel in panels]
-    x = Scale(max(float(end.max()) for end in ends) / ideal * 1.01, 2, WIDTH - 2)
+    x = Scale(
+        max(float(end.max()) for end in ends) / ideal * 1.01,
+        2,
+        WIDTH - 2,
+    )
     for index, (panel, end) in enumerate(zip(panels, ends, strict=True)):
         top = index * (height + gap) + 26
         drawing.text(2, top - 10, panel.title, "name")
-        drawing.text(WIDTH - 2, top - 10, panel.note, "label", "end")
+        drawing.text(
+            WIDTH - 2,
+            top - 10,
+            panel.note,
+            "label",
+            "end",
+        )
         _rank_bars(drawing, panel, end, ideal, x, top, pitch, num_ranks)
     base = len(panels) * (height + gap) + 4
     drawing.line(2, base - 8, WIDTH - 2, base - 8, "axis")
     for tick in x.ticks(8):
-        drawing.text(x(tick), base + 8, f"{tick:g}", anchor="start" if tick == 0 else "middle")
+        drawing.text(
+            x(tick),
+            base + 8,
+            f"{tick:g}",
+            anchor="start" if tick == 0 else "middle",
+        )
     return drawing
 
 
@@ -175,7 +255,13 @@ def _rank_bars(
     ranks = np.linspace(0, len(work) - 1, num_ranks).round().astype(int)
     bar = pitch - (1.0 if pitch > 4 else 0.4)
     finish = float(ends.max())
-    drawing.rect(x(0), top, x(finish / ideal) - x(0), num_ranks * pitch, "room")
+    drawing.rect(
+        x(0),
+        top,
+        x(finish / ideal) - x(0),
+        num_ranks * pitch,
+        "room",
+    )
     real, padding = [], []
     for place, rank in enumerate(ranks):
         y = top + place * pitch
@@ -191,14 +277,26 @@ def _rank_bars(
     drawing.rects(real, "real")
     drawing.rects(padding, "padding")
     mean = x(float(work.sum()) / len(work) / ideal)
-    drawing.line(mean, top - 3, mean, top + num_ranks * pitch + 1, "mean")
     drawing.line(
-        x(finish / ideal), top - 3, x(finish / ideal), top + num_ranks * pitch + 1, "budget"
+        mean,
+        top - 3,
+        mean,
+        top + num_ranks * pitch + 1,
+        "mean",
+    )
+    drawing.line(
+        x(finish / ideal),
+        top - 3,
+        x(finish / ideal),
+        top + num_ranks * pitch + 1,
+        "budget",
     )
 
 
 def memory_stack(
-    bars: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[tuple[str, float]], unit: str
+    bars: Sequence[tuple[str, Mapping[str, float]]],
+    limits: Sequence[tuple[str, float]],
+    unit: str,
 ) -> Drawing:
     """Draw the memory of one device by part, one bar per (label, parts), with (name, limit) lines.
 
@@ -208,10 +306,19 @@ def memory_stack(
     max_total = max(sum(parts.values()) for _, parts in bars)
     height = pitch * len(bars) + 54
     drawing = Drawing(WIDTH, height, "Memory of one device by part")
-    x = Scale(1.02 * max(max_total, *(limit for _, limit in limits), 0.0), 2, WIDTH - 2)
+    x = Scale(
+        1.02 * max(max_total, *(limit for _, limit in limits), 0.0),
+        2,
+        WIDTH - 2,
+    )
     for index, (label, parts) in enumerate(bars):
         top = 44 + index * pitch
-        drawing.text(2, top - 7, f"{label}: {sum(parts.values()):.1f} {unit}", "name")
+        drawing.text(
+            2,
+            top - 7,
+            f"{label}: {sum(parts.values()):.1f} {unit}",
+            "name",
+        )
         start = 0.0
         for name, size in parts.items():
             left, right = x(start), x(start + size)
@@ -225,15 +332,38 @@ def memory_stack(
             )
             text = f"{name} {size:.1f}"
             if len(text) * _CHARACTER + 8 < right - left:
-                drawing.text((left + right) / 2, top + 17, text, "on-part", "middle")
+                drawing.text(
+                    (left + right) / 2,
+                    top + 17,
+                    text,
+                    "on-part",
+                    "middle",
+                )
             start += size
     for name, limit in limits:
-        drawing.line(x(limit), 18, x(limit), height - 22, "budget" if name == "usable" else "mark")
-        drawing.text(x(limit), 14, f"{name} {limit:,.1f} {unit}", "label", "end")
+        drawing.line(
+            x(limit),
+            18,
+            x(limit),
+            height - 22,
+            "budget" if name == "usable" else "mark",
+        )
+        drawing.text(
+            x(limit),
+            14,
+            f"{name} {limit:,.1f} {unit}",
+            "label",
+            "end",
+        )
     base = height - 20
     drawing.line(2, base, WIDTH - 2, base, "axis")
     for tick in x.ticks(8):
-        drawing.text(x(tick), base + 15, f"{tick:g}", anchor="start" if tick == 0 else "middle")
+        drawing.text(
+            x(tick),
+            base + 15,
+            f"{tick:g}",
+            anchor="start" if tick == 0 else "middle",
+        )
     return drawing
 
 
@@ -243,7 +373,11 @@ def part_class(name: str) -> str:
 
 
 def _value_axis(
-    drawing: Drawing, y: Scale, x: Scale, labels: Sequence[str], ticks: Sequence[float]
+    drawing: Drawing,
+    y: Scale,
+    x: Scale,
+    labels: Sequence[str],
+    ticks: Sequence[float],
 ) -> None:
     for label, tick in zip(labels, ticks, strict=True):
         if tick:

@@ -99,7 +99,11 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     marks = []
     for color, meaning in entries:
         name = color.lstrip("-")
-        kind = {0: "", 1: "thin", 2: "thin dashed"}[len(color) - len(name)]
+        kind = {
+            0: "",
+            1: "thin",
+            2: "thin dashed",
+        }[len(color) - len(name)]
         style = f"border-color:var(--{name})" if kind else f"background:var(--{name})"
         marks.append(f'<span><i class="{kind}" style="{style}"></i>{escape(meaning)}</span>')
     return f'<div class="legend">{"".join(marks)}</div>'

@@ -70,7 +70,9 @@ def _body(report: PlanReport) -> Iterator[str]:
         length_histogram(report.lengths, report.max_tokens),
     )
     yield section(
-        "Batching strategies", f"{_sentence(verdict(report))} {_COLUMNS}", _comparison(report)
+        "Batching strategies",
+        f"{_sentence(verdict(report))} {_COLUMNS}",
+        _comparison(report),
     )
     drawn = _drawn(report)
     step = f"Optimizer step {_STEP + 1} of {report.comparison.num_steps}"
@@ -184,7 +186,10 @@ def _tokens(outcome: Outcome) -> Microbatches:
     real = outcome.real_tokens[:, start:stop]
     note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
     return Microbatches(
-        outcome.strategy.title, note, real.astype(float), (positions - real).astype(float)
+        outcome.strategy.title,
+        note,
+        real.astype(float),
+        (positions - real).astype(float),
     )
 
 
@@ -200,7 +205,12 @@ def _work(outcome: Outcome) -> Microbatches:
     note = (
         f"max-loaded rank {outcome.rank_flops:.3f} of the mean, all steps {outcome.step_time:.3f}"
     )
-    return Microbatches(outcome.strategy.title, note, real, np.maximum(work - real, 0.0))
+    return Microbatches(
+        outcome.strategy.title,
+        note,
+        real,
+        np.maximum(work - real, 0.0),
+    )
 
 
 def _ideal(outcome: Outcome) -> float:

@@ -41,12 +41,23 @@ class Drawing:
     `label` describes it to screen readers.
     """
 
-    def __init__(self, width: float, height: float, label: str) -> None:
+    def __init__(
+        self,
+        width: float,
+        height: float,
+        label: str,
+    ) -> None:
         self.width, self.height, self.label = width, height, label
         self._parts: list[str] = []
 
     def rect(
-        self, x: float, y: float, width: float, height: float, kind: str, title: str | None = None
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        title: str | None = None,
     ) -> None:
         """Add a rectangle, unless its area is 0; `title` is its tooltip."""
         if width <= 0 or height <= 0:
@@ -68,13 +79,25 @@ class Drawing:
         if path:
             self._parts.append(f'<path class="{kind}" d="{path}"/>')
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+    def line(
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        kind: str,
+    ) -> None:
         self._parts.append(
             f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
         )
 
     def text(
-        self, x: float, y: float, text: str, kind: str = "tick", anchor: str = "start"
+        self,
+        x: float,
+        y: float,
+        text: str,
+        kind: str = "tick",
+        anchor: str = "start",
     ) -> None:
         self._parts.append(
             f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">'
@@ -90,7 +113,10 @@ class Drawing:
 
 
 def spread_labels(
-    positions: list[float], widths: list[float], low: float, high: float
+    positions: list[float],
+    widths: list[float],
+    low: float,
+    high: float,
 ) -> list[float]:
     """Return centers of labels of these widths, moved apart until none overlaps another.
 

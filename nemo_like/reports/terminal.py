@@ -41,7 +41,12 @@ def show(report: PlanReport, console: Console | None = None) -> None:
         _say(console, line, "  - ", "dim")
 
 
-def _say(console: Console, line: str, bullet: str = "", style: str = "") -> None:
+def _say(
+    console: Console,
+    line: str,
+    bullet: str = "",
+    style: str = "",
+) -> None:
     width = min(console.width, _MAX_WIDTH)
     line = printable(line, console.encoding)
     text = textwrap.fill(

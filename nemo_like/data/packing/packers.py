@@ -72,26 +72,47 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
 
 
 def first_fit_decreasing(
-    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    seed: int = 0,
 ) -> Packing:
     """Pack the longest row first, each into the first bin with room."""
-    return _first_fit(lengths, longest_first(lengths), capacity, max_items)
+    return _first_fit(
+        lengths,
+        longest_first(lengths),
+        capacity,
+        max_items,
+    )
 
 
-def first_fit_shuffle(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
+def first_fit_shuffle(
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    seed: int = 0,
+) -> Packing:
     """Pack rows in a random order, each into the first bin with room."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     return _first_fit(lengths, order, capacity, max_items)
 
 
-def concatenative(lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0) -> Packing:
+def concatenative(
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    seed: int = 0,
+) -> Packing:
     """Pack rows in the given order; the first that does not fit closes the bin (next fit)."""
     num_bins, bin_of = _run(kernels.next_fit, lengths, lambda array: (capacity, max_items))
     return _sorted_by_bin(np.arange(len(lengths)), bin_of, num_bins)
 
 
 def best_fit_decreasing(
-    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    seed: int = 0,
 ) -> Packing:
     """Pack the longest row first, each into the fullest bin with room.
 
@@ -122,7 +143,10 @@ def best_fit_decreasing(
 
 
 def modified_first_fit_decreasing(
-    lengths: np.ndarray, capacity: int, max_items: int, seed: int = 0
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    seed: int = 0,
 ) -> Packing:
     """Pack by Johnson and Garey's five phases; the last is first fit decreasing of the rest."""
     order = longest_first(lengths)
@@ -157,7 +181,12 @@ def modified_first_fit_decreasing(
     rest = np.flatnonzero(bin_of < 0)
     if len(rest):
         # Phase 5. Phases 2 to 4 left no room for these rows, so they get new bins.
-        packing = _first_fit(ordered[rest], np.arange(len(rest)), capacity, max_items)
+        packing = _first_fit(
+            ordered[rest],
+            np.arange(len(rest)),
+            capacity,
+            max_items,
+        )
         new_bins = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
         bin_of[rest[packing.perm]] = num_bins + new_bins
         num_bins += packing.num_bins
@@ -165,7 +194,10 @@ def modified_first_fit_decreasing(
 
 
 def least_loaded(
-    lengths: np.ndarray, capacity: int, max_items: int, num_bins: int
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+    num_bins: int,
 ) -> Packing | None:
     """Pack the longest row first, each into the least loaded of `num_bins` bins (LPT).
 
@@ -173,13 +205,19 @@ def least_loaded(
     """
     order = longest_first(lengths)
     fits, bin_of = _run(
-        kernels.least_loaded, lengths[order], lambda array: (capacity, max_items, num_bins)
+        kernels.least_loaded,
+        lengths[order],
+        lambda array: (capacity, max_items, num_bins),
     )
     return _sorted_by_bin(order, bin_of, num_bins) if fits else None
 
 
 def split_fullest(
-    packing: Packing, lengths: np.ndarray, capacity: int, num_bins: int, max_items: int
+    packing: Packing,
+    lengths: np.ndarray,
+    capacity: int,
+    num_bins: int,
+    max_items: int,
 ) -> Packing:
     """Repack the k fullest bins into more bins, so that there are `num_bins` >= K in total.
 
@@ -214,13 +252,21 @@ def split_fullest(
     return Packing(perm, np.concatenate([[0], np.cumsum(new_sizes)]))
 
 
-def _halve_fullest(packing: Packing, lengths: np.ndarray, num_bins: int) -> Packing:
+def _halve_fullest(
+    packing: Packing,
+    lengths: np.ndarray,
+    num_bins: int,
+) -> Packing:
     """Repeatedly split the fullest bin of two or more rows in two, until there are `num_bins`.
 
     This is always possible, but less balanced than repacking several bins at once.
     """
     num_extra = num_bins - packing.num_bins
-    loads = np.where(np.diff(packing.offsets) > 1, packing.loads(lengths), -1)
+    loads = np.where(
+        np.diff(packing.offsets) > 1,
+        packing.loads(lengths),
+        -1,
+    )
     # Only the `num_extra` fullest bins can be split: halves are smaller than their bin.
     split = np.sort(np.argsort(-loads, kind="stable")[:num_extra])
     bins = packing.take(split).bins()
@@ -245,7 +291,12 @@ def _halve_fullest(packing: Packing, lengths: np.ndarray, num_bins: int) -> Pack
     return Packing(perm, np.concatenate([kept.offsets, ends]))
 
 
-def _first_fit(lengths: np.ndarray, order: np.ndarray, capacity: int, max_items: int) -> Packing:
+def _first_fit(
+    lengths: np.ndarray,
+    order: np.ndarray,
+    capacity: int,
+    max_items: int,
+) -> Packing:
     """Pack rows in `order` int64 [n], each into the first bin with room."""
     # The kernel searches a complete binary tree, so the number of leaves is a power of two.
     max_bins = _max_open_bins(lengths, capacity, max_items)
@@ -286,7 +337,11 @@ def _compiled(kernel: Callable[..., Any], num_rows: int) -> Callable[..., Any] |
     return kernels.compiled(kernel)
 
 
-def _sorted_by_bin(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Packing:
+def _sorted_by_bin(
+    order: np.ndarray,
+    bin_of: np.ndarray,
+    num_bins: int,
+) -> Packing:
     """Sort rows by bin, within a bin in the order of packing.
 
     `bin_of` int64 [n] is the bin of each position of `order` int64 [n].
@@ -296,7 +351,11 @@ def _sorted_by_bin(order: np.ndarray, bin_of: np.ndarray, num_bins: int) -> Pack
     return Packing(order[stable_argsort(bin_of, num_bins)], offsets)
 
 
-def _max_open_bins(lengths: np.ndarray, capacity: int, max_items: int) -> int:
+def _max_open_bins(
+    lengths: np.ndarray,
+    capacity: int,
+    max_items: int,
+) -> int:
     """Upper bound on the number of bins that first fit or best fit opens."""
     # Of the bins below `max_items` rows at most one is less than half full; bins with `max_items`
     # rows are bounded by the number of rows.

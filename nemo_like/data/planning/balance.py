@@ -191,7 +191,12 @@ def schedule(
         no_bins = np.zeros(1, np.int64)
         return Schedule(no_rows, no_bins, num_ranks, 0, 0, max_tokens, lengths, work)
     item_of, items = _sorted_items(groups, lengths, work)
-    _check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
+    _check_token_limit(
+        item_of,
+        items.tokens,
+        max_tokens,
+        groups is not None,
+    )
 
     bound = max(min_microbatches, -(-l2_bound(items.tokens, max_tokens) // num_ranks))
     bound = -(-bound // microbatch_multiple) * microbatch_multiple
@@ -240,7 +245,13 @@ def assign_bins(
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
     items = Items(np.ones(len(work), dtype=np.int64), work[order])
     kernels = _kernels(None, len(work))
-    search = AssignmentSearch(items, 1, num_ranks, num_microbatches * num_ranks, kernels)
+    search = AssignmentSearch(
+        items,
+        1,
+        num_ranks,
+        num_microbatches * num_ranks,
+        kernels,
+    )
     position_of = np.arange(len(work))
     rank_of = search.assign_ranks(search.bin_work(position_of))
     if sync == "step" and len(work):
@@ -332,7 +343,9 @@ def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarr
 
 
 def _sorted_by_bin(
-    bin_of_row: np.ndarray, item_of: np.ndarray, num_bins: int
+    bin_of_row: np.ndarray,
+    item_of: np.ndarray,
+    num_bins: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sort rows by bin, then by item (decreasing work), then as given: (perm [n], offsets [K + 1]).
 
@@ -344,7 +357,9 @@ def _sorted_by_bin(
 
 
 def _sorted_items(
-    groups: Sequence[int] | np.ndarray | None, lengths: np.ndarray, work: np.ndarray
+    groups: Sequence[int] | np.ndarray | None,
+    lengths: np.ndarray,
+    work: np.ndarray,
 ) -> tuple[np.ndarray, Items]:
     """Number rows or groups by decreasing work: (item of each row, int64 [n]; the items)."""
     if groups is None:
@@ -415,7 +430,10 @@ def _checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> n
 
 
 def _check_token_limit(
-    item_of: np.ndarray, tokens: np.ndarray, max_tokens: int, has_groups: bool
+    item_of: np.ndarray,
+    tokens: np.ndarray,
+    max_tokens: int,
+    has_groups: bool,
 ) -> None:
     """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items."""
     if tokens.max() <= max_tokens:
@@ -430,7 +448,11 @@ def _check_token_limit(
     )
 
 
-def _check_settings(counts: dict[str, int], sync: str, effort: float) -> None:
+def _check_settings(
+    counts: dict[str, int],
+    sync: str,
+    effort: float,
+) -> None:
     """Raise ValueError for a setting out of range."""
     for name, value in counts.items():
         if value < 1:

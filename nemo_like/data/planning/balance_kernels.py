@@ -106,7 +106,12 @@ def compiled() -> Any | None:
 
 
 def fill_lpt(
-    tokens: Any, work: Any, capacity: int, bin_of: Any, bin_tokens: Any, excess: Any
+    tokens: Any,
+    work: Any,
+    capacity: int,
+    bin_of: Any,
+    bin_tokens: Any,
+    excess: Any,
 ) -> bool:
     """Assign each row to the bin furthest below its target work that has room for the row.
 
@@ -281,7 +286,12 @@ def find_swap(
     return error, row_in, dst_bin, steps
 
 
-def find_relocation(state: SearchState, i: int, slot: int, capacity: int) -> int:
+def find_relocation(
+    state: SearchState,
+    i: int,
+    slot: int,
+    capacity: int,
+) -> int:
     """Find a bin outside `slot` that can accept row i without raising the maximum of its step.
 
     Returns -1 if there is none.
@@ -392,7 +402,11 @@ def update_emptiest_bin(state: SearchState, slot: int) -> int:
 
 
 def local_search(
-    state: SearchState, order: Any, step_size: int, capacity: int, max_steps: int
+    state: SearchState,
+    order: Any,
+    step_size: int,
+    capacity: int,
+    max_steps: int,
 ) -> int:
     """Reduce the maximum slot work of each step by moves that raise the maximum of no step.
 
@@ -431,7 +445,12 @@ def local_search(
                 break
             target = min(excess, max_slack)
             row_out, row_in, dst_bin, num_scanned = find_move(
-                state, slot, target, max_free_tokens, capacity, max_steps - steps
+                state,
+                slot,
+                target,
+                max_free_tokens,
+                capacity,
+                max_steps - steps,
             )
             steps += num_scanned
             if row_out < 0:

@@ -159,7 +159,11 @@ def microbatch_limits(
     num_bins = np.arange(num_microbatches + 1) * num_ranks
     capacity = num_bins * max_tokens
 
-    first_outside = np.searchsorted(np.cumsum(sorted_lengths), capacity[:-1], side="right")
+    first_outside = np.searchsorted(
+        np.cumsum(sorted_lengths),
+        capacity[:-1],
+        side="right",
+    )
     min_max_work = np.append(sorted_work, 0.0)[np.minimum(first_outside, len(work))]
     large_work = sorted_work[is_large]
     first_large_outside = np.minimum(num_bins[:-1], len(large_work))
@@ -181,7 +185,11 @@ def microbatch_limits(
     return min_max_work, max_work
 
 
-def _max_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _max_work(
+    lengths: np.ndarray,
+    work: np.ndarray,
+    tokens: np.ndarray,
+) -> np.ndarray:
     """Maximum work of rows with at most `tokens` [J] tokens in total, float64 [J].
 
     This is the fractional knapsack bound: one row may be taken in part.
@@ -192,7 +200,11 @@ def _max_work(lengths: np.ndarray, work: np.ndarray, tokens: np.ndarray) -> np.n
     return np.interp(tokens, cumulative_tokens, cumulative_work)
 
 
-def _grows_faster_than_length(lengths: np.ndarray, work: np.ndarray, density: float) -> bool:
+def _grows_faster_than_length(
+    lengths: np.ndarray,
+    work: np.ndarray,
+    density: float,
+) -> bool:
     """Return True if longer rows have more work per token and each further token adds at least
     `density`; rows are sorted by decreasing work.
     """

@@ -53,7 +53,12 @@ class AssignmentSearch:
     def fill_by_step(self) -> np.ndarray | None:
         """Fill one microbatch after the other up to a common work limit; None if a row is left."""
         parent = self._array(np.arange(len(self.items) + 1))
-        return self._construct("fill_by_step", np.zeros(self.num_bins), self.num_ranks, parent)
+        return self._construct(
+            "fill_by_step",
+            np.zeros(self.num_bins),
+            self.num_ranks,
+            parent,
+        )
 
     def fill_lpt(self, targets: np.ndarray) -> np.ndarray | None:
         """Assign each row to the bin furthest below its target with room for it; None if a row is
@@ -134,7 +139,10 @@ class AssignmentSearch:
         return rank_of
 
     def swap_bins(
-        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
+        self,
+        bin_of: np.ndarray,
+        rank_of: np.ndarray,
+        max_steps: int,
     ) -> tuple[np.ndarray, int]:
         """Reduce the makespan by swapping bins between ranks: (rank of each bin, steps used).
 
@@ -144,8 +152,18 @@ class AssignmentSearch:
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
         bins_as_items = Items(np.ones(len(order), dtype=np.int64), bin_work[order])
-        search = AssignmentSearch(bins_as_items, 1, self.num_ranks, len(order), self.kernels)
-        position_of, steps = search.balance_ranks(np.arange(len(order)), rank_of[order], max_steps)
+        search = AssignmentSearch(
+            bins_as_items,
+            1,
+            self.num_ranks,
+            len(order),
+            self.kernels,
+        )
+        position_of, steps = search.balance_ranks(
+            np.arange(len(order)),
+            rank_of[order],
+            max_steps,
+        )
         new_rank_of = np.empty_like(rank_of)
         new_rank_of[order] = rank_of[order][position_of]
         return new_rank_of, steps
@@ -155,7 +173,10 @@ class AssignmentSearch:
         return self._local_search(bin_of, np.arange(self.num_bins), max_steps)
 
     def balance_ranks(
-        self, bin_of: np.ndarray, rank_of: np.ndarray, max_steps: int
+        self,
+        bin_of: np.ndarray,
+        rank_of: np.ndarray,
+        max_steps: int,
     ) -> tuple[np.ndarray, int]:
         """Reduce the makespan by local search over rows; the rank of each bin is fixed."""
         return self._local_search(bin_of, rank_of, max_steps)
@@ -166,7 +187,12 @@ class AssignmentSearch:
             return values.tolist()
         return values
 
-    def _construct(self, kernel: str, bin_work: np.ndarray, *arguments: Any) -> np.ndarray | None:
+    def _construct(
+        self,
+        kernel: str,
+        bin_work: np.ndarray,
+        *arguments: Any,
+    ) -> np.ndarray | None:
         """Run a construction kernel; None if it leaves a row unassigned."""
         tokens = self._array(self.items.tokens)
         work = self._array(self.items.work)
@@ -174,7 +200,13 @@ class AssignmentSearch:
         bin_tokens = self._array(np.zeros(self.num_bins, dtype=np.int64))
         run = getattr(self.kernels or balance_kernels, kernel)
         if not run(
-            tokens, work, self.capacity, bin_of, bin_tokens, self._array(bin_work), *arguments
+            tokens,
+            work,
+            self.capacity,
+            bin_of,
+            bin_tokens,
+            self._array(bin_work),
+            *arguments,
         ):
             return None
         bin_of = np.asarray(bin_of, dtype=np.int64)
@@ -192,14 +224,21 @@ class AssignmentSearch:
             return None
         num_bins = min(self.num_bins, len(self.items))
         packing = packers.split_fullest(
-            packing, self.items.tokens, self.capacity, num_bins, len(self.items)
+            packing,
+            self.items.tokens,
+            self.capacity,
+            num_bins,
+            len(self.items),
         )
         bin_of = np.empty(len(self.items), dtype=np.int64)
         bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
         return bin_of
 
     def _local_search(
-        self, bin_of: np.ndarray, slot_of: np.ndarray, max_steps: int
+        self,
+        bin_of: np.ndarray,
+        slot_of: np.ndarray,
+        max_steps: int,
     ) -> tuple[np.ndarray, int]:
         """Run local search until it converges or uses `max_steps`: (assignment, steps used).
 
@@ -227,11 +266,18 @@ class AssignmentSearch:
                 step_of=self._array(step_of), step_max_work=self._array(step_max_work)
             )
             steps += local_search(
-                state, self._array(order), self.num_ranks, self.capacity, max_steps - steps
+                state,
+                self._array(order),
+                self.num_ranks,
+                self.capacity,
+                max_steps - steps,
             )
 
     def _search_state(
-        self, bin_of: np.ndarray, slot_of: np.ndarray, num_slots: int
+        self,
+        bin_of: np.ndarray,
+        slot_of: np.ndarray,
+        num_slots: int,
     ) -> balance_kernels.SearchState:
         """Build the search state of an assignment; its steps are set by `_local_search`."""
         num_rows = len(bin_of)

@@ -52,7 +52,9 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def checked_groups(
-    groups: Sequence[int] | np.ndarray | None, num_rows: int, spec: PlanSpec
+    groups: Sequence[int] | np.ndarray | None,
+    num_rows: int,
+    spec: PlanSpec,
 ) -> np.ndarray | None:
     """Number groups 0, 1, ... by their first row, int64 [B].
 
@@ -67,7 +69,10 @@ def checked_groups(
     # `np.unique` numbers ids by value; groups are renumbered by first row, so that the plan does
     # not depend on the ids.
     _, first, inverse, counts = np.unique(
-        ids, return_index=True, return_inverse=True, return_counts=True
+        ids,
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
     )
     number_of = np.empty(len(first), dtype=np.int64)
     number_of[np.argsort(first)] = np.arange(len(first))
@@ -93,7 +98,11 @@ def checked_groups(
     return number_of[inverse]
 
 
-def fit_rows(lengths: np.ndarray, groups: np.ndarray | None, spec: PlanSpec) -> FittedRows:
+def fit_rows(
+    lengths: np.ndarray,
+    groups: np.ndarray | None,
+    spec: PlanSpec,
+) -> FittedRows:
     """Apply `spec.oversize` to rows and groups above the token limit.
 
     `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`. Raises ValueError if the
@@ -143,7 +152,11 @@ def round_up_all(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
-def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.ndarray:
+def _group_tokens(
+    padded: np.ndarray,
+    groups: np.ndarray,
+    spec: PlanSpec,
+) -> np.ndarray:
     """Positions of each group in a microbatch of its own, int64 [number of groups]."""
     counts = np.bincount(groups)
     if spec.layout == "padded":
@@ -156,7 +169,10 @@ def _group_tokens(padded: np.ndarray, groups: np.ndarray, spec: PlanSpec) -> np.
 
 
 def _truncated_lengths(
-    lengths: np.ndarray, groups: np.ndarray | None, is_oversize: np.ndarray, spec: PlanSpec
+    lengths: np.ndarray,
+    groups: np.ndarray | None,
+    is_oversize: np.ndarray,
+    spec: PlanSpec,
 ) -> np.ndarray:
     """Truncate oversize rows; returns the remaining tokens, int64 [B].
 

@@ -339,7 +339,12 @@ class BatchPlan:
         padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
         return tuple(
-            Microbatch(rows[a:b], lengths[a:b], padded_lengths[a:b], num_tokens=tokens[m])
+            Microbatch(
+                rows[a:b],
+                lengths[a:b],
+                padded_lengths[a:b],
+                num_tokens=tokens[m],
+            )
             for m, (a, b) in enumerate(pairwise(offsets))
         )
 
@@ -373,7 +378,10 @@ def plan_batch(
 
 
 def _join_steps(
-    spec: PlanSpec, fitted: FittedRows, steps: list[StepPlan], dropped: tuple[int, ...]
+    spec: PlanSpec,
+    fitted: FittedRows,
+    steps: list[StepPlan],
+    dropped: tuple[int, ...],
 ) -> BatchPlan:
     """Join the plans of all steps into one, rank after rank."""
     num_microbatches = [step.num_microbatches for step in steps]

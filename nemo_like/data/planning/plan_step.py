@@ -48,13 +48,20 @@ class _Items:
 
 
 def plan_step(
-    rows: np.ndarray, fitted: FittedRows, groups: np.ndarray | None, spec: PlanSpec
+    rows: np.ndarray,
+    fitted: FittedRows,
+    groups: np.ndarray | None,
+    spec: PlanSpec,
 ) -> StepPlan:
     """Assign `rows` (row ids int64 [n]) to the ranks of `spec`; the result has bins of row ids.
 
     `groups` int64 [B] are group ids of all rows of the batch.
     """
-    items = _items(fitted.padded_lengths[rows], group_rows(rows, groups), spec)
+    items = _items(
+        fitted.padded_lengths[rows],
+        group_rows(rows, groups),
+        spec,
+    )
     if len(items.lengths) == 0:
         step = StepPlan(_empty_bins(spec.bins_multiple), spec.microbatch_multiple)
     elif spec.max_tokens is None:
@@ -72,7 +79,11 @@ def plan_step(
     return StepPlan(bins, step.num_microbatches)
 
 
-def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> Packing:
+def plan_rank(
+    rows: np.ndarray,
+    padded_lengths: np.ndarray,
+    spec: PlanSpec,
+) -> Packing:
     """Pack the rows of one rank into as few microbatches as possible, largest first.
 
     Used by `BatchPlan.with_budget`. `rows` int64 [n] are row ids, `padded_lengths` int64 [B] those
@@ -82,12 +93,20 @@ def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> P
     if len(rows) == 0:
         return _empty_bins(0)
     if spec.max_tokens is None:
-        bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
+        bins = concatenative(
+            np.ones_like(lengths),
+            spec.max_rows or 1,
+            len(lengths),
+        )
         return Packing(rows[bins.perm], bins.offsets)
     is_padded = spec.layout == "padded"
     if is_padded:
         bins = form_padded(
-            lengths, np.ones_like(lengths), None, spec.capacity or 0, max_rows=spec.max_rows
+            lengths,
+            np.ones_like(lengths),
+            None,
+            spec.capacity or 0,
+            max_rows=spec.max_rows,
         )
     else:
         # A row above the capacity counts as a full bin, so it stays alone.
@@ -97,7 +116,10 @@ def plan_rank(rows: np.ndarray, padded_lengths: np.ndarray, spec: PlanSpec) -> P
 
 
 def largest_first(
-    bins: Packing, padded_lengths: np.ndarray, num_ranks: int, is_padded: bool
+    bins: Packing,
+    padded_lengths: np.ndarray,
+    num_ranks: int,
+    is_padded: bool,
 ) -> Packing:
     """Sort the bins of each rank by decreasing number of positions, equal ones in their order.
 
@@ -137,7 +159,11 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
     return StepPlan(Packing(perm, np.concatenate(offsets)), num_microbatches)
 
 
-def _items(padded: np.ndarray, groups: Packing | None, spec: PlanSpec) -> _Items:
+def _items(
+    padded: np.ndarray,
+    groups: Packing | None,
+    spec: PlanSpec,
+) -> _Items:
     """Build items from padded row lengths int64 [n] and the groups of these rows."""
     row_work = _work(padded, spec)
     if groups is None:
@@ -209,12 +235,20 @@ def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     item_bounds = np.searchsorted(rows_before, share_ends)
     rank_bins = []
     for start, stop in pairwise(item_bounds.tolist()):
-        bins = concatenative(items.num_rows[start:stop], spec.max_rows or 1, max(stop - start, 1))
+        bins = concatenative(
+            items.num_rows[start:stop],
+            spec.max_rows or 1,
+            max(stop - start, 1),
+        )
         rank_bins.append(Packing(bins.perm + start, bins.offsets))
     return join_ranks(rank_bins, spec.microbatch_multiple)
 
 
-def _assign_to_ranks(bins: Packing, bin_work: np.ndarray | None, spec: PlanSpec) -> StepPlan:
+def _assign_to_ranks(
+    bins: Packing,
+    bin_work: np.ndarray | None,
+    spec: PlanSpec,
+) -> StepPlan:
     """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
     if bin_work is None:
         num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
@@ -237,7 +271,11 @@ def _bin_packer(spec: PlanSpec) -> SequencePacker:
     algorithm = PackingAlgorithm(spec.algorithm)
     if algorithm == PackingAlgorithm.BALANCED:
         algorithm = PackingAlgorithm.BEST_FIT_DECREASING
-    return SequencePacker(algorithm=algorithm, bin_capacity=spec.capacity or 0, seed=spec.seed)
+    return SequencePacker(
+        algorithm=algorithm,
+        bin_capacity=spec.capacity or 0,
+        seed=spec.seed,
+    )
 
 
 def _empty_bins(num_bins: int) -> Packing:
