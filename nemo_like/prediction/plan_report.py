@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.planning.balance import Sync
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning, round_up_all
 from nemo_like.data.planning.plan import PlanSpec
+from nemo_like.data.planning.schedule_inputs import Sync
 from nemo_like.data.planning.spec import Oversize, round_up
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.comparison import Comparison, Outcome, compare

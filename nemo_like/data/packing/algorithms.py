@@ -173,18 +173,10 @@ class SequencePacker:
 
     def _padded_lengths(self, sequence_lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Check lengths and round them up to `pad_multiple`, int64 [n]."""
-        lengths = np.asarray(sequence_lengths)
-        if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
-            raise ValueError(
-                f"lengths are one list of integers; got {lengths.dtype} of shape {lengths.shape}"
-            )
-        lengths = lengths.astype(np.int64)
+        lengths = packers.checked_lengths(sequence_lengths)
         padded = -(-lengths // self.pad_multiple) * self.pad_multiple
         if len(lengths) == 0:
             return padded
-        if lengths.min() < 1:
-            row = int(lengths.argmin())
-            raise ValueError(f"row {row} has length {lengths[row]}; a row has at least one token")
         if padded.max() > self.bin_capacity:
             row = int(padded.argmax())
             rounded = ""

@@ -57,7 +57,8 @@ class PackingMetrics:
         for k, rows in enumerate(bins):
             loads[k] = sum(int(sequence_lengths[row]) for row in rows)
         num_sequences = sum(map(len, bins))
-        return {"total_sequences": float(num_sequences), **bin_stats(loads, bin_capacity)}
+        stats = bin_stats(loads, bin_capacity)
+        return {"total_sequences": float(num_sequences), **stats}
 
     def get_aggregated_stats(self) -> dict[str, float]:
         """Return means and extremes over all recorded packings; empty before the first `update`.

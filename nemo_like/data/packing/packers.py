@@ -8,7 +8,7 @@ by `first_fit_shuffle` only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,9 +53,11 @@ class Packing:
         all_sizes = np.append(np.diff(self.offsets), 0)
         all_starts = np.append(self.offsets[:-1], 0)
         sizes = np.where(bins < 0, 0, all_sizes[bins])
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        offsets = prefix_sums(sizes)
+        # Row j of the result is row j + shift of `perm`, with one shift per bin.
         shifts = np.repeat(all_starts[bins] - offsets[:-1], sizes)
-        return Packing(self.perm[shifts + np.arange(offsets[-1])], offsets)
+        positions = shifts + np.arange(offsets[-1])
+        return Packing(self.perm[positions], offsets)
 
     def expand(self, items: Packing | None) -> Packing:
         """Replace each item of these bins by its rows; None means that items are rows."""
@@ -63,6 +65,25 @@ class Packing:
             return self
         rows = items.take(self.perm)
         return Packing(rows.perm, rows.offsets[self.offsets])
+
+
+def prefix_sums(values: np.ndarray) -> np.ndarray:
+    """Return [0, v_0, v_0 + v_1, ...]: the sums of the first 0, 1, ... `values` [n]; [n + 1]."""
+    return np.concatenate([[0], np.cumsum(values)])
+
+
+def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Convert `lengths` to int64 [B]; raises ValueError unless all are integers >= 1."""
+    values = np.asarray(lengths)
+    if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
+        raise ValueError(
+            f"lengths are one list of integers; got {values.dtype} of shape {values.shape}"
+        )
+    values = values.astype(np.int64)
+    if len(values) and values.min() < 1:
+        row = int(values.argmin())
+        raise ValueError(f"row {row} has length {values[row]}; a row has at least one token")
+    return values
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
@@ -123,7 +144,9 @@ def best_fit_decreasing(
     if capacity <= kernels.MAX_TABLE:
         kernel = _compiled(kernels.best_fit, len(lengths))
     if kernel is None:
-        bins, counts, num_bins = kernels.best_fit_runs(lengths[order].tolist(), capacity, max_items)
+        # Interpreted, runs of equal lengths are packed at once, which visits fewer bins.
+        ordered = lengths[order].tolist()
+        bins, counts, num_bins = kernels.best_fit_runs(ordered, capacity, max_items)
         bin_of = np.repeat(np.asarray(bins, dtype=np.int64), counts)
         return _sorted_by_bin(order, bin_of, num_bins)
     level_starts = _bitset_level_starts(capacity + 1)
@@ -173,7 +196,10 @@ def modified_first_fit_decreasing(
     kernel = _compiled(kernels.modified_first_fit, len(lengths))
     if kernel is None:
         interpreted: Callable[..., Any] = kernels.modified_first_fit
-        lists = [value.tolist() if isinstance(value, np.ndarray) else value for value in arguments]
+        # The interpreter indexes lists faster than arrays.
+        lists = []
+        for value in arguments:
+            lists.append(value.tolist() if isinstance(value, np.ndarray) else value)
         interpreted(*lists)
         bin_of = np.asarray(lists[-1], dtype=np.int64)
     else:
@@ -238,18 +264,22 @@ def split_fullest(
     # The k bins must also have at least as many rows as there are new bins.
     has_enough_rows = np.cumsum(sizes[fullest]) >= k + num_extra
     is_enough = has_enough_rows & (mean_load >= next_load)
+    # `argmax` is the first True, that is the smallest k.
+    num_repacked = int(is_enough.argmax()) + 1
     is_repacked = np.zeros(packing.num_bins, dtype=bool)
-    is_repacked[fullest[: int(is_enough.argmax()) + 1]] = True
+    is_repacked[fullest[:num_repacked]] = True
 
     is_repacked_row = np.repeat(is_repacked, sizes)
+    # Sorted, so that the result does not depend on the order of rows within the old bins.
     rows = np.sort(packing.perm[is_repacked_row])
-    num_new = int(is_repacked.sum()) + num_extra
+    num_new = num_repacked + num_extra
     repacked = least_loaded(lengths[rows], capacity, max_items, num_new)
+    # LPT balances loads but may leave a row that fits into no bin.
     if repacked is None:
         return _halve_fullest(packing, lengths, num_bins)
     perm = np.concatenate([packing.perm[~is_repacked_row], rows[repacked.perm]])
     new_sizes = np.concatenate([sizes[~is_repacked], np.diff(repacked.offsets)])
-    return Packing(perm, np.concatenate([[0], np.cumsum(new_sizes)]))
+    return Packing(perm, prefix_sums(new_sizes))
 
 
 def _halve_fullest(
@@ -262,15 +292,18 @@ def _halve_fullest(
     This is always possible, but less balanced than repacking several bins at once.
     """
     num_extra = num_bins - packing.num_bins
-    loads = np.where(
-        np.diff(packing.offsets) > 1,
-        packing.loads(lengths),
-        -1,
-    )
+    # A bin of one row cannot be split.
+    is_splittable = np.diff(packing.offsets) > 1
+    loads = np.where(is_splittable, packing.loads(lengths), -1)
     # Only the `num_extra` fullest bins can be split: halves are smaller than their bin.
-    split = np.sort(np.argsort(-loads, kind="stable")[:num_extra])
+    fullest = np.argsort(-loads, kind="stable")
+    split = np.sort(fullest[:num_extra])
     bins = packing.take(split).bins()
-    heap = [(-load, b) for b, load in enumerate(loads[split].tolist()) if load >= 0]
+    # `heapq` is a min-heap, so negative loads make the fullest bin the first.
+    heap = []
+    for b, load in enumerate(loads[split].tolist()):
+        if load >= 0:
+            heap.append((-load, b))
     heapq.heapify(heap)
     while len(bins) < len(split) + num_extra:
         _, b = heapq.heappop(heap)
@@ -285,8 +318,10 @@ def _halve_fullest(
         for half, index in ((0, b), (1, len(bins) - 1)):
             if len(halves[half]) > 1:
                 heapq.heappush(heap, (-sums[half], index))
-    kept = packing.take(np.delete(np.arange(packing.num_bins), split))
-    ends = np.cumsum([len(rows) for rows in bins]) + len(kept.perm)
+    not_split = np.delete(np.arange(packing.num_bins), split)
+    kept = packing.take(not_split)
+    sizes = [len(rows) for rows in bins]
+    ends = np.cumsum(sizes) + len(kept.perm)
     perm = np.concatenate([kept.perm, *map(np.asarray, bins)])
     return Packing(perm, np.concatenate([kept.offsets, ends]))
 
@@ -346,9 +381,9 @@ def _sorted_by_bin(
 
     `bin_of` int64 [n] is the bin of each position of `order` int64 [n].
     """
-    offsets = np.zeros(num_bins + 1, dtype=np.int64)
-    np.cumsum(np.bincount(bin_of, minlength=num_bins), out=offsets[1:])
-    return Packing(order[stable_argsort(bin_of, num_bins)], offsets)
+    sizes = np.bincount(bin_of, minlength=num_bins)
+    by_bin = stable_argsort(bin_of, num_bins)
+    return Packing(order[by_bin], prefix_sums(sizes))
 
 
 def _max_open_bins(

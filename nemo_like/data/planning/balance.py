@@ -19,18 +19,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
+from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning import balance_kernels
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.local_search import AssignmentSearch, Items
-
-Sync = Literal["microbatch", "step"]
-"""When ranks wait for each other: at every microbatch, or once per optimizer step."""
+from nemo_like.data.planning.schedule_inputs import (
+    Sync,
+    check_settings,
+    check_token_limit,
+    checked_work,
+    inverse_permutation,
+    sorted_items,
+)
 
 _STEPS_PER_ROW = 1000
 """Local-search steps per row at effort 1. More gain little; a compiled step takes about 2 ns."""
@@ -80,10 +85,12 @@ class Schedule:
 
     def bins(self) -> list[list[list[int]]]:
         """Rows by rank and microbatch."""
-        rows = self.perm.tolist()
-        flat = [rows[start:stop] for start, stop in pairwise(self.offsets.tolist())]
-        count = self.num_microbatches
-        return [flat[rank * count : (rank + 1) * count] for rank in range(self.num_ranks)]
+        flat = Packing(self.perm, self.offsets).bins()
+        by_rank = []
+        for rank in range(self.num_ranks):
+            start = rank * self.num_microbatches
+            by_rank.append(flat[start : start + self.num_microbatches])
+        return by_rank
 
     @cached_property
     def bin_tokens(self) -> np.ndarray:
@@ -106,14 +113,17 @@ class Schedule:
         """
         rank_work = self.bin_work.sum(axis=1)
         makespan = float(rank_work.max(initial=0.0))
-        lockstep_work = float(self.bin_work.max(axis=0, initial=0.0).sum())
+        microbatch_work = self.bin_work.max(axis=0, initial=0.0)
+        lockstep_work = float(microbatch_work.sum())
         mean_rank_work = float(self.work.sum()) / self.num_ranks
+        max_row_work = float(self.work.max(initial=0.0))
         # The max-loaded rank has at least the mean work, and some rank has the largest row. Without
         # any work the ratios are 0.
-        simple_bound = max(mean_rank_work, float(self.work.max(initial=0.0))) or 1.0
+        simple_bound = max(mean_rank_work, max_row_work) or 1.0
         shape = (self.lengths, self.work, self.max_tokens, self.num_ranks, self.num_microbatches)
         may_be_empty = bool((np.diff(self.offsets) == 0).any())
         makespan_bound = max(rank_bound(*shape, may_be_empty=may_be_empty), simple_bound)
+        lockstep_work_bound = max(lockstep_bound(*shape), simple_bound)
         capacity = max(1, self.bin_tokens.size * self.max_tokens)
         return {
             "num_microbatches": float(self.num_microbatches),
@@ -122,7 +132,7 @@ class Schedule:
             "rank_imbalance": makespan / simple_bound,
             "rank_over_bound": makespan / makespan_bound,
             "lockstep_ratio": lockstep_work / simple_bound,
-            "lockstep_over_bound": lockstep_work / max(lockstep_bound(*shape), simple_bound),
+            "lockstep_over_bound": lockstep_work / lockstep_work_bound,
         }
 
     def _by_bin(self, values: np.ndarray) -> np.ndarray:
@@ -183,22 +193,27 @@ def schedule(
         "num_ranks": num_ranks,
         "microbatch_multiple": microbatch_multiple,
     }
-    _check_settings(counts, sync, effort)
-    lengths = _checked_lengths(lengths)
-    work = _checked_work(work, lengths)
+    check_settings(counts, sync, effort)
+    lengths = checked_lengths(lengths)
+    work = checked_work(work, lengths)
     if len(lengths) == 0:
         no_rows = np.empty(0, np.int64)
         no_bins = np.zeros(1, np.int64)
-        return Schedule(no_rows, no_bins, num_ranks, 0, 0, max_tokens, lengths, work)
-    item_of, items = _sorted_items(groups, lengths, work)
-    _check_token_limit(
-        item_of,
-        items.tokens,
-        max_tokens,
-        groups is not None,
-    )
+        return Schedule(
+            perm=no_rows,
+            offsets=no_bins,
+            num_ranks=num_ranks,
+            num_microbatches=0,
+            min_microbatches=0,
+            max_tokens=max_tokens,
+            lengths=lengths,
+            work=work,
+        )
+    item_of, items = sorted_items(groups, lengths, work)
+    check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
 
-    bound = max(min_microbatches, -(-l2_bound(items.tokens, max_tokens) // num_ranks))
+    num_needed_bins = l2_bound(items.tokens, max_tokens)
+    bound = max(min_microbatches, -(-num_needed_bins // num_ranks))
     bound = -(-bound // microbatch_multiple) * microbatch_multiple
     kernels = _kernels(use_numba, len(items))
     # The limit is in steps, not in seconds, so that the result is deterministic.
@@ -218,8 +233,18 @@ def schedule(
         num_microbatches += microbatch_multiple
     bin_of, rank_of = found
     positions = _rank_major_positions(search.bin_work(bin_of), rank_of)
-    perm, offsets = _sorted_by_bin(positions[bin_of[item_of]], item_of, search.num_bins)
-    return Schedule(perm, offsets, num_ranks, num_microbatches, bound, max_tokens, lengths, work)
+    position_of_row = positions[bin_of[item_of]]
+    perm, offsets = _sorted_by_bin(position_of_row, item_of, search.num_bins)
+    return Schedule(
+        perm=perm,
+        offsets=offsets,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        min_microbatches=bound,
+        max_tokens=max_tokens,
+        lengths=lengths,
+        work=work,
+    )
 
 
 def assign_bins(
@@ -237,20 +262,21 @@ def assign_bins(
 
     Example: work [5, 1, 4, 2] over 2 ranks is `[[0, 1], [2, 3]]`: lockstep 5 + 2, ranks 6 and 6.
     """
-    _check_settings({"num_ranks": num_ranks, "microbatch_multiple": microbatch_multiple}, sync, 0.0)
+    counts = {"num_ranks": num_ranks, "microbatch_multiple": microbatch_multiple}
+    check_settings(counts, sync, effort=0.0)
     work = np.asarray(bin_work, dtype=np.float64)
-    num_microbatches = -(-len(work) // (num_ranks * microbatch_multiple)) * microbatch_multiple
+    bins_multiple = num_ranks * microbatch_multiple
+    num_microbatches = -(-len(work) // bins_multiple) * microbatch_multiple
     order = np.argsort(-work, kind="stable")
     # Local search expects items by decreasing work; `order` maps them back to bin ids.
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.
     items = Items(np.ones(len(work), dtype=np.int64), work[order])
-    kernels = _kernels(None, len(work))
     search = AssignmentSearch(
         items,
-        1,
-        num_ranks,
-        num_microbatches * num_ranks,
-        kernels,
+        capacity=1,
+        num_ranks=num_ranks,
+        num_bins=num_microbatches * num_ranks,
+        kernels=_kernels(None, len(work)),
     )
     position_of = np.arange(len(work))
     rank_of = search.assign_ranks(search.bin_work(position_of))
@@ -278,8 +304,9 @@ def _minimize_lockstep(search: AssignmentSearch, max_steps: int) -> Assignment |
         starts = [fallback]
     candidates = []
     remaining = max_steps
+    max_start_steps = max_steps // (2 * len(starts))
     for start in starts:
-        bin_of, steps = search.balance_bins(start, max_steps // (2 * len(starts)))
+        bin_of, steps = search.balance_bins(start, max_start_steps)
         remaining -= steps
         candidates.append(bin_of)
     # `min` returns the first of equal candidates, so the result is deterministic.
@@ -316,11 +343,12 @@ def _minimize_makespan(search: AssignmentSearch, max_steps: int) -> Assignment |
         bin_of, steps = search.balance_bins(bin_of, min(max_bin_steps, remaining))
         remaining -= steps
         rank_of = search.assign_ranks(search.bin_work(bin_of))
-        rank_of, steps = search.swap_bins(bin_of, rank_of, min(max_steps // 6, remaining))
+        # Exchanging complete bins is cheap and always possible; moving rows then refines it.
+        max_swaps = min(max_steps // 6, remaining)
+        rank_of, steps = search.swap_bins(bin_of, rank_of, max_swaps)
         remaining -= steps
-        bin_of, steps = search.balance_ranks(
-            bin_of, rank_of, max(0, min(max_steps // 6, remaining))
-        )
+        max_moves = max(0, min(max_steps // 6, remaining))
+        bin_of, steps = search.balance_ranks(bin_of, rank_of, max_moves)
         remaining -= steps
         makespan = search.makespan(bin_of, rank_of)
         if makespan < best_makespan:
@@ -337,9 +365,8 @@ def _minimize_makespan(search: AssignmentSearch, max_steps: int) -> Assignment |
 
 def _rank_major_positions(bin_work: np.ndarray, rank_of: np.ndarray) -> np.ndarray:
     """Position of each bin, int64 [K], when sorted by rank and then by decreasing work."""
-    positions = np.empty(len(bin_work), dtype=np.int64)
-    positions[np.lexsort((-bin_work, rank_of))] = np.arange(len(bin_work))
-    return positions
+    order = np.lexsort((-bin_work, rank_of))
+    return inverse_permutation(order)
 
 
 def _sorted_by_bin(
@@ -351,36 +378,9 @@ def _sorted_by_bin(
 
     Both inputs are int64 [n].
     """
-    offsets = np.zeros(num_bins + 1, dtype=np.int64)
-    np.cumsum(np.bincount(bin_of_row, minlength=num_bins), out=offsets[1:])
-    return np.lexsort((item_of, bin_of_row)), offsets
-
-
-def _sorted_items(
-    groups: Sequence[int] | np.ndarray | None,
-    lengths: np.ndarray,
-    work: np.ndarray,
-) -> tuple[np.ndarray, Items]:
-    """Number rows or groups by decreasing work: (item of each row, int64 [n]; the items)."""
-    if groups is None:
-        order = np.argsort(-work, kind="stable")
-        item_of = np.empty(len(order), dtype=np.int64)
-        item_of[order] = np.arange(len(order))
-        return item_of, Items(lengths[order], work[order])
-    groups = np.asarray(groups)
-    if groups.shape != lengths.shape:
-        raise ValueError(
-            f"groups has shape {groups.shape} but there are {len(lengths)} rows; give one group id"
-            f" per row"
-        )
-    # Some NumPy versions return the inverse in the shape of the input.
-    ids = np.unique(groups, return_inverse=True)[1].reshape(-1)
-    tokens = np.bincount(ids, lengths).astype(np.int64)
-    group_work = np.bincount(ids, work)
-    order = np.argsort(-group_work, kind="stable")
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    return position[ids], Items(tokens[order], group_work[order])
+    sizes = np.bincount(bin_of_row, minlength=num_bins)
+    perm = np.lexsort((item_of, bin_of_row))
+    return perm, prefix_sums(sizes)
 
 
 def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
@@ -395,69 +395,3 @@ def _kernels(use_numba: bool | None, num_rows: int) -> Any | None:
             " at None"
         )
     return kernels
-
-
-def _checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Convert to int64 [n]; raises ValueError unless all are integers >= 1."""
-    array = np.asarray(lengths)
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths are one list of integers; got {array.dtype} of shape {array.shape}"
-        )
-    if len(array) and array.min() < 1:
-        row = int(array.argmin())
-        raise ValueError(f"row {row} has length {array[row]}; a row has at least one token")
-    return array.astype(np.int64)
-
-
-def _checked_work(work: CostModel | np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    """Work of each row, float64 [n]; raises ValueError unless finite and >= 0."""
-    if work is None:
-        return CostModel().of(lengths)
-    if isinstance(work, CostModel):
-        return work.of(lengths)
-    array = np.asarray(work, dtype=np.float64)
-    if array.shape != lengths.shape:
-        raise ValueError(
-            f"work has shape {array.shape} but there are {len(lengths)} rows; give one number per"
-            f" row"
-        )
-    is_valid = np.isfinite(array) & (array >= 0)
-    if not is_valid.all():
-        row = int(np.flatnonzero(~is_valid)[0])
-        raise ValueError(f"row {row} has work {array[row]}; work is a finite number >= 0")
-    return array
-
-
-def _check_token_limit(
-    item_of: np.ndarray,
-    tokens: np.ndarray,
-    max_tokens: int,
-    has_groups: bool,
-) -> None:
-    """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items."""
-    if tokens.max() <= max_tokens:
-        return
-    rows = np.flatnonzero(item_of == tokens.argmax()).tolist()
-    name = f"row {rows[0]}"
-    if has_groups and len(rows) > 1:
-        name = f"the group of rows {rows}"
-    raise ValueError(
-        f"{name} has {tokens.max()} tokens, above max_tokens={max_tokens}; raise the limit or"
-        f" shorten it"
-    )
-
-
-def _check_settings(
-    counts: dict[str, int],
-    sync: str,
-    effort: float,
-) -> None:
-    """Raise ValueError for a setting out of range."""
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} is an integer >= 1; got {value}")
-    if sync not in get_args(Sync):
-        raise ValueError(f"sync is one of {', '.join(get_args(Sync))}; got {sync!r}")
-    if not effort >= 0:
-        raise ValueError(f"effort is a number >= 0; got {effort}")

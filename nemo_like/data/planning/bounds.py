@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nemo_like.data.packing.packers import prefix_sums
+
 
 def l1_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
-    """Lower bound on the number of bins by tokens alone: ceil(sum / capacity)."""
-    return -(-int(np.sum(lengths, dtype=np.int64)) // capacity)
+    """Lower bound on the number of bins by tokens alone, ceil(sum / capacity), of int [B]."""
+    num_tokens = int(np.sum(lengths, dtype=np.int64))
+    return -(-num_tokens // capacity)
 
 
 def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
@@ -34,8 +37,9 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
         raise ValueError(
             f"lengths must be from 1 to the capacity {capacity}; got {lengths[0]} to {lengths[-1]}"
         )
-    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths)])
+    cumulative_tokens = prefix_sums(lengths)
     first_large = int(np.searchsorted(lengths, capacity // 2, side="right"))
+    # Only a threshold equal to some length can change the bound.
     is_new_length = np.ones(0, bool)
     if first_large:
         is_increase = lengths[1:first_large] > lengths[: first_large - 1]
@@ -45,13 +49,17 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     first_small = np.concatenate([np.flatnonzero(is_new_length), [first_large]])
     thresholds = np.concatenate([lengths[first_small[:-1]], [0]])
     first_small[-1] = 0
+    # Rows from `first_alone` on share a bin with no row above the threshold.
     first_alone = np.searchsorted(lengths, capacity - thresholds, side="right")
     num_alone = len(lengths) - first_alone
+    # The other rows above half the capacity have a bin each, with room for smaller rows.
     num_large = first_alone - first_large
     tokens_large = cumulative_tokens[first_alone] - cumulative_tokens[first_large]
     free_tokens = num_large * capacity - tokens_large
     tokens_small = cumulative_tokens[first_large] - cumulative_tokens[first_small]
-    num_more = np.maximum(0, -((free_tokens - tokens_small) // capacity))
+    # ceil(missing / capacity), as -floor(-missing / capacity).
+    missing_tokens = tokens_small - free_tokens
+    num_more = np.maximum(0, -(-missing_tokens // capacity))
     return int((num_alone + num_large + num_more).max())
 
 
@@ -76,8 +84,9 @@ def lockstep_bound(
         lengths, work, max_tokens, num_ranks, num_microbatches
     )
     remaining = np.maximum(0.0, np.sum(work) - max_work_before) / num_ranks
-    first_microbatches = np.concatenate([[0.0], np.cumsum(min_max_work)])
-    return float((first_microbatches + remaining).max())
+    first_microbatches = prefix_sums(min_max_work)
+    bounds = first_microbatches + remaining
+    return float(bounds.max())
 
 
 def rank_bound(
@@ -102,9 +111,11 @@ def rank_bound(
     work = np.asarray(work, dtype=np.float64)
     if len(lengths) == 0:
         return 0.0
-    k = np.arange(1, min(num_ranks, len(lengths)) + 1)
+    max_k = min(num_ranks, len(lengths))
+    k = np.arange(1, max_k + 1)
     by_work = np.argsort(-work, kind="stable")
     ascending_work = np.concatenate([[0.0], np.sort(work)])
+    # Work and tokens of the k largest rows, [max_k] each.
     top_work = np.cumsum(work[by_work])[k - 1]
     top_tokens = np.cumsum(lengths[by_work])[k - 1]
 
@@ -112,11 +123,12 @@ def rank_bound(
     other_capacity = (num_ranks - k) * num_microbatches * max_tokens
     excess_tokens = np.maximum(0, lengths.sum() - other_capacity - top_tokens)
     by_density = np.argsort(work / lengths, kind="stable")
-    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths[by_density])])
-    cumulative_work = np.concatenate([[0], np.cumsum(work[by_density])])
+    cumulative_tokens = prefix_sums(lengths[by_density])
+    cumulative_work = prefix_sums(work[by_density])
     excess_work = np.interp(excess_tokens, cumulative_tokens, cumulative_work)
     apart = (top_work + excess_work) / k
     if not may_be_empty and num_microbatches > 1:
+        # Every other bin of these ranks has at least one row, in the best case the smallest ones.
         num_other_bins = np.minimum(k * (num_microbatches - 1), len(work))
         smallest_work = np.cumsum(ascending_work)[num_other_bins]
         apart = np.maximum(apart, (top_work + smallest_work) / k)
@@ -127,9 +139,12 @@ def rank_bound(
         )
         apart = np.maximum(apart, one_rank)
     # Two of the k largest rows together have at least the work of the two smallest of them.
-    shared = work[by_work[k[1:] - 1]] + work[by_work[k[1:] - 2]]
+    largest_work = work[by_work[:max_k]]
+    shared = largest_work[1:] + largest_work[:-1]
+    # One row cannot share a rank with itself, so there is no second case for k = 1.
     together = np.append(np.inf, shared)
-    return float(max(work.sum() / num_ranks, np.minimum(apart, together).max()))
+    mean_work = work.sum() / num_ranks
+    return float(max(mean_work, np.minimum(apart, together).max()))
 
 
 def microbatch_limits(
@@ -156,26 +171,30 @@ def microbatch_limits(
     sorted_work = work[by_work]
     sorted_lengths = lengths[by_work]
     is_large = 2 * sorted_lengths > max_tokens
+    # Bins and tokens of the first j microbatches, [M + 1] each.
     num_bins = np.arange(num_microbatches + 1) * num_ranks
     capacity = num_bins * max_tokens
 
-    first_outside = np.searchsorted(
-        np.cumsum(sorted_lengths),
-        capacity[:-1],
-        side="right",
-    )
-    min_max_work = np.append(sorted_work, 0.0)[np.minimum(first_outside, len(work))]
+    cumulative_lengths = np.cumsum(sorted_lengths)
+    first_outside = np.searchsorted(cumulative_lengths, capacity[:-1], side="right")
+    first_outside = np.minimum(first_outside, len(work))
+    # The appended 0 is the work of a microbatch into which no row has to go.
+    work_or_none = np.append(sorted_work, 0.0)
+    min_max_work = work_or_none[first_outside]
     large_work = sorted_work[is_large]
+    large_work_or_none = np.append(large_work, 0.0)
     first_large_outside = np.minimum(num_bins[:-1], len(large_work))
-    min_max_work = np.maximum(min_max_work, np.append(large_work, 0.0)[first_large_outside])
+    min_max_work = np.maximum(min_max_work, large_work_or_none[first_large_outside])
 
     max_work = _max_work(lengths, work, capacity)
     large = sorted_lengths[is_large]
     small = sorted_lengths[~is_large]
     small_work = sorted_work[~is_large]
-    if _grows_faster_than_length(large, large_work, (small_work / small).max(initial=0.0)):
-        cumulative_tokens = np.concatenate([[0], np.cumsum(large)])
-        cumulative_work = np.concatenate([[0], np.cumsum(large_work)])
+    max_small_density = (small_work / small).max(initial=0.0)
+    if _grows_faster_than_length(large, large_work, max_small_density):
+        cumulative_tokens = prefix_sums(large)
+        cumulative_work = prefix_sums(large_work)
+        # At most one row above half the limit fits into a bin.
         num_large = np.minimum(num_bins, len(large))
         free_tokens = np.maximum(0, capacity - cumulative_tokens[num_large])
         by_capacity = np.interp(capacity, cumulative_tokens, cumulative_work)
@@ -192,11 +211,12 @@ def _max_work(
 ) -> np.ndarray:
     """Maximum work of rows with at most `tokens` [J] tokens in total, float64 [J].
 
-    This is the fractional knapsack bound: one row may be taken in part.
+    This is the fractional knapsack bound: one row may be taken in part. `lengths` int64 [n],
+    `work` float64 [n].
     """
     by_density = np.argsort(-(work / lengths), kind="stable")
-    cumulative_tokens = np.concatenate([[0], np.cumsum(lengths[by_density])])
-    cumulative_work = np.concatenate([[0], np.cumsum(work[by_density])])
+    cumulative_tokens = prefix_sums(lengths[by_density])
+    cumulative_work = prefix_sums(work[by_density])
     return np.interp(tokens, cumulative_tokens, cumulative_work)
 
 
@@ -206,15 +226,15 @@ def _grows_faster_than_length(
     density: float,
 ) -> bool:
     """Return True if longer rows have more work per token and each further token adds at least
-    `density`; rows are sorted by decreasing work.
+    `density`; `lengths` int64 [n] and `work` float64 [n] are sorted by decreasing work.
     """
     more_tokens = -np.diff(lengths)
     more_work = -np.diff(work)
     # Rounding errors of the sums that work comes from must not turn the bound off.
     tolerance = 1e-9 * work[:-1]
-    return bool(
-        np.all(work >= density * lengths * (1 - 1e-9))
-        and np.all(more_tokens >= 0)
-        and np.all(more_work >= density * more_tokens - tolerance)
-        and np.all(np.diff(work / lengths) <= 1e-9 * density)
-    )
+    if np.any(more_tokens < 0):
+        return False
+    is_dense = work >= density * lengths * (1 - 1e-9)
+    adds_enough = more_work >= density * more_tokens - tolerance
+    is_convex = np.diff(work / lengths) <= 1e-9 * density
+    return bool(is_dense.all() and adds_enough.all() and is_convex.all())

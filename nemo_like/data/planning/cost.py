@@ -49,10 +49,10 @@ class CostModel:
         tokens = np.asarray(lengths, dtype=np.float64)
         square = tokens * tokens
         if self.window is not None:
+            # Twice the area under min(position, window), which without a window is L^2.
             seen = np.minimum(tokens, self.window)
-            square = (1.0 - self.windowed_share) * square + self.windowed_share * seen * (
-                2.0 * tokens - seen
-            )
+            full = (1.0 - self.windowed_share) * square
+            square = full + self.windowed_share * seen * (2.0 * tokens - seen)
         return self.linear * tokens + self.quadratic * square
 
     @classmethod
@@ -62,10 +62,10 @@ class CostModel:
         It is `2 * P_active` per token and `2 * sum_layers H * d` per token squared, for H heads of
         dimension d. Layers of linear attention add no quadratic work.
         """
-        layers = range(spec.num_layers)
-        windows = [
-            spec.windows[layer] for layer in layers if layer not in spec.linear_attention_layers
-        ]
+        windows = []
+        for layer in range(spec.num_layers):
+            if layer not in spec.linear_attention_layers:
+                windows.append(spec.windows[layer])
         windowed = [window for window in windows if window is not None]
         return cls(
             linear=2.0 * spec.num_active_params,
@@ -81,5 +81,8 @@ def train_flops(spec: ModelSpec, lengths: Sequence[int] | np.ndarray) -> float:
     `6 * P_active * N + 6 * layers * H * d * sum(L^2)` for causal attention, where N is the number
     of tokens and each row attends to itself only. The embedding lookup is not counted, the output
     projection is, recomputation is not: divided by time, devices and peak this is MFU, not HFU.
+    `lengths` int [B].
     """
-    return 3.0 * float(CostModel.from_spec(spec).of(lengths).sum())
+    forward = CostModel.from_spec(spec).of(lengths).sum()
+    # The backward pass computes gradients of inputs and of weights: twice the forward FLOPs.
+    return 3.0 * float(forward)

@@ -64,6 +64,7 @@ class AssignmentSearch:
         """Assign each row to the bin furthest below its target with room for it; None if a row is
         left. `targets` is float64 [K].
         """
+        # LPT chooses the bin with the least work; starting at -target it is the distance to it.
         return self._construct("fill_lpt", -targets)
 
     def target_work(self) -> np.ndarray:
@@ -105,7 +106,9 @@ class AssignmentSearch:
     def lockstep_work(self, bin_of: np.ndarray) -> float:
         """Sum over microbatches of the max-loaded bin, with bins grouped by similar work."""
         descending = np.sort(self.bin_work(bin_of))[::-1]
-        return float(descending[:: self.num_ranks].sum())
+        # Every `num_ranks` bins form a microbatch, whose first bin is the max-loaded one.
+        max_loaded = descending[:: self.num_ranks]
+        return float(max_loaded.sum())
 
     def makespan(self, bin_of: np.ndarray, rank_of: np.ndarray) -> float:
         """Work of the max-loaded rank; `rank_of` int64 [K] is the rank of each bin."""
@@ -164,8 +167,9 @@ class AssignmentSearch:
             rank_of[order],
             max_steps,
         )
+        sorted_rank_of = rank_of[order]
         new_rank_of = np.empty_like(rank_of)
-        new_rank_of[order] = rank_of[order][position_of]
+        new_rank_of[order] = sorted_rank_of[position_of]
         return new_rank_of, steps
 
     def balance_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
@@ -215,8 +219,9 @@ class AssignmentSearch:
         if len(used) == min(self.num_bins, len(self.items)):
             return bin_of
         # Some bins are empty although there are rows for them.
-        offsets = np.concatenate([[0], np.cumsum(used)])
-        return self._use_all_bins(packers.Packing(np.argsort(bin_of, kind="stable"), offsets))
+        by_bin = np.argsort(bin_of, kind="stable")
+        packing = packers.Packing(by_bin, packers.prefix_sums(used))
+        return self._use_all_bins(packing)
 
     def _use_all_bins(self, packing: packers.Packing) -> np.ndarray | None:
         """Spread a packing over all bins, as far as there are rows; None if it has too many."""
@@ -230,8 +235,9 @@ class AssignmentSearch:
             num_bins,
             len(self.items),
         )
+        sizes = np.diff(packing.offsets)
         bin_of = np.empty(len(self.items), dtype=np.int64)
-        bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), np.diff(packing.offsets))
+        bin_of[packing.perm] = np.repeat(np.arange(packing.num_bins), sizes)
         return bin_of
 
     def _local_search(
@@ -285,12 +291,16 @@ class AssignmentSearch:
         # Linked lists of the rows of each slot, in row order.
         by_slot = np.argsort(row_slots, kind="stable")
         is_same_slot = row_slots[by_slot[1:]] == row_slots[by_slot[:-1]]
+        is_head = np.concatenate([[True], ~is_same_slot])
+        earlier = by_slot[:-1][is_same_slot]
+        later = by_slot[1:][is_same_slot]
+        heads = by_slot[is_head]
+        # -1 is the end of a list.
         first_row = np.full(num_slots, -1)
         next_row = np.full(num_rows, -1)
         prev_row = np.full(num_rows, -1)
-        next_row[by_slot[:-1][is_same_slot]] = by_slot[1:][is_same_slot]
-        prev_row[by_slot[1:][is_same_slot]] = by_slot[:-1][is_same_slot]
-        heads = by_slot[np.concatenate([[True], ~is_same_slot])]
+        next_row[earlier] = later
+        prev_row[later] = earlier
         first_row[row_slots[heads]] = heads
 
         bin_tokens = np.bincount(bin_of, self.items.tokens, minlength=self.num_bins)
@@ -298,14 +308,16 @@ class AssignmentSearch:
         # Sorted by slot, then by tokens: the emptiest bin of a slot comes first.
         bins_by_slot = np.lexsort((bin_tokens, slot_of))
         slot_starts = np.searchsorted(slot_of[bins_by_slot], np.arange(num_slots))
+        bin_num_rows = np.bincount(bin_of, minlength=self.num_bins)
+        slot_work = np.bincount(row_slots, self.items.work, minlength=num_slots)
         return balance_kernels.SearchState(
             tokens=self._array(self.items.tokens),
             work=self._array(self.items.work),
             bin_of=self._array(bin_of.copy()),
             bin_tokens=self._array(bin_tokens),
-            bin_num_rows=self._array(np.bincount(bin_of, minlength=self.num_bins)),
+            bin_num_rows=self._array(bin_num_rows),
             slot_of=self._array(slot_of),
-            slot_work=self._array(np.bincount(row_slots, self.items.work, minlength=num_slots)),
+            slot_work=self._array(slot_work),
             emptiest_bin=self._array(bins_by_slot[slot_starts]),
             bins_by_slot=self._array(bins_by_slot),
             slot_starts=self._array(np.append(slot_starts, self.num_bins)),

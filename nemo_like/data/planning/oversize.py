@@ -37,20 +37,6 @@ class FittedRows:
     """Rows above the token limit, under any policy."""
 
 
-def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Convert `lengths` to int64 [B]; raises ValueError unless all are integers >= 1."""
-    values = np.asarray(lengths)
-    if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths are one list of integers; got {values.dtype} of shape {values.shape}"
-        )
-    values = values.astype(np.int64)
-    if len(values) and values.min() < 1:
-        row = int(values.argmin())
-        raise ValueError(f"row {row} has length {values[row]}; a row has at least one token")
-    return values
-
-
 def checked_groups(
     groups: Sequence[int] | np.ndarray | None,
     num_rows: int,
@@ -79,21 +65,21 @@ def checked_groups(
     if spec.global_batch_size is not None:
         last = np.zeros(len(first), dtype=np.int64)
         np.maximum.at(last, inverse, np.arange(num_rows))
-        crossing = np.flatnonzero(first // spec.global_batch_size != last // spec.global_batch_size)
+        first_step = first // spec.global_batch_size
+        last_step = last // spec.global_batch_size
+        crossing = np.flatnonzero(first_step != last_step)
         if len(crossing):
             group = crossing[0]
             raise ValueError(
                 f"group {ids[first[group]]} has rows {first[group]} and {last[group]}, of two"
-                f" optimizer steps of "
-                f"{spec.global_batch_size} rows; keep the rows of a group together and"
-                f" policy.train_global_batch_size "
-                "a multiple of the group size"
+                f" optimizer steps of {spec.global_batch_size} rows; keep the rows of a group"
+                " together and policy.train_global_batch_size a multiple of the group size"
             )
     if spec.max_rows is not None and len(counts) and counts.max() > spec.max_rows:
+        largest = counts.argmax()
         raise ValueError(
-            f"group {ids[first[counts.argmax()]]} has {counts.max()} rows, more than the"
-            f" {spec.max_rows} of a "
-            "microbatch; raise policy.train_micro_batch_size"
+            f"group {ids[first[largest]]} has {counts[largest]} rows, more than the"
+            f" {spec.max_rows} of a microbatch; raise policy.train_micro_batch_size"
         )
     return number_of[inverse]
 
@@ -115,7 +101,9 @@ def fit_rows(
     # The padded length counts: padding occupies memory like real tokens.
     is_oversize = padded > spec.capacity
     if groups is not None:
-        is_oversize |= _group_tokens(padded, groups, spec)[groups] > spec.capacity
+        # All rows of a group count as oversize, because they cannot be separated.
+        group_tokens = _group_tokens(padded, groups, spec)
+        is_oversize |= group_tokens[groups] > spec.capacity
     if not is_oversize.any():
         return FittedRows(lengths, padded, no_rows, 0, 0)
     message = _oversize_message(lengths, padded, groups, is_oversize, spec)
@@ -148,7 +136,7 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
 
 
 def round_up_all(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Round each of `lengths` up to a multiple of `multiple`."""
+    """Round each of `lengths` int64 [n] up to a multiple of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
@@ -179,7 +167,8 @@ def _truncated_lengths(
     The longest rows of an oversize group are truncated to one common length, the largest multiple
     of the row multiple under which the group fits.
     """
-    truncated = np.where(is_oversize, np.minimum(lengths, spec.max_row_tokens), lengths)
+    limited = np.minimum(lengths, spec.max_row_tokens)
+    truncated = np.where(is_oversize, limited, lengths)
     if groups is None:
         return truncated
     for group in np.unique(groups[is_oversize]):
@@ -201,8 +190,8 @@ def _truncated_lengths(
         if low == 0:
             raise ValueError(
                 f"rows {', '.join(map(str, rows))} are one group and must share a microbatch, but"
-                f" even truncated to "
-                f"{spec.row_multiple} tokens they exceed {spec.budget_key} = {spec.max_tokens}"
+                f" even truncated to {spec.row_multiple} tokens they exceed {spec.budget_key} ="
+                f" {spec.max_tokens}"
             )
         truncated[rows] = np.minimum(truncated[rows], low * spec.row_multiple)
     return truncated
@@ -228,12 +217,14 @@ def _oversize_message(
         shown.append(f"row {row} has {lengths[row]} tokens{rounded}{member}")
     num_more = len(rows) - _MAX_ROWS_SHOWN
     more = f" and {num_more} more" if num_more > 0 else ""
-    usable = f" (usable: {spec.capacity})" if spec.capacity != spec.max_tokens else ""
-    limit = f"{spec.budget_key} = {spec.max_tokens}{usable}"
-    outcome = {
+    limit = f"{spec.budget_key} = {spec.max_tokens}"
+    # The alignment of microbatches makes a part of the limit unusable.
+    if spec.capacity != spec.max_tokens:
+        limit += f" (usable: {spec.capacity})"
+    outcomes = {
         "error": f"raise {spec.budget_key}, or set policy.oversize_rows to truncate or singleton",
         "truncate": "they are truncated at the end",
         "singleton": "they run alone, above the budget",
         "drop": "they are left out",
-    }[spec.oversize]
-    return f"{'; '.join(shown)}{more}: above {limit}; {outcome}"
+    }
+    return f"{'; '.join(shown)}{more}: above {limit}; {outcomes[spec.oversize]}"

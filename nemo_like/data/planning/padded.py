@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from nemo_like.data.packing.packers import Packing, longest_first
+from nemo_like.data.packing.packers import Packing, longest_first, prefix_sums
 
 _NUM_BISECTIONS = 12
 """Bisection iterations when equalizing microbatch work: the maximum is found to 1 / 4096."""
@@ -39,17 +39,19 @@ def form_padded(
     Example: rows of 7, 6, 4, 4, 3, 2 tokens and a capacity of 16 give [7, 6] and [4, 4, 3, 2].
     """
     if len(lengths) == 0:
-        return Packing(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        no_rows = np.empty(0, dtype=np.int64)
+        return Packing(no_rows, np.zeros(1, dtype=np.int64))
     order = longest_first(lengths)
     sorted_lengths = lengths[order]
-    rows_before = np.concatenate([[0], np.cumsum(num_rows[order])])
+    rows_before = prefix_sums(num_rows[order])
     row_limit = rows_before[-1] if max_rows is None else max_rows
     # Rows of a microbatch whose longest item is item i.
     max_rows_of = np.minimum(capacity // sorted_lengths, row_limit)
     bounds = _fill(rows_before, max_rows_of, len(order))
     assert bounds is not None
     # A microbatch has at least one item, so there are at most as many microbatches as items.
-    num_bins = min(-(-(len(bounds) - 1) // bins_multiple) * bins_multiple, len(order))
+    num_needed = len(bounds) - 1
+    num_bins = min(-(-num_needed // bins_multiple) * bins_multiple, len(order))
     if row_work is None:
         work = sorted_lengths.astype(np.float64)
     else:
@@ -75,7 +77,9 @@ def _fill(
     and at least item i.
     """
     first = np.arange(len(max_rows_of))
-    stops = np.searchsorted(rows_before, rows_before[:-1] + max_rows_of, side="right") - 1
+    max_row = rows_before[:-1] + max_rows_of
+    stops = np.searchsorted(rows_before, max_row, side="right") - 1
+    # A list, because the loop below reads single elements.
     stop_of = np.maximum(stops, first + 1).tolist()
     num_items = len(stop_of)
     bounds = [0]
@@ -93,16 +97,21 @@ def _minimize_max_work(
     work: np.ndarray,
     num_bins: int,
 ) -> list[int]:
-    """Find bounds of at most `num_bins` microbatches with minimal maximum work, by bisection."""
+    """Find bounds of at most `num_bins` microbatches with minimal maximum work, by bisection.
+
+    `rows_before` int64 [I + 1], `max_rows_of` int64 [I], `work` float64 [I] of one row each.
+    """
     num_rows = np.diff(rows_before)
     largest_row = float(work[0])
     mean_work = float(np.dot(num_rows, work)) / num_bins
     # No split has a smaller maximum than these two bounds.
     low = max(largest_row, mean_work)
-    high = float((np.diff(rows_before[bounds]) * work[bounds[:-1]]).max())
+    microbatch_work = np.diff(rows_before[bounds]) * work[bounds[:-1]]
+    high = float(microbatch_work.max())
     for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
-        limited_rows = np.minimum(max_rows_of, np.floor(middle / work)).astype(np.int64)
+        rows_within = np.floor(middle / work)
+        limited_rows = np.minimum(max_rows_of, rows_within).astype(np.int64)
         candidate = _fill(rows_before, limited_rows, num_bins)
         if candidate is None:
             low = middle
@@ -121,9 +130,14 @@ def _split_max_loaded(
     """Halve the max-loaded microbatch of two or more items until there are `num_bins`."""
 
     def heap_entry(start: int, stop: int) -> tuple[float, int, int]:
-        return -(rows_before[stop] - rows_before[start]) * work[start], start, stop
+        # `heapq` is a min-heap; the bounds make entries of equal work distinct.
+        num_rows = rows_before[stop] - rows_before[start]
+        return -num_rows * work[start], start, stop
 
-    heap = [heap_entry(start, stop) for start, stop in pairwise(bounds) if stop - start > 1]
+    heap = []
+    for start, stop in pairwise(bounds):
+        if stop - start > 1:
+            heap.append(heap_entry(start, stop))
     heapq.heapify(heap)
     bounds = list(bounds)
     while len(bounds) - 1 < num_bins:

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from nemo_like.data.packing.metrics import bin_stats
-from nemo_like.data.packing.packers import Packing
+from nemo_like.data.packing.packers import Packing, checked_lengths, prefix_sums
 from nemo_like.data.planning.oversize import (
     FittedRows,
     checked_groups,
-    checked_lengths,
     fit_rows,
     round_up_all,
 )
@@ -116,7 +115,8 @@ class BatchPlan:
     @cached_property
     def ranks(self) -> tuple[tuple[Microbatch, ...], ...]:
         """Microbatches of each rank, with row ids of the batch."""
-        return tuple(self._microbatches(rank, self.rows) for rank in range(self.spec.num_ranks))
+        ranks = range(self.spec.num_ranks)
+        return tuple(self._microbatches(dp_rank, self.rows) for dp_rank in ranks)
 
     @cached_property
     def num_tokens(self) -> np.ndarray:
@@ -181,11 +181,16 @@ class BatchPlan:
         for step in range(self.num_steps):
             rank_bins = []
             for rank in range(spec.num_ranks):
-                rank_rows = self.rows[bounds[rank, step] : bounds[rank, step + 1]]
-                rank_bins.append(plan_rank(rank_rows, padded, spec))
+                start, stop = bounds[rank, step : step + 2]
+                rank_bins.append(plan_rank(self.rows[start:stop], padded, spec))
             steps.append(join_ranks(rank_bins, spec.microbatch_multiple))
-        no_rows = np.zeros(self.num_rows, dtype=bool)
-        fitted = FittedRows(lengths, padded, no_rows, self.num_truncated, self.num_oversize)
+        fitted = FittedRows(
+            lengths=lengths,
+            padded_lengths=padded,
+            is_dropped=np.zeros(self.num_rows, dtype=bool),
+            num_truncated=self.num_truncated,
+            num_oversize=self.num_oversize,
+        )
         return _join_steps(spec, fitted, steps, self.dropped)
 
     def metrics(self) -> dict[str, float]:
@@ -198,17 +203,19 @@ class BatchPlan:
         num_rows = np.diff(self.offsets)
         tokens = self.num_tokens
         is_filled = num_rows > 0
-        capacity = self.spec.max_tokens or int(tokens.ravel()[is_filled].max(initial=1))
+        largest = int(tokens.ravel()[is_filled].max(initial=1))
+        capacity = self.spec.max_tokens or largest
         loads = self._bins.loads(self._by_row(self.lengths))
         # Rows of different steps cannot share a bin, so the minimum is per step.
         step_tokens = loads[:0]
         if self.num_steps:
             microbatch_tokens = loads.reshape(tokens.shape).sum(0)
             step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
-        min_bins = int((-(-step_tokens // capacity)).sum())
-        stats = bin_stats(loads[is_filled], capacity, min_bins)
+        min_bins_of_step = -(-step_tokens // capacity)
+        stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
         num_positions = float(tokens.sum())
         num_padding = float(tokens.sum() - self.lengths.sum())
+        positions = self.padded_lengths.astype(np.float64)
         work = self.spec.cost.of(self.padded_lengths)
         return {
             "packing/utilization": stats["average_utilization"],
@@ -216,9 +223,7 @@ class BatchPlan:
             "packing/bin_balance": stats["bin_balance"],
             "packing/efficiency": stats["bin_efficiency"],
             "packing/padding_share": num_padding / max(num_positions, 1.0),
-            "packing/rank_imbalance_tokens": self._imbalance(
-                self.padded_lengths.astype(np.float64)
-            ),
+            "packing/rank_imbalance_tokens": self._imbalance(positions),
             "packing/rank_imbalance_flops": self._imbalance(work),
             "packing/num_microbatches": self.num_microbatches / max(self.num_steps, 1),
             "packing/num_dummies": float(np.count_nonzero(num_rows == 0)),
@@ -229,11 +234,12 @@ class BatchPlan:
 
     def to_json(self) -> str:
         """Return one JSON object of plain numbers; `from_json` restores an equal plan."""
-        values = {
-            name: value.tolist() if isinstance(value, np.ndarray) else value
-            for name, value in self._values()
-        }
-        return json.dumps({**values, "spec": self.spec.to_dict()})
+        values = {}
+        for name, value in self._values():
+            # JSON has no arrays of NumPy.
+            values[name] = value.tolist() if isinstance(value, np.ndarray) else value
+        values["spec"] = self.spec.to_dict()
+        return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> BatchPlan:
@@ -243,7 +249,8 @@ class BatchPlan:
             values[name] = np.asarray(values[name], dtype=np.int64)
         for name in ("step_offsets", "deferred", "dropped"):
             values[name] = tuple(values[name])
-        return cls(**{**values, "spec": PlanSpec.from_dict(values["spec"])})
+        values["spec"] = PlanSpec.from_dict(values["spec"])
+        return cls(**values)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchPlan):
@@ -302,8 +309,11 @@ class BatchPlan:
         if not len(work):
             return 1.0
         by_rank = self._bins.loads(self._by_row(work)).reshape(self.spec.num_ranks, -1)
+        # [R, number of steps]
         by_step = np.add.reduceat(by_rank, self.step_offsets[:-1], axis=1)
-        return float(by_step.max(0).sum() / (by_step.sum() / self.spec.num_ranks))
+        max_loaded = by_step.max(0).sum()
+        mean = by_step.sum() / self.spec.num_ranks
+        return float(max_loaded / mean)
 
     @cached_property
     def _bins(self) -> Packing:
@@ -332,21 +342,18 @@ class BatchPlan:
         """
         start, stop = self._rank_bounds(dp_rank)
         first = dp_rank * self.num_microbatches
-        offsets = (self.offsets[first : first + self.num_microbatches + 1] - start).tolist()
+        rank_offsets = self.offsets[first : first + self.num_microbatches + 1]
+        offsets = (rank_offsets - start).tolist()
         # Slices of tuples of plain integers are much faster than slices of arrays.
         rows = tuple(row_ids[start:stop].tolist())
         lengths = tuple(self.lengths[start:stop].tolist())
         padded_lengths = tuple(self.padded_lengths[start:stop].tolist())
         tokens = self.num_tokens[dp_rank].tolist()
-        return tuple(
-            Microbatch(
-                rows[a:b],
-                lengths[a:b],
-                padded_lengths[a:b],
-                num_tokens=tokens[m],
-            )
-            for m, (a, b) in enumerate(pairwise(offsets))
-        )
+        microbatches = []
+        for m, (a, b) in enumerate(pairwise(offsets)):
+            microbatch = Microbatch(rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m])
+            microbatches.append(microbatch)
+        return tuple(microbatches)
 
     def _values(self) -> list[tuple[str, Any]]:
         """Return (name, value) of every field."""
@@ -385,12 +392,13 @@ def _join_steps(
 ) -> BatchPlan:
     """Join the plans of all steps into one, rank after rank."""
     num_microbatches = [step.num_microbatches for step in steps]
-    step_offsets = np.concatenate([[0], np.cumsum(num_microbatches, dtype=np.int64)])
+    step_offsets = prefix_sums(np.asarray(num_microbatches, dtype=np.int64))
     bins = _rank_major_bins(steps, spec.num_ranks)
     padded = fitted.padded_lengths[bins.perm]
     # Padded rows occupy the length of the longest row of their microbatch.
     if spec.layout == "padded":
-        padded = np.repeat(longest_of(bins, fitted.padded_lengths), np.diff(bins.offsets))
+        longest = longest_of(bins, fitted.padded_lengths)
+        padded = np.repeat(longest, np.diff(bins.offsets))
     return BatchPlan(
         spec=spec,
         num_rows=len(fitted.lengths),
@@ -413,7 +421,7 @@ def _rank_major_bins(steps: list[StepPlan], num_ranks: int) -> Packing:
         return steps[0].bins
     perm = np.concatenate([step.bins.perm for step in steps])
     sizes = np.concatenate([np.diff(step.bins.offsets) for step in steps])
-    step_major = Packing(perm, np.concatenate([[0], np.cumsum(sizes)]))
+    step_major = Packing(perm, prefix_sums(sizes))
     # Ids of the bins of each step, int64 [R, M of the step].
     bin_ids = []
     first = 0
@@ -421,4 +429,5 @@ def _rank_major_bins(steps: list[StepPlan], num_ranks: int) -> Packing:
         ids = first + np.arange(step.bins.num_bins)
         bin_ids.append(ids.reshape(num_ranks, step.num_microbatches))
         first += step.bins.num_bins
-    return step_major.take(np.concatenate(bin_ids, axis=1).ravel())
+    rank_major_ids = np.concatenate(bin_ids, axis=1).ravel()
+    return step_major.take(rank_major_ids)

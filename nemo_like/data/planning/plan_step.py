@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm, SequencePacker
-from nemo_like.data.packing.packers import Packing, concatenative
+from nemo_like.data.packing.packers import Packing, concatenative, prefix_sums
 from nemo_like.data.planning.balance import assign_bins, schedule
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.padded import form_padded
@@ -74,8 +74,12 @@ def plan_step(
     bins = step.bins.expand(items.rows)
     bins = Packing(rows[bins.perm], bins.offsets)
     if spec.microbatch_order == "largest_first":
-        is_padded = spec.layout == "padded"
-        bins = largest_first(bins, fitted.padded_lengths, spec.num_ranks, is_padded)
+        bins = largest_first(
+            bins,
+            fitted.padded_lengths,
+            spec.num_ranks,
+            is_padded=spec.layout == "padded",
+        )
     return StepPlan(bins, step.num_microbatches)
 
 
@@ -93,11 +97,8 @@ def plan_rank(
     if len(rows) == 0:
         return _empty_bins(0)
     if spec.max_tokens is None:
-        bins = concatenative(
-            np.ones_like(lengths),
-            spec.max_rows or 1,
-            len(lengths),
-        )
+        # Limited by rows: with one token per row the capacity is a number of rows.
+        bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
         return Packing(rows[bins.perm], bins.offsets)
     is_padded = spec.layout == "padded"
     if is_padded:
@@ -127,30 +128,41 @@ def largest_first(
     """
     positions = bins.loads(padded_lengths)
     if is_padded:
-        positions = longest_of(bins, padded_lengths) * np.diff(bins.offsets)
+        num_rows = np.diff(bins.offsets)
+        positions = longest_of(bins, padded_lengths) * num_rows
     by_rank = positions.reshape(num_ranks, -1)
-    first_bin = np.arange(num_ranks)[:, None] * by_rank.shape[1]
-    order = np.argsort(-by_rank, axis=1, kind="stable") + first_bin
-    return bins.take(order.ravel())
+    order = np.argsort(-by_rank, axis=1, kind="stable")
+    # Indices within a rank to indices of bins, rank-major.
+    num_microbatches = by_rank.shape[1]
+    first_bin = np.arange(num_ranks)[:, None] * num_microbatches
+    bin_ids = order + first_bin
+    return bins.take(bin_ids.ravel())
 
 
 def longest_of(bins: Packing, lengths: np.ndarray) -> np.ndarray:
-    """Length of the longest row of each bin, int64 [K]; 0 for an empty bin."""
+    """Length of the longest row of each bin, int64 [K]; 0 for an empty bin.
+
+    `lengths` int64 is indexed by the row ids in `bins`.
+    """
     longest = np.zeros(bins.num_bins, dtype=np.int64)
     # `reduceat` would return the first element of the next bin for an empty one.
     filled = np.flatnonzero(np.diff(bins.offsets))
     if len(filled):
-        longest[filled] = np.maximum.reduceat(lengths[bins.perm], bins.offsets[:-1][filled])
+        starts = bins.offsets[filled]
+        longest[filled] = np.maximum.reduceat(lengths[bins.perm], starts)
     return longest
 
 
 def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
     """Join the bins of all ranks and add empty bins, so that all ranks have the same number."""
     max_bins = max(bins.num_bins for bins in rank_bins)
-    num_microbatches = max(-(-max_bins // microbatch_multiple), 1) * microbatch_multiple
+    # At least one microbatch, so that a step without rows still runs on every rank.
+    num_multiples = max(-(-max_bins // microbatch_multiple), 1)
+    num_microbatches = num_multiples * microbatch_multiple
     offsets = [np.zeros(1, dtype=np.int64)]
     num_rows = 0
     for bins in rank_bins:
+        # A bin that ends where it starts is empty.
         ends = np.full(num_microbatches, len(bins.perm))
         ends[: bins.num_bins] = bins.offsets[1:]
         offsets.append(ends + num_rows)
@@ -199,7 +211,8 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
             sync=spec.sync,
             microbatch_multiple=spec.microbatch_multiple,
         )
-        return StepPlan(Packing(scheduled.perm, scheduled.offsets), scheduled.num_microbatches)
+        bins = Packing(scheduled.perm, scheduled.offsets)
+        return StepPlan(bins, scheduled.num_microbatches)
     packer = _bin_packer(spec)
     bins = packer.pack_csr(lengths)
     # Fill up with split bins instead of dummies, as far as there are rows.
@@ -222,24 +235,23 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
     bin_work = None
     if items.work is not None:
         # Every row is padded to the longest one, which is the first of its bin.
-        longest_row_work = items.work[bins.perm[bins.offsets[:-1]]]
-        bin_work = longest_row_work * bins.loads(items.num_rows)
+        longest_items = bins.perm[bins.offsets[:-1]]
+        bin_work = items.work[longest_items] * bins.loads(items.num_rows)
     return _assign_to_ranks(bins, bin_work, spec)
 
 
 def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     """Give each rank a consecutive share of the rows, in microbatches of `max_rows` rows."""
     # Shares have equal numbers of rows, rounded to items: a group is never divided.
-    rows_before = np.concatenate([[0], np.cumsum(items.num_rows)])
+    rows_before = prefix_sums(items.num_rows)
     share_ends = np.arange(spec.num_ranks + 1) * rows_before[-1] // spec.num_ranks
     item_bounds = np.searchsorted(rows_before, share_ends)
     rank_bins = []
     for start, stop in pairwise(item_bounds.tolist()):
-        bins = concatenative(
-            items.num_rows[start:stop],
-            spec.max_rows or 1,
-            max(stop - start, 1),
-        )
+        # The capacity is a number of rows here, and the length of an item its number of rows.
+        num_rows = items.num_rows[start:stop]
+        max_items = max(stop - start, 1)
+        bins = concatenative(num_rows, spec.max_rows or 1, max_items)
         rank_bins.append(Packing(bins.perm + start, bins.offsets))
     return join_ranks(rank_bins, spec.microbatch_multiple)
 
@@ -251,7 +263,9 @@ def _assign_to_ranks(
 ) -> StepPlan:
     """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
     if bin_work is None:
-        num_microbatches = -(-bins.num_bins // spec.bins_multiple) * spec.microbatch_multiple
+        num_multiples = -(-bins.num_bins // spec.bins_multiple)
+        num_microbatches = num_multiples * spec.microbatch_multiple
+        # -1 is a bin without rows, a dummy.
         bin_ids = np.full(num_microbatches * spec.num_ranks, -1)
         bin_ids[: bins.num_bins] = np.arange(bins.num_bins)
         # Row m of the array is microbatch m, so consecutive bins go to consecutive ranks.
@@ -279,4 +293,7 @@ def _bin_packer(spec: PlanSpec) -> SequencePacker:
 
 
 def _empty_bins(num_bins: int) -> Packing:
-    return Packing(np.empty(0, dtype=np.int64), np.zeros(num_bins + 1, dtype=np.int64))
+    """Return `num_bins` bins without rows."""
+    no_rows = np.empty(0, dtype=np.int64)
+    offsets = np.zeros(num_bins + 1, dtype=np.int64)
+    return Packing(no_rows, offsets)

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.schedule_inputs import Sync
 
 Layout = Literal["packed", "padded"]
 Balance = Literal["flops", "tokens", "none"]
-Sync = Literal["microbatch", "step"]
 MicrobatchOrder = Literal["packer", "largest_first"]
 Oversize = Literal["error", "truncate", "singleton", "drop"]
 
