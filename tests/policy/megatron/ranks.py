@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,51 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import Loss, NllLoss
+from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.worker import PolicyWorker
+from tests.policy.test_gradient_equality import LENGTHS, POLICY_GRADIENT
+from tests.policy.tiny import random_batch
 
 MAX_RANKS = 8
+NUM_STEPS = 4
+"""Optimizer steps of `reference.train_transformers`."""
+Gradients = dict[str, Tensor]
+"""By Hugging Face name."""
+
+PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
+    "one rank": (1, ParallelConfig()),
+    "dp2": (2, ParallelConfig()),
+    "tp2": (2, ParallelConfig(tensor=2)),
+    "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
+    "pp2": (2, ParallelConfig(pipeline=2)),
+    "cp2": (2, ParallelConfig(context=2)),
+    "ep2": (2, ParallelConfig(expert=2)),
+    "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "tp2 x dp2": (4, ParallelConfig(tensor=2)),
+    "tp2 x pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "tp2 x pp2 + sp": (4, ParallelConfig(tensor=2, pipeline=2, sequence=True)),
+    "tp2 x cp2 + sp": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+    "pp2 x cp2": (4, ParallelConfig(pipeline=2, context=2)),
+    "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
+    # Each expert is on two ranks.
+    "tp2 x dp2 x ep2 + sp": (4, ParallelConfig(tensor=2, expert=2, sequence=True)),
+    "tp2 x cp2 x ep4 + sp": (4, ParallelConfig(tensor=2, context=2, expert=4, sequence=True)),
+    "tp2 x pp2 x dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
+    "tp2 x pp2 x cp2 + sp": (8, ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True)),
+}
+"""Layout -> (number of ranks, parallel sizes); dp follows from them."""
+
+
+class OnRanks(Protocol):
+    """Calls `function(context, parallel, *args)` on every rank of a layout of `PARALLEL`."""
+
+    def __call__(self, function: Callable[..., Any], layout: str, *args: Any) -> list[Any]:
+        """Return the results in rank order."""
+        ...
 
 
 @contextmanager
@@ -158,6 +197,111 @@ def take_steps(
                 )
             )
     return results
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank reports of several optimizer steps."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, np.ndarray]
+    """On rank 0."""
+    counts: set[float]
+    """Step counters of the optimizer shards."""
+
+
+def train(
+    context: WorkerContext,
+    parallel: ParallelConfig,
+    config: PolicyConfig,
+    num_steps: int,
+    start: Path | None = None,
+    out: Path | None = None,
+) -> Trained:
+    """Take steps from the checkpoint `start`, or from the model's files, and save to `out`."""
+    with joined(context, parallel) as rank:
+        worker = rank.worker(config)
+        if start is not None:
+            worker.load(start)
+        shard = rank.shard(config, worker, random_batch(LENGTHS))
+        metrics = [worker.train(shard, None, NllLoss())[0] for _ in range(num_steps)]
+        if out is not None:
+            worker.save(out)
+            worker.export_hf(out / "hf")
+        engine = worker._policy
+        assert isinstance(engine, MegatronEngine)
+        return Trained(
+            losses=[each["policy/loss"].value for each in metrics if "policy/loss" in each],
+            norms=[each["policy/grad_norm"].value for each in metrics],
+            weights={
+                name: tensor.float().numpy()
+                for name, tensor in engine.full_weights(list(engine.weight_shapes()))
+            },
+            counts={
+                float(state["step"])
+                for part in engine.optimizer.sub_optimizers
+                for state in part.adamw.state.values()
+            },
+        )
+
+
+def train_dtensor(
+    context: WorkerContext,
+    parallel: ParallelConfig,
+    config: PolicyConfig,
+    start: Path | None,
+    out: Path | None,
+) -> list[float]:
+    """Return the losses of two steps of the DTensor engine."""
+    worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
+    try:
+        if start is not None:
+            worker.load(start)
+        topology = Topology.from_world_size(
+            context.world_size, cp=parallel.context, tp=parallel.tensor
+        )
+        batch = random_batch(LENGTHS)
+        spec = plan_spec(config, purpose="train", topology=topology, cost=worker.info().cost)
+        shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(context.rank)]
+        losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(2)]
+        if out is not None:
+            worker.save(out)
+    finally:
+        process_groups.destroy()
+    return losses
+
+
+def look_around(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
+) -> dict[str, Any]:
+    """Return a rank's log-probs and full weights, and the results of other calls of the engine."""
+    seen: dict[str, Any] = {}
+    with joined(context, parallel) as rank:
+        worker = rank.worker(config)
+        engine = rank.engine(config, trainable=False)
+        shard = rank.shard(config, worker, random_batch(LENGTHS))
+        handle = worker.compute_logprobs(shard)
+        outputs = worker.fetch_logprobs(shard, handle)
+        seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
+        seen["outputs"] = {name: list(column) for name, column in outputs.items()}
+        seen["weights"] = {
+            name: tensor.numpy()
+            for name, tensor in engine.full_weights(list(engine.weight_shapes()))
+        }
+        place = rank.topology.coordinates(context.rank)
+        seen["sum"] = engine.sum_over_dp([1.0, float(place.dp)])
+        seen["gathered"] = engine.gather_over_dp_cp(context.rank)
+        seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
+        seen["sync"] = engine.sync
+        worker.probe_isolation()
+        seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
+        with_columns = rank.shard(config, worker, random_batch(LENGTHS))
+        with_columns.update(outputs)
+        seen["sent"] = metric_values(worker.evaluate(with_columns, POLICY_GRADIENT))
+        (trained,) = worker.train(shard, None, POLICY_GRADIENT, handle)
+        seen["trained"] = metric_values(trained)
+    return seen
 
 
 def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,21 +18,25 @@ from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
-from nemo_like.metrics import metric_values
 from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.layers import SegmentAttention
 from tests.policy.megatron.ranks import (
+    PARALLEL,
     Step,
     as_tensors,
     full_gradients,
     joined,
-    meeting_in,
+    look_around,
     of_model,
-    open_pool,
     take_steps,
+)
+from tests.policy.megatron.reference import (
+    assert_same_logprobs,
+    assert_step_is,
+    transformers_gradients,
 )
 from tests.policy.test_filtered_policy import (
     DYNAMIC,
@@ -51,53 +52,26 @@ from tests.policy.test_gradient_equality import (
     TOLERANCE,
     assert_same_metrics,
 )
-from tests.policy.tiny import random_batch, relative_error, row_loss, run_ranks
-
-PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
-    "one rank": (1, ParallelConfig()),
-    "dp2": (2, ParallelConfig()),
-    "tp2": (2, ParallelConfig(tensor=2)),
-    "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
-    "pp2": (2, ParallelConfig(pipeline=2)),
-    "cp2": (2, ParallelConfig(context=2)),
-    "tp2 x cp2 + sp": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
-    "pp2 x cp2": (4, ParallelConfig(pipeline=2, context=2)),
-    "tp2 x pp2 x dp2": (8, ParallelConfig(tensor=2, pipeline=2)),
-    "tp2 x pp2 x cp2 + sp": (8, ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True)),
-}
+from tests.policy.tiny import random_batch, relative_error
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with open_pool() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def expected(model_dir: Callable[[str], str]) -> Callable[[str], tuple[dict[str, Tensor], float]]:
-    """`expected(architecture)`: gradients and loss of transformers."""
-
-    @cache
-    def compute(architecture: str) -> tuple[dict[str, Tensor], float]:
-        return transformers_gradients(model_dir(architecture))
-
-    return compute
-
-
-def transformers_gradients(model_name: str) -> tuple[dict[str, Tensor], float]:
-    model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager")
-    loss = row_loss(model, random_batch(LENGTHS))
-    loss.backward()
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }, loss.item()
-
-
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "one rank",
+        "dp2",
+        "tp2",
+        "tp2 + sp",
+        "pp2",
+        "cp2",
+        "tp2 x cp2 + sp",
+        "pp2 x cp2",
+        "tp2 x pp2 x dp2",
+        "tp2 x pp2 x cp2 + sp",
+    ],
+)
 def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
-    parallel, model_dir, expected, pool, tmp_path
+    parallel, model_dir, expected, on_ranks
 ):
     cases = [
         ("qwen3_window", "packed, 4 microbatches"),
@@ -110,21 +84,14 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
         Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
         for architecture, layout in cases
     ]
-    world_size, degrees = PARALLEL[parallel]
-    ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+    ranks = on_ranks(take_steps, parallel, steps)
     for index, (architecture, layout) in enumerate(cases):
+        results = [steps_of_rank[index] for steps_of_rank in ranks]
         gradients, loss = expected(architecture)
-        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (
-            architecture,
-            layout,
-        )
-        assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-        for results in ranks:
-            assert results[index].metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        assert_step_is(results, gradients, loss, (architecture, layout))
 
 
-def test_layers_and_heads_that_do_not_divide_evenly(pool, tmp_path):
+def test_layers_and_heads_that_do_not_divide_evenly(on_ranks, tmp_path):
     """Three layers on two stages, two tensor ranks for one head of keys and values, and a token
     that is not trained.
     """
@@ -158,15 +125,12 @@ def test_layers_and_heads_that_do_not_divide_evenly(pool, tmp_path):
     assert not gradients["model.embed_tokens.weight"][config.pad_token_id].any(), (
         "transformers leaves this row alone"
     )
-    for parallel in (
-        ParallelConfig(tensor=2, pipeline=2),
-        ParallelConfig(tensor=2, pipeline=2, sequence=True),
-    ):
-        ranks = run_ranks(pool, take_steps, 4, meeting_in(tmp_path), parallel, steps)
+    for parallel in ("tp2 x pp2", "tp2 x pp2 + sp"):
+        ranks = on_ranks(take_steps, parallel, steps)
         assert relative_error(as_tensors(ranks[0][0].gradients), gradients) < TOLERANCE
 
 
-def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_dir, pool, tmp_path):
+def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_dir, on_ranks):
     steps = [
         Step(
             of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")),
@@ -174,10 +138,9 @@ def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_di
             POLICY_GRADIENT,
         )
     ]
-    (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
+    (alone,) = on_ranks(take_steps, "one rank", steps)
     for parallel in ("tp2", "tp2 x cp2 + sp", "pp2 x cp2", "dp2"):
-        world_size, degrees = PARALLEL[parallel]
-        ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+        ranks = on_ranks(take_steps, parallel, steps)
         assert (
             relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients))
             < TOLERANCE
@@ -186,16 +149,15 @@ def test_a_policy_gradient_with_entropy_has_the_same_metrics_everywhere(model_di
 
 
 @pytest.mark.parametrize("parallel", ["dp2", "pp2 x cp2"])
-def test_a_rank_without_rows_runs_dummies_and_changes_nothing(parallel, model_dir, pool, tmp_path):
+def test_a_rank_without_rows_runs_dummies_and_changes_nothing(parallel, model_dir, on_ranks):
     steps = [
         Step(
             of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen2")),
             random_batch(LENGTHS[:1]),
         )
     ]
-    (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
-    world_size, degrees = PARALLEL[parallel]
-    ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+    (alone,) = on_ranks(take_steps, "one rank", steps)
+    ranks = on_ranks(take_steps, parallel, steps)
     assert (
         relative_error(as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients))
         < TOLERANCE
@@ -210,11 +172,13 @@ class WallClock(ComputeClock):
         return time.perf_counter()
 
 
-def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay_s: float) -> float:
+def train_beside_a_slow_rank(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig, delay_s: float
+) -> float:
     """The step's imbalance where rank 0 needs `delay_s` longer for each microbatch, and rank 1
     waits for it.
     """
-    with pytest.MonkeyPatch.context() as patch, joined(context, ParallelConfig()) as rank:
+    with pytest.MonkeyPatch.context() as patch, joined(context, parallel) as rank:
         patch.setattr(engine_base, "ComputeClock", WallClock)
         worker = rank.worker(config)
         engine: Any = worker._policy
@@ -227,17 +191,15 @@ def train_beside_a_slow_rank(context: WorkerContext, config: PolicyConfig, delay
     return metrics["policy/rank_time_worst_over_mean"].value
 
 
-def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, pool, tmp_path) -> None:
+def test_a_rank_that_waits_for_gradients_is_not_busy(model_dir, on_ranks) -> None:
     config = dataclasses.replace(
         of_model(LAYOUTS["padded, 1 row"], model_dir("llama")), train_global_batch_size=4
     )
-    for imbalance in run_ranks(
-        pool, train_beside_a_slow_rank, 2, meeting_in(tmp_path), config, 1.0
-    ):
+    for imbalance in on_ranks(train_beside_a_slow_rank, "dp2", config, 1.0):
         assert imbalance > 1.2
 
 
-def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) -> None:
+def test_megatron_trains_the_filtered_distribution(model_dir, on_ranks) -> None:
     """Against transformers in float64: tensor, sequence, context and pipeline parallelism, packed
     and padded.
     """
@@ -248,8 +210,7 @@ def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) ->
         Step(filtered(layout, model_dir("qwen3_tied")), batch, FILTERED_LOSS) for layout in layouts
     ]
     for name in ("tp2", "tp2 + sp", "cp2", "pp2"):
-        world_size, degrees = PARALLEL[name]
-        ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+        ranks = on_ranks(take_steps, name, steps)
         for index, layout in enumerate(layouts):
             assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE), (
                 name,
@@ -259,52 +220,18 @@ def test_megatron_trains_the_filtered_distribution(model_dir, pool, tmp_path) ->
             assert relative_error(found, expected) < TOLERANCE, (name, layout)
 
 
-def look_around(
-    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
-) -> dict[str, Any]:
-    """What a rank sees of one model: outputs, whole weights, and what other calls of the engine
-    give.
-    """
-    seen: dict[str, Any] = {}
-    with joined(context, parallel) as rank:
-        worker = rank.worker(config)
-        engine = rank.engine(config, trainable=False)
-        shard = rank.shard(config, worker, random_batch(LENGTHS))
-        handle = worker.compute_logprobs(shard)
-        outputs = worker.fetch_logprobs(shard, handle)
-        seen["rows"] = {name: list(shard[name]) for name in ("input_ids", "token_mask", "row_mask")}
-        seen["outputs"] = {name: list(column) for name, column in outputs.items()}
-        seen["weights"] = {
-            name: tensor.numpy()
-            for name, tensor in engine.full_weights(list(engine.weight_shapes()))
-        }
-        place = rank.topology.coordinates(context.rank)
-        seen["sum"] = engine.sum_over_dp([1.0, float(place.dp)])
-        seen["gathered"] = engine.gather_over_dp_cp(context.rank)
-        seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
-        seen["sync"] = engine.sync
-        worker.probe_isolation()
-        seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
-        with_columns = rank.shard(config, worker, random_batch(LENGTHS))
-        with_columns.update(outputs)
-        seen["sent"] = metric_values(worker.evaluate(with_columns, POLICY_GRADIENT))
-        (trained,) = worker.train(shard, None, POLICY_GRADIENT, handle)
-        seen["trained"] = metric_values(trained)
-    return seen
-
-
-def test_scores_weights_and_groups(model_dir, pool, tmp_path):
+def test_scores_weights_and_groups(model_dir, on_ranks):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("llama_tied"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     for parallel in ("one rank", "tp2 x cp2 + sp", "tp2 x pp2 x cp2 + sp"):
         world_size, degrees = PARALLEL[parallel]
-        ranks = run_ranks(pool, look_around, world_size, meeting_in(tmp_path), degrees, config)
+        ranks = on_ranks(look_around, parallel, config)
         rows = ranks[-1]["rows"]
         assert len(rows["input_ids"]) == len(LENGTHS), "dp is 1: every row is on every rank"
         for found, row in zip(
             ranks[-1]["outputs"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
         ):
-            assert_same_scores(model, found, *row)
+            assert_same_logprobs(model, found, *row)
         for name, parameter in model.named_parameters():
             assert np.array_equal(ranks[0]["weights"][name], parameter.detach().numpy()), name
         topology = Topology.from_world_size(
@@ -324,24 +251,6 @@ def test_scores_weights_and_groups(model_dir, pool, tmp_path):
         # The model is unchanged, so the log-probs that were kept are those of training.
         ratios = [seen["trained"]["policy/ratio_mean"] for seen in last_stage]
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5)
-
-
-@torch.no_grad()
-def assert_same_scores(
-    model: Any, found: np.ndarray, row: np.ndarray, mask: np.ndarray, is_trained: bool
-) -> None:
-    input_ids = torch.from_numpy(row.astype(np.int64))[None]
-    logprobs = (
-        model(input_ids)
-        .logits[0, :-1]
-        .log_softmax(-1)
-        .gather(1, input_ids[0, 1:, None])
-        .squeeze(1)
-        .numpy()
-    )
-    trained = mask[1:].astype(bool) & is_trained
-    assert found[0] == 0
-    np.testing.assert_allclose(found[1:], np.where(trained, logprobs, 0.0), rtol=1e-4, atol=1e-5)
 
 
 def accumulate(
@@ -383,25 +292,20 @@ def accumulate(
     return results
 
 
-def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, pool, tmp_path):
+def test_gradients_add_up_over_calls_and_recompute_runs_layers_twice(model_dir, on_ranks):
     config = dataclasses.replace(
         of_model(LAYOUTS["packed, 4 microbatches"], model_dir("qwen3")), train_global_batch_size=4
     )
     config = dataclasses.replace(
         config, sequence_packing=dataclasses.replace(config.sequence_packing, train_mb_tokens=32)
     )
-    plain = run_ranks(pool, accumulate, 2, meeting_in(tmp_path), ParallelConfig(context=2), config)
+    plain = on_ranks(accumulate, "cp2", config)
     assert (
         relative_error(as_tensors(plain[0]["two calls"]), as_tensors(plain[0]["one call"]))
         < TOLERANCE
     )
-    recomputed = run_ranks(
-        pool,
-        accumulate,
-        2,
-        meeting_in(tmp_path),
-        ParallelConfig(context=2),
-        dataclasses.replace(config, activation_checkpointing=True),
+    recomputed = on_ranks(
+        accumulate, "cp2", dataclasses.replace(config, activation_checkpointing=True)
     )
     assert recomputed[0]["forwards"] == 2 * plain[0]["forwards"]
     assert (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,9 @@ from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.megatron import cpu as megatron_cpu
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-from tests.policy.megatron.ranks import meeting_in, of_model, open_pool
+from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
-from tests.policy.tiny import compute_and_fetch, random_batch, run_ranks
+from tests.policy.tiny import compute_and_fetch, random_batch
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
@@ -158,12 +156,6 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
         pass
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with open_pool() as ranks:
-        yield ranks
-
-
 def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig) -> dict[str, Any]:
     """Score, train and score again with a reference; then hand the weights out in buckets."""
     worker = MegatronPolicyWorker(context, config=config, parallel=parallel, needs_reference=True)
@@ -189,9 +181,9 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
     return {"before": before, "after": after, "weights": decoded, "info": info}
 
 
-def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, pool, tmp_path):
+def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, on_ranks):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("llama_tied"))
-    first, last = run_ranks(pool, work, 2, meeting_in(tmp_path), ParallelConfig(pipeline=2), config)
+    first, last = on_ranks(work, "pp2", config)
     assert first["before"] == {}, "outputs are on the last stage"
     before, after = last["before"], last["after"]
     assert np.array_equal(before["prev_logprobs"].values, before["reference_logprobs"].values)

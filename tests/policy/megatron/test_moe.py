@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,59 +26,45 @@ from nemo_like.policy.isolation import IsolationError, IsolationReport
 from nemo_like.policy.megatron import layers as megatron_layers
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
-from nemo_like.policy.optim import build_optimizer
 from tests.policy.megatron.ranks import (
     Step,
     as_tensors,
     joined,
-    meeting_in,
-    of_model,
-    open_pool,
-    take_steps,
-)
-from tests.policy.megatron.test_engine import (
-    assert_same_scores,
     look_around,
-    transformers_gradients,
+    of_model,
+    take_steps,
+    train,
+    train_dtensor,
 )
-from tests.policy.megatron.test_optimizer import CONFIG, NUM_STEPS, train, train_dtensor
+from tests.policy.megatron.reference import (
+    assert_same_logprobs,
+    assert_step_is,
+    train_transformers,
+)
+from tests.policy.megatron.test_optimizer import CONFIG
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
-from tests.policy.tiny import MIXTURES, random_batch, relative_error, row_loss, run_ranks
+from tests.policy.tiny import MIXTURES, random_batch, relative_error
 
-PARALLEL: dict[str, tuple[int, ParallelConfig]] = {
-    "one rank": (1, ParallelConfig()),
-    "ep2": (2, ParallelConfig(expert=2)),
-    "tp2 + sp": (2, ParallelConfig(tensor=2, sequence=True)),
-    "tp2 x ep2 + sp": (2, ParallelConfig(tensor=2, expert=2, sequence=True)),
-    "pp2 x ep2": (4, ParallelConfig(pipeline=2, expert=2)),
-    "tp2 x dp2 x ep2 + sp": (
-        4,
-        ParallelConfig(tensor=2, expert=2, sequence=True),
-    ),  # two ranks hold each expert
-    "tp2 x cp2 x ep4 + sp": (4, ParallelConfig(tensor=2, context=2, expert=4, sequence=True)),
-}
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
 """An expert few tokens chose has gradients near 0, of which Adam makes whole steps: a faster
 learner shows float32's noise.
 """
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with open_pool() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def expected(model_dir: Callable[[str], str]) -> dict[str, tuple[dict[str, Tensor], float]]:
-    return {
-        architecture: transformers_gradients(model_dir(architecture)) for architecture in MIXTURES
-    }
-
-
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "one rank",
+        "ep2",
+        "tp2 + sp",
+        "tp2 x ep2 + sp",
+        "pp2 x ep2",
+        "tp2 x dp2 x ep2 + sp",
+        "tp2 x cp2 x ep4 + sp",
+    ],
+)
 def test_experts_have_the_gradient_of_transformers_wherever_they_live(
-    parallel, model_dir, expected, pool, tmp_path
+    parallel, model_dir, expected, on_ranks
 ):
     cases = [
         ("qwen3_moe", "packed, 4 microbatches"),
@@ -92,29 +76,22 @@ def test_experts_have_the_gradient_of_transformers_wherever_they_live(
         Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
         for architecture, layout in cases
     ]
-    world_size, degrees = PARALLEL[parallel]
-    ranks = run_ranks(pool, take_steps, world_size, meeting_in(tmp_path), degrees, steps)
+    ranks = on_ranks(take_steps, parallel, steps)
     for index, (architecture, layout) in enumerate(cases):
-        gradients, loss = expected[architecture]
-        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-        assert relative_error(as_tensors(ranks[0][index].gradients), gradients) < TOLERANCE, (
-            architecture,
-            layout,
-        )
-        assert ranks[-1][index].metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
-        for results in ranks:
-            assert results[index].metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+        results = [steps_of_rank[index] for steps_of_rank in ranks]
+        gradients, loss = expected(architecture)
+        assert_step_is(results, gradients, loss, (architecture, layout))
 
 
-def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, pool, tmp_path):
+def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, on_ranks):
     steps = [
         Step(
             of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe")),
             random_batch(LENGTHS[:1]),
         )
     ]
-    (alone,) = run_ranks(pool, take_steps, 1, meeting_in(tmp_path), ParallelConfig(), steps)
-    ranks = run_ranks(pool, take_steps, 2, meeting_in(tmp_path), ParallelConfig(expert=2), steps)
+    (alone,) = on_ranks(take_steps, "one rank", steps)
+    ranks = on_ranks(take_steps, "ep2", steps)
     found, wanted = as_tensors(ranks[0][0].gradients), as_tensors(alone[0].gradients)
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():  # an expert that no token chose has a gradient of 0
@@ -124,34 +101,18 @@ def test_a_rank_without_rows_still_computes_the_experts_others_need(model_dir, p
 
 
 def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_engine(
-    model_dir, pool, tmp_path
+    model_dir, on_ranks, tmp_path
 ):
     config = of_model(CALM, model_dir("qwen3_moe"))
-    model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
-    losses = []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = row_loss(model, random_batch(LENGTHS))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        losses.append(loss.item())
+    losses, _, weights = train_transformers(config)
     saved = tmp_path / "half way"
-    world_size, parallel = PARALLEL["tp2 x dp2 x ep2 + sp"]
-    half = run_ranks(
-        pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, None, saved
-    )
+    half = on_ranks(train, "tp2 x dp2 x ep2 + sp", config, 2, None, saved)
     assert half[0].losses == pytest.approx(losses[:2], rel=TOLERANCE)
     for place in ("one rank", "pp2 x ep2"):
-        world_size, parallel = PARALLEL[place]
-        ranks = run_ranks(pool, train, world_size, meeting_in(tmp_path), parallel, config, 2, saved)
+        ranks = on_ranks(train, place, config, 2, saved)
         assert ranks[-1].losses == pytest.approx(losses[2:], rel=TOLERANCE), place
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         assert relative_error(as_tensors(ranks[0].weights), weights) < 10 * TOLERANCE, place
-    (other_engine,) = run_ranks(
-        pool, train_dtensor, 1, meeting_in(tmp_path), ParallelConfig(), config, saved, None
-    )
+    (other_engine,) = on_ranks(train_dtensor, "one rank", config, saved, None)
     assert other_engine == pytest.approx(losses[2:], rel=TOLERANCE)
     exported = AutoModelForCausalLM.from_pretrained(saved / "hf")
     for name, parameter in exported.named_parameters():
@@ -167,22 +128,23 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_scores_and_whole_weights(model_dir, pool, tmp_path):
+def test_scores_and_whole_weights(model_dir, on_ranks):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
-    world_size, parallel = PARALLEL["tp2 x ep2 + sp"]
-    ranks = run_ranks(pool, look_around, world_size, meeting_in(tmp_path), parallel, config)
+    ranks = on_ranks(look_around, "tp2 x ep2 + sp", config)
     rows = ranks[0]["rows"]
     for found, row in zip(
         ranks[0]["outputs"]["prev_logprobs"], zip(*rows.values(), strict=True), strict=True
     ):
-        assert_same_scores(model, found, *row)
+        assert_same_logprobs(model, found, *row)
     for name, parameter in model.named_parameters():
         assert np.array_equal(ranks[0]["weights"][name], parameter.detach().numpy()), name
     assert ranks[0]["sync"] == "microbatch", "tokens travel to their experts in every layer"
 
 
-def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> IsolationReport:
+def probe(
+    context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig, leaks: bool
+) -> IsolationReport:
     """The start-up probe, also of a model whose attention ignores where rows end."""
     attend = megatron_layers.varlen_attention
 
@@ -192,13 +154,13 @@ def probe(context: WorkerContext, config: PolicyConfig, leaks: bool) -> Isolatio
         whole = torch.tensor([0, len(query)], dtype=bounds.dtype)
         return attend(query, key, value, whole, len(query), **keys)
 
-    with joined(context, ParallelConfig()) as rank, pytest.MonkeyPatch.context() as patch:
+    with joined(context, parallel) as rank, pytest.MonkeyPatch.context() as patch:
         if leaks:
             patch.setattr(megatron_layers, "varlen_attention", leaking)
         return rank.worker(config).probe_isolation()
 
 
-def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
+def test_the_probe_allows_experts_their_rounding_and_no_leak(on_ranks, tmp_path):
     """With many experts a changed token changes the sizes of products that other rows are part of,
     and so their last bits.
     """
@@ -225,10 +187,10 @@ def test_the_probe_allows_experts_their_rounding_and_no_leak(pool, tmp_path):
     )
     Qwen3MoeForCausalLM(mixture).save_pretrained(tmp_path / "model")
     config = of_model(LAYOUTS["packed, 1 microbatch"], str(tmp_path / "model"))
-    (report,) = run_ranks(pool, probe, 1, meeting_in(tmp_path), config, False)
+    (report,) = on_ranks(probe, "one rank", config, False)
     assert report.mean_difference < 1e-5
     with pytest.raises(IsolationError, match="a token of row 0 changed the log-probs of row 1"):
-        run_ranks(pool, probe, 1, meeting_in(tmp_path), config, True)
+        on_ranks(probe, "one rank", config, True)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -289,16 +251,8 @@ def test_experts_are_read_one_by_one_or_stacked_and_a_missing_one_is_named(model
         files.check(shapes)
 
 
-def test_bfloat16_trains_shared_experts_to_about_the_same_losses(model_dir, pool, tmp_path):
+def test_bfloat16_trains_shared_experts_to_about_the_same_losses(model_dir, on_ranks):
     config = dataclasses.replace(of_model(CALM, model_dir("qwen3_moe_mixed")), precision="bfloat16")
-    (exact,) = run_ranks(
-        pool,
-        train,
-        1,
-        meeting_in(tmp_path),
-        ParallelConfig(),
-        dataclasses.replace(config, precision="float32"),
-        2,
-    )
-    ranks = run_ranks(pool, train, 2, meeting_in(tmp_path), ParallelConfig(expert=2), config, 2)
+    (exact,) = on_ranks(train, "one rank", dataclasses.replace(config, precision="float32"), 2)
+    ranks = on_ranks(train, "ep2", config, 2)
     assert ranks[0].losses == pytest.approx(exact.losses, rel=0.05)
