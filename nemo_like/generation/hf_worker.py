@@ -80,7 +80,11 @@ class HFGenerationWorker:
         """Parameters not yet loaded by the update in progress; None between updates."""
 
     def generate(
-        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
+        self,
+        prompt_ids: Jagged,
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        max_total_length: int,
     ) -> Completions:
         """See `Generator.generate`; raises RuntimeError during a weight update."""
         if self._missing is not None:
@@ -231,7 +235,8 @@ class HFGenerationWorker:
 
 
 def declared_end_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> frozenset[int]:
     """Return the end tokens that the generation config (one or several) and tokenizer declare."""
     declared = None

@@ -48,7 +48,10 @@ class SamplingParams:
 
     @classmethod
     def from_config(
-        cls, config: GenerationConfig, *, temperature: float | None = None
+        cls,
+        config: GenerationConfig,
+        *,
+        temperature: float | None = None,
     ) -> SamplingParams:
         """Return the sampling keys of `config`; `temperature` overrides its temperature.
 
@@ -90,7 +93,10 @@ class Completions:
         """Return the given rows in the given order."""
         reasons = [self.finish_reasons[row] for row in rows]
         return Completions(
-            self.token_ids.take(rows), self.logprobs.take(rows), reasons, self.weight_version
+            self.token_ids.take(rows),
+            self.logprobs.take(rows),
+            reasons,
+            self.weight_version,
         )
 
     @staticmethod
@@ -120,7 +126,11 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
     """One replica of the generator."""
 
     def generate(
-        self, prompt_ids: Jagged, seeds: np.ndarray, sampling: SamplingParams, max_total_length: int
+        self,
+        prompt_ids: Jagged,
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        max_total_length: int,
     ) -> Completions:
         """Return one completion for each row of `prompt_ids`; see `Generator.generate`."""
         ...

@@ -132,7 +132,10 @@ class ClippedPolicyGradientLoss:
 
 
 def reference_kl(
-    policy_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, kind: str
+    policy_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    kind: str,
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, float32 [T]; 0 where `mask` is False.
 
@@ -175,7 +178,8 @@ class _WithGradient(torch.autograd.Function):
     @once_differentiable
     # torch declares `*grad_outputs`; a fixed signature checks their number.
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_value: Tensor
+        ctx: Any,
+        grad_value: Tensor,
     ) -> tuple[Tensor, None, None]:
         (derivative,) = ctx.saved_tensors
         return grad_value * derivative, None, None

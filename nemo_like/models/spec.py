@@ -149,7 +149,10 @@ class ModelSpec:
             num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=fields.size(
-                "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size
+                "intermediate_size",
+                "n_inner",
+                "ffn_dim",
+                default=4 * hidden_size,
             ),
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", default=num_heads),

@@ -66,7 +66,12 @@ def varlen_attention(
 
 
 def padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Return causal attention [B, H, S, D] of `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D].
 
@@ -107,7 +112,14 @@ def attention_forward(
     k = key.squeeze(0).transpose(0, 1)
     v = value.squeeze(0).transpose(0, 1)
     out = varlen_attention(
-        q, k, v, cu_seqlens, max_seqlen, scale=scale, window=sliding_window, cp_group=cp_group
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen,
+        scale=scale,
+        window=sliding_window,
+        cp_group=cp_group,
     )
     return out.unsqueeze(0), None
 
@@ -120,7 +132,10 @@ def register() -> None:
 
 
 def _check_supported(
-    module: nn.Module, mask: Tensor | None, dropout: float, extras: dict[str, Any]
+    module: nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    extras: dict[str, Any],
 ) -> None:
     """Raise ConfigError if the layer needs more than causal attention."""
     unsupported = [
@@ -150,7 +165,13 @@ def _flash_attn_func() -> Any | None:
 
 
 def _flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    causal: bool,
 ) -> Tensor:
     """Return [T_q, H, D] by a varlen kernel; half precision on CUDA."""
     # Both kernels align the ends of queries and keys. Their window is the number of positions

@@ -17,7 +17,10 @@ def policy_topology(config: RunConfig) -> Topology:
     """Return the parallel layout of the policy's workers."""
     parallel = config.parallel
     return Topology(
-        pp=parallel.pipeline, dp=num_replicas(config), cp=parallel.context, tp=parallel.tensor
+        pp=parallel.pipeline,
+        dp=num_replicas(config),
+        cp=parallel.context,
+        tp=parallel.tensor,
     )
 
 

@@ -40,7 +40,10 @@ class Exchange:
 
 
 def gather_keys_values(
-    k: Tensor, v: Tensor, exchange: Exchange, group: dist.ProcessGroup
+    k: Tensor,
+    v: Tensor,
+    exchange: Exchange,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Gather `k` and `v` [T_k, H_kv, D] of the exchange from this rank's [T/c, H_kv, D]."""
     # Stacked, so that there is one collective in the forward and one in the backward.
@@ -50,7 +53,10 @@ def gather_keys_values(
 
 
 def plan_exchange(
-    cu_seqlens: Tensor, max_seqlen: int, group: dist.ProcessGroup, num_positions: int
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    group: dist.ProcessGroup,
+    num_positions: int,
 ) -> Exchange:
     """Return the exchange of this rank of `group`, which has `num_positions` positions.
 
@@ -60,7 +66,11 @@ def plan_exchange(
     plans = _plans.setdefault(cu_seqlens, {})
     if key not in plans:
         plans[key] = _make_exchange(
-            cu_seqlens, max_seqlen, group.size(), group.rank(), num_positions
+            cu_seqlens,
+            max_seqlen,
+            group.size(),
+            group.rank(),
+            num_positions,
         )
     return plans[key]
 
@@ -70,7 +80,11 @@ _plans: Any = WeakTensorKeyDictionary()
 
 
 def _make_exchange(
-    cu_seqlens: Tensor, max_seqlen: int, size: int, rank: int, num_positions: int
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    size: int,
+    rank: int,
+    num_positions: int,
 ) -> Exchange:
     """Build the exchange on the device of `cu_seqlens`, without waiting for the device."""
     if cu_seqlens.device.type == "cpu":

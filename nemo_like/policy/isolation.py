@@ -44,7 +44,11 @@ class IsolationReport:
 
 
 def probe_isolation(
-    engine: Engine, *, layout: Literal["packed", "padded"], vocab_size: int, precision: str
+    engine: Engine,
+    *,
+    layout: Literal["packed", "padded"],
+    vocab_size: int,
+    precision: str,
 ) -> IsolationReport:
     """Check three properties; raises IsolationError for the first that fails. Every rank calls.
 
@@ -129,7 +133,12 @@ def _compute_logprobs(
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
     cp_rank = topology.coordinates(engine.rank).cp
     inputs = build_inputs(
-        shard, microbatch, spec, pad_token_id=pad_token_id, cp_rank=cp_rank, device=engine.device
+        shard,
+        microbatch,
+        spec,
+        pad_token_id=pad_token_id,
+        cp_rank=cp_rank,
+        device=engine.device,
     )
     logprobs = []
     for microbatch_rows in compute_row_logprobs(engine, [inputs]):

@@ -77,7 +77,15 @@ def token_logprobs(
     if token_filter is not None and not token_filter.is_active:
         token_filter = None
     logprobs, entropy, kept_logprobs = _ChunkedLogprobs.apply(
-        hidden, weight, bias, labels, temperature, chunk_size, with_entropy, vocab, token_filter
+        hidden,
+        weight,
+        bias,
+        labels,
+        temperature,
+        chunk_size,
+        with_entropy,
+        vocab,
+        token_filter,
     )
     entropy = entropy if with_entropy else None
     if token_filter is None:
@@ -142,10 +150,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         gathered = _gather(sums, vocab)
         logprobs, logsumexp, entropy = _combine(gathered, with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
-            gathered, logprobs, logsumexp, is_filtered=thresholds is not None
+            gathered,
+            logprobs,
+            logsumexp,
+            is_filtered=thresholds is not None,
         )
         ctx.save_for_backward(
-            hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass
+            hidden,
+            weight,
+            bias,
+            labels,
+            logsumexp,
+            entropy,
+            thresholds,
+            log_inverse_mass,
         )
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
@@ -261,7 +279,10 @@ class _LocalLabels(NamedTuple):
 
 
 def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
 ) -> Tensor:
     """Return float32 logits [chunk, V], a new tensor that the caller may overwrite."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
@@ -325,7 +346,11 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _combine_kept(
-    gathered: Tensor, logprobs: Tensor, logsumexp: Tensor, *, is_filtered: bool
+    gathered: Tensor,
+    logprobs: Tensor,
+    logsumexp: Tensor,
+    *,
+    is_filtered: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered log-prob and lse(z) - lse(z of the kept tokens), float32 [T] each.
 

@@ -25,7 +25,9 @@ class LossStep:
     """bool []: True while the loss of every microbatch so far was finite; None before the first."""
 
     def __call__(
-        self, inputs: ModelInputs, outputs: TokenLogprobs
+        self,
+        inputs: ModelInputs,
+        outputs: TokenLogprobs,
     ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = outputs.entropy

@@ -76,7 +76,11 @@ class ModelInputs:
             return self
         num_segments, width = self.input_ids.shape
         bounds = torch.arange(
-            0, (num_segments + 1) * width, width, dtype=torch.int32, device=self.input_ids.device
+            0,
+            (num_segments + 1) * width,
+            width,
+            dtype=torch.int32,
+            device=self.input_ids.device,
         )
         return dataclasses.replace(
             self,
@@ -186,7 +190,9 @@ def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cp_shard_positions(
-    padded_lengths: Sequence[int] | np.ndarray, cp_size: int, cp_rank: int
+    padded_lengths: Sequence[int] | np.ndarray,
+    cp_size: int,
+    cp_rank: int,
 ) -> np.ndarray:
     """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
 
@@ -278,7 +284,12 @@ class _Grid:
         )
 
     def gather(
-        self, name: str, column: Jagged, shift: int, where: np.ndarray, fill: int
+        self,
+        name: str,
+        column: Jagged,
+        shift: int,
+        where: np.ndarray,
+        fill: int,
     ) -> np.ndarray:
         """Return [T, ...]: token `position + shift` of each row where `where`, else `fill`."""
         gathered = np.full((len(where), *column.values.shape[1:]), fill, dtype=column.dtype)
@@ -320,7 +331,9 @@ def _is_row_column(column: Any) -> bool:
 
 
 def _row_column(
-    column: np.ndarray | Tensor, rows: np.ndarray, device: str | torch.device
+    column: np.ndarray | Tensor,
+    rows: np.ndarray,
+    device: str | torch.device,
 ) -> Tensor:
     """Return the rows [R, ...] of `column` on `device`; one row of zeros for a dummy."""
     if isinstance(column, np.ndarray):

@@ -51,7 +51,8 @@ def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> Polic
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+    parameters: Iterable[nn.Parameter],
+    config: OptimizerConfig,
 ) -> torch.optim.AdamW:
     """Build AdamW with weight decay on matrices only; norms and biases are not decayed."""
     matrices = []

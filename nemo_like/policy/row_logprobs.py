@@ -36,7 +36,11 @@ def compute_row_logprobs(
         return None, unpack_tokens(in_order, inputs)
 
     return engine.run(
-        microbatches, to_rows, backward=False, temperature=temperature, token_filter=token_filter
+        microbatches,
+        to_rows,
+        backward=False,
+        temperature=temperature,
+        token_filter=token_filter,
     )
 
 

@@ -31,7 +31,13 @@ class Spans(NamedTuple):
 
 
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    causal: bool,
 ) -> Tensor:
     """Return [T_q, H, D] from `q` [T_q, H, D] and `k`, `v` [T_k, H_kv, D].
 
@@ -76,11 +82,21 @@ def sdpa(
     has_window = window is not None and window < q.shape[2]
     if not any(lags) and not has_window:
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
+            q,
+            k,
+            v,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     mask = _mask(q.shape[2], k.shape[2], lags, window, causal, q.device)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
 
 
@@ -198,7 +214,13 @@ def _output_positions(group: _Group) -> Tensor:
 
 
 def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, group: _Group, scale: float, window: int | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: _Group,
+    scale: float,
+    window: int | None,
+    causal: bool,
 ) -> Tensor:
     """Return [kept positions of the group, H, D]."""
     # A query chunk at the end of its keys is `lag` positions behind their start.

@@ -57,7 +57,11 @@ class ShardRows:
         """Build model inputs whose `label_mask` is True for trained tokens only."""
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
         inputs = build_inputs(
-            self.columns, microbatch, self.spec, cp_rank=self.cp_rank, device=self.device
+            self.columns,
+            microbatch,
+            self.spec,
+            cp_rank=self.cp_rank,
+            device=self.device,
         )
         counts = torch.from_numpy(self.num_trained_tokens(microbatch))
         counts = counts.to(self.device, torch.float32)

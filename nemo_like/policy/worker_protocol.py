@@ -47,7 +47,9 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def compute_logprobs(
-        self, shard: SlicedDataDict, names: Sequence[LogprobName] | None = None
+        self,
+        shard: SlicedDataDict,
+        names: Sequence[LogprobName] | None = None,
     ) -> LogprobHandle:
         """Compute the log-probs `names` and keep them on this rank; returns their handle.
 
@@ -92,7 +94,10 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def evaluate(
-        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
+        self,
+        shard: SlicedDataDict,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
     ) -> Metrics:
         """Return the loss's metrics over all rows of all dp ranks, without gradients.
 

@@ -11,7 +11,9 @@ _TOLERANCE = 1e-8
 
 
 def reward_metrics(
-    rewards: np.ndarray, groups: np.ndarray, components: dict[str, np.ndarray]
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    components: dict[str, np.ndarray],
 ) -> Metrics:
     """Return the mean, spread and extremes of the reward, and shares of groups with equal rewards.
 

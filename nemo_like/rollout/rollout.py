@@ -112,7 +112,10 @@ def collect(
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
     with timers("generation"):
         completions = generator.generate(
-            prompt_ids, seeds, sampling, max_total_length=max_total_length
+            prompt_ids,
+            seeds,
+            sampling,
+            max_total_length=max_total_length,
         )
     # Off-policy completions would train without an error, and worse.
     if completions.weight_version != weight_version:

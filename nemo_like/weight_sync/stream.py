@@ -68,7 +68,12 @@ class Bucket:
                 f" {total}"
             )
         for name, shape, dtype, start, size in zip(
-            self.names, self.shapes, self.dtypes, starts, sizes, strict=True
+            self.names,
+            self.shapes,
+            self.dtypes,
+            starts,
+            sizes,
+            strict=True,
         ):
             raw = flat[start : start + size]
             yield name, raw.view(getattr(torch, dtype)).reshape(shape)

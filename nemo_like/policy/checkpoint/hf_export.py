@@ -112,7 +112,9 @@ def _to_stored_format(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> 
 
 
 def split_by_bytes(
-    shapes: Mapping[str, Sequence[int]], itemsize: int, max_bytes: int
+    shapes: Mapping[str, Sequence[int]],
+    itemsize: int,
+    max_bytes: int,
 ) -> list[list[str]]:
     """Split names, in order, into groups of at most `max_bytes`; a larger tensor is its own group.
 
@@ -131,7 +133,10 @@ def split_by_bytes(
 
 
 def _write_configuration(
-    model_config: PretrainedConfig, config: PolicyConfig, dtype: torch.dtype, directory: Path
+    model_config: PretrainedConfig,
+    config: PolicyConfig,
+    dtype: torch.dtype,
+    directory: Path,
 ) -> None:
     # A copy, because the engine goes on using its configuration.
     model_config = copy.deepcopy(model_config)
@@ -152,7 +157,10 @@ def _write_configuration(
 
 
 def _write_generation_config(
-    model_config: PretrainedConfig, model_name: str, end_ids: Sequence[int | None], directory: Path
+    model_config: PretrainedConfig,
+    model_name: str,
+    end_ids: Sequence[int | None],
+    directory: Path,
 ) -> None:
     """Write the generation configuration of `model_name` with `end_ids` as additional end tokens.
 

@@ -90,7 +90,11 @@ def save(
     barrier()
     if rank == 0:
         written[MANIFEST] = _write_manifest(
-            directory, expected, num_optimizer_steps, has_moments, shapes
+            directory,
+            expected,
+            num_optimizer_steps,
+            has_moments,
+            shapes,
         )
     barrier()
     return written

@@ -68,7 +68,10 @@ class CheckpointReader:
     """An open checkpoint. `read` reads from its files; before that only headers are read."""
 
     def __init__(
-        self, directory: Path, manifest: Mapping[str, Any], blocks: dict[str, list[StoredBlock]]
+        self,
+        directory: Path,
+        manifest: Mapping[str, Any],
+        blocks: dict[str, list[StoredBlock]],
     ):
         self.num_optimizer_steps: int = manifest["num_optimizer_steps"]
         self.has_moments: bool = manifest["has_moments"]
@@ -149,7 +152,8 @@ def checkpoint_problem(directory: Path) -> str | None:
 
 
 def full_shapes(
-    shapes: Mapping[str, Sequence[int]], has_moments: bool
+    shapes: Mapping[str, Sequence[int]],
+    has_moments: bool,
 ) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the checkpoint by block name, `<kind>/<weight>`."""
     result = {}
@@ -160,7 +164,10 @@ def full_shapes(
 
 
 def check_partition(
-    directory: Path, name: str, shape: tuple[int, ...], regions: list[Region]
+    directory: Path,
+    name: str,
+    shape: tuple[int, ...],
+    regions: list[Region],
 ) -> None:
     """Raise CheckpointError unless `regions` partition a tensor of `shape`.
 
@@ -198,7 +205,9 @@ def check_partition(
 
 
 def open_blocks(
-    directory: Path, files: Mapping[str, int], stack: ExitStack
+    directory: Path,
+    files: Mapping[str, int],
+    stack: ExitStack,
 ) -> dict[str, list[StoredBlock]]:
     """Open `files` (name -> bytes) and return their blocks by tensor name; reads headers only.
 

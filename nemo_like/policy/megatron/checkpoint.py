@@ -83,7 +83,9 @@ def fill_weights(
 
 
 def _blocks(
-    param_map: ParamMap, optimizer: ShardedAdamW, shapes: Mapping[str, Shape]
+    param_map: ParamMap,
+    optimizer: ShardedAdamW,
+    shapes: Mapping[str, Shape],
 ) -> Iterator[Block]:
     """Yield this rank's blocks of weights and moments."""
     kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)

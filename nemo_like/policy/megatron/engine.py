@@ -84,12 +84,19 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
         self._head = VocabularyHead(
-            self._model, sharding, tp_rank, groups, config.logprob_chunk_size
+            self._model,
+            sharding,
+            tp_rank,
+            groups,
+            config.logprob_chunk_size,
         )
         with open_model(config.model_name) as files:
             files.check(self.weight_shapes())
             megatron_checkpoint.fill_weights(
-                self._parameters, self._param_map, files.read, self._optimizer
+                self._parameters,
+                self._param_map,
+                files.read,
+                self._optimizer,
             )
 
     @property
@@ -185,7 +192,11 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
         self.num_optimizer_steps = megatron_checkpoint.load(
-            directory, self._parameters, self._param_map, self.optimizer, self.weight_shapes()
+            directory,
+            self._parameters,
+            self._param_map,
+            self.optimizer,
+            self.weight_shapes(),
         )
 
     def _check_names(self) -> None:

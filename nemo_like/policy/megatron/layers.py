@@ -35,7 +35,10 @@ from nemo_like.policy.attention import varlen_attention
 
 
 def decoder_layer(
-    *, window: int | None, has_qk_norm: bool = False, mlp: ModuleSpec | None = None
+    *,
+    window: int | None,
+    has_qk_norm: bool = False,
+    mlp: ModuleSpec | None = None,
 ) -> ModuleSpec:
     """Return a layer with RMSNorm before attention and before `mlp` (default: `dense_mlp`).
 
@@ -107,7 +110,11 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **kwargs: Any,
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

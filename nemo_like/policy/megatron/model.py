@@ -72,7 +72,11 @@ class PackedModel(GPTModel):
     """
 
     def __init__(
-        self, rotary: nn.Module, dtype: torch.dtype, padding_id: int | None, **kwargs: Any
+        self,
+        rotary: nn.Module,
+        dtype: torch.dtype,
+        padding_id: int | None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.rotary = rotary
@@ -92,7 +96,10 @@ class PackedModel(GPTModel):
             sin=sin.squeeze(0)[:, None],
         )
         return super().forward(
-            inputs.input_ids, inputs.position_ids, untyped(None), packed_seq_params=segments
+            inputs.input_ids,
+            inputs.position_ids,
+            untyped(None),
+            packed_seq_params=segments,
         )
 
     def setup_embeddings_and_output_layer(self) -> None:

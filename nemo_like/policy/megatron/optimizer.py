@@ -61,7 +61,11 @@ class ShardedAdamW:
     """Gradients and optimizer state of one trainable model."""
 
     def __init__(
-        self, model: PackedModel, param_map: ParamMap, groups: Groups, config: OptimizerConfig
+        self,
+        model: PackedModel,
+        param_map: ParamMap,
+        groups: Groups,
+        config: OptimizerConfig,
     ) -> None:
         for name, parameter in model.named_parameters():
             # Without this Megatron-Core would sum the gradients of unsharded experts over dp and cp
@@ -89,7 +93,12 @@ class ShardedAdamW:
         self.zero_grad()
 
     def _sub_optimizer(
-        self, config: OptimizerConfig, buffers: Any, group: ProcessGroup, *, is_expert: bool
+        self,
+        config: OptimizerConfig,
+        buffers: Any,
+        group: ProcessGroup,
+        *,
+        is_expert: bool,
     ) -> _SubOptimizer:
         parameters = [
             parameter

@@ -28,7 +28,10 @@ ReadBlock = Callable[[str, Shape, Shape], Tensor]
 
 
 def assemble_rows(
-    spec: ParamSpec, read: ReadBlock, start: int = 0, stop: int | None = None
+    spec: ParamSpec,
+    read: ReadBlock,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Tensor:
     """Read rows [start, stop) of a rank's parameter: float32, on the CPU, in the spec's shape.
 
@@ -117,7 +120,10 @@ class FullWeightGatherer:
             yield name, full
 
     def _gather_shard(
-        self, owner: _ShardOwner, full: Tensor, local: Callable[[str], Tensor]
+        self,
+        owner: _ShardOwner,
+        full: Tensor,
+        local: Callable[[str], Tensor],
     ) -> None:
         """Copy the slices of `owner` into `full` on rank 0."""
         sender = self._sender(owner)

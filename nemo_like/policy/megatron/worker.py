@@ -48,7 +48,10 @@ class MegatronPolicyWorker(PolicyWorker):
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         topology = Topology.from_world_size(
-            context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
+            context.world_size,
+            pp=parallel.pipeline,
+            cp=parallel.context,
+            tp=parallel.tensor,
         )
         device = init_process_group(context)
         groups = Groups.join(

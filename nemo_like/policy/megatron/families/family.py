@@ -83,7 +83,11 @@ class Family:
         self.add_mlp(params, f"{prefix}.mlp", f"{hf_layer}.mlp", layer)
 
     def param_map(
-        self, sharding: ModelSharding, stage: int, tp_rank: int, ep_rank: int = 0
+        self,
+        sharding: ModelSharding,
+        stage: int,
+        tp_rank: int,
+        ep_rank: int = 0,
     ) -> ParamMap:
         """Return the parameters of the rank at pipeline stage `stage`, by Megatron-Core name."""
         params = RankParams(sharding, tp_rank, ep_rank)
