@@ -42,6 +42,7 @@ from nemo_like.data.planning.cost import train_flops
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
+from nemo_like.models.presets import load_spec
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.device_flops import peak_flops
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -325,6 +326,7 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
             DTensorPolicyWorker, kwargs, local_context(device=arguments.device), name="policy"
         ),
         config,
+        load_spec(config.model_name),
     )
 
 

@@ -15,20 +15,21 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 11, "demo": 11, "demo_task": 11, "__main__": 11,
-    "commands": 10,
-    "algorithms": 9,
-    "training": 8,
-    "rollout": 7,
-    "policy": 6, "generation": 6, "environments": 6, "reports": 6,
-    "weight_sync": 5, "prediction": 5, "tracking": 5,
-    "distributed": 4, "run_directory": 4, "progress": 4, "checkpoint": 4,
-    "data": 3, "losses": 3, "sampling_filter": 3, "models": 2,
-    "checkpoint_manifest": 2, "run_lock": 2, "run_log": 2, "shared_directory": 2,
-    "config": 1, "metrics": 1, "files": 1,
-    "__init__": 0,
+    "cli": 12, "demo": 12, "demo_task": 12, "__main__": 12,
+    "commands": 11,
+    "algorithms": 10,
+    "training": 9,
+    "rollout": 8,
+    "policy": 7, "generation": 7, "environments": 7, "reports": 7,
+    "weight_sync": 6, "prediction": 6, "tracking": 6,
+    "distributed": 5, "run_directory": 5, "progress": 5, "checkpoint": 5,
+    "data": 4, "losses": 4, "sampling_filter": 4, "models": 3,
+    "checkpoint_manifest": 3, "run_lock": 3, "run_log": 3, "shared_directory": 3,
+    "config": 2, "metrics": 2, "files": 2,
+    "parallel_layout": 1,
+    "integer_math": 0, "__init__": 0,
 }  # fmt: skip
-TOP = 11
+TOP = 12
 
 HOMES = {
     "ray": ("distributed/ray/",),

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nemo_like.commands.tiny_model import save_tiny_copy
-from nemo_like.config.parallel import num_replicas
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import (
     ClusterConfig,
     OptimizerConfig,
@@ -33,7 +33,6 @@ from nemo_like.config.schema import (
     SchedulerConfig,
 )
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -41,7 +40,7 @@ from nemo_like.distributed.unshard import unshard
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
-from nemo_like.policy.batching import plan_spec, policy_topology
+from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
 from nemo_like.policy.isolation import IsolationError
 from nemo_like.policy.optim import build_optimizer
@@ -130,7 +129,7 @@ def check_parity(config: RunConfig) -> ParityReport:
         tiny = _tiny_run(config, Path(folder) / "model")
         batch = _random_batch(model.config.vocab_size)
         expected = _train_with_transformers(model, batch, tiny)
-        num_workers = policy_topology(tiny).world_size
+        num_workers = policy_layout(tiny).world_size
         with ProcessPoolExecutor(
             num_workers, mp_context=multiprocessing.get_context("spawn")
         ) as pool:
@@ -146,11 +145,7 @@ def check_parity(config: RunConfig) -> ParityReport:
                     pool,
                 )
             ]
-    layout = str(policy_topology(tiny))
-    if parallel.sequence:
-        layout += ", sequence parallel"
-    if parallel.expert > 1:
-        layout += f", expert parallel {parallel.expert}"
+    layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
         f" transformers, {len(_LENGTHS)} rows"
@@ -166,7 +161,7 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
     parallel = config.parallel
     # Expert parallelism divides tensor x context x data, so it may need more than two replicas.
     min_replicas = parallel.expert // gcd(parallel.expert, parallel.tensor * parallel.context)
-    num_tiny_replicas = max(min(2, num_replicas(config)), min_replicas)
+    num_tiny_replicas = max(min(2, policy_layout(config).dp), min_replicas)
     policy = replace(
         config.policy,
         model_name=str(model),
@@ -210,8 +205,8 @@ def _check_mode(
     folder: Path,
     pool: ProcessPoolExecutor,
 ) -> list[Comparison]:
-    config, topology = _in_mode(config, mode), policy_topology(config)
-    contexts = _contexts(topology.world_size, folder / f"{mode}.rendezvous")
+    config, parallel_layout = _in_mode(config, mode), policy_layout(config)
+    contexts = _contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous")
     futures = [
         pool.submit(
             _train_rank,
@@ -224,9 +219,11 @@ def _check_mode(
     ]
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
     isolation = next((leak for *_, leak in results if leak), "")
-    losses, _, _ = results[topology.output_rank(0)]
+    losses, _, _ = results[parallel_layout.output_rank(0)]
     plan = _plan(config, batch)
-    outputs = [results[topology.output_rank(dp_rank)][1] for dp_rank in range(topology.dp)]
+    outputs = [
+        results[parallel_layout.output_rank(dp_rank)][1] for dp_rank in range(parallel_layout.dp)
+    ]
     logprobs = unshard([part["prev_logprobs"] for part in outputs], plan)
     assert isinstance(logprobs, Jagged)
     gradient_difference, worst_gradient = _worst(
@@ -287,7 +284,7 @@ def _train_rank(
     torch.use_deterministic_algorithms(True)
     worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
     try:
-        dp_rank = policy_topology(config).dp_rank(context.rank)
+        dp_rank = policy_layout(config).dp_rank(context.rank)
         shard = batch.shard(_plan(config, batch))[dp_rank]
         try:
             worker.probe_isolation()
@@ -337,10 +334,9 @@ def _plan(config: RunConfig, batch: BatchedDataDict) -> BatchPlan:
     spec = plan_spec(
         config.policy,
         purpose="train",
-        topology=policy_topology(config),
-        sequence_parallel=config.parallel.sequence,
-        cost=CostModel(),
-        sync="microbatch",
+        parallel_layout=policy_layout(config),
+        # The split of the rows must not matter, so any work per row will do.
+        model=None,
     )
     return plan_batch(batch["length"], spec)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like.commands.plan_arguments import MAX_ROWS, NUM_STEPS
 from nemo_like.config.errors import ConfigError
+from nemo_like.parallel_layout import LayoutError
 from nemo_like.prediction.plan_report import PlanRequest
 
 if TYPE_CHECKING:
@@ -156,9 +157,8 @@ def _configured(
     arguments: argparse.Namespace,
 ) -> PlanRequest:
     """Return the request for the batches that a run of `config` would form."""
-    from nemo_like.data.planning.cost import CostModel
-    from nemo_like.policy.batching import plan_spec, policy_topology
-    from nemo_like.prediction.plan_report import sync_of
+    from nemo_like.config.parallel import policy_layout
+    from nemo_like.policy.batching import plan_spec
 
     model = _model_spec(arguments, config.policy.model_name)
     assert model is not None, "a config names a model"
@@ -180,10 +180,8 @@ def _configured(
     spec = plan_spec(
         config.policy,
         purpose="train",
-        topology=policy_topology(config),
-        cost=CostModel.from_spec(model),
-        sequence_parallel=config.parallel.sequence,
-        sync=sync_of(request),
+        parallel_layout=policy_layout(config),
+        model=model,
         seed=config.seed,
     )
     max_tokens, budget_name = spec.max_tokens, spec.budget_key
@@ -208,45 +206,46 @@ def _configured(
 
 def placement_of(config: RunConfig) -> Placement:
     """Return the parallel layout and the memory-related settings of a config."""
+    from nemo_like.config.parallel import policy_layout
     from nemo_like.config.schema import GrpoRunConfig
-    from nemo_like.policy.batching import policy_topology
-    from nemo_like.prediction.memory import CPU_GIB, Placement
+    from nemo_like.prediction.memory import Placement
 
     policy = config.policy
     has_reference = False
     if isinstance(config, GrpoRunConfig):
         has_reference = config.loss_fn.reference_policy_kl_penalty > 0
     return Placement(
-        topology=policy_topology(config),
-        sequence_parallel=config.parallel.sequence,
+        parallel_layout=policy_layout(config),
         precision=policy.precision,
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
         chunk_size=policy.logprob_chunk_size,
         has_reference=has_reference,
-        device_gib=Placement.device_gib if config.cluster.gpus_per_node else CPU_GIB,
     )
 
 
 def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:
     """Return `base` with the flags that were given."""
-    degrees = _given(
+    axes = _given(
         dp=arguments.dp,
         tp=arguments.tp,
         cp=arguments.cp,
         pp=arguments.pp,
+        sequence_parallel=arguments.sequence_parallel,
     )
+    try:
+        parallel_layout = replace(base.parallel_layout, **axes)
+    except LayoutError as error:
+        raise ConfigError(str(error)) from error
     engine = arguments.engine
     if engine is None and (arguments.pp or 1) > 1:
         engine = "megatron"  # the only engine with pipeline parallelism
     changes = _given(
-        sequence_parallel=arguments.sequence_parallel,
         engine=engine,
         precision=arguments.precision,
         activation_checkpointing=arguments.activation_checkpointing,
-        device_gib=arguments.memory_gb,
     )
-    return replace(base, topology=replace(base.topology, **degrees), **changes)
+    return replace(base, parallel_layout=parallel_layout, **changes)
 
 
 def _model_spec(arguments: argparse.Namespace, model_name: str | None = None) -> ModelSpec | None:

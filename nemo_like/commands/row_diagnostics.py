@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from nemo_like.commands.diagnostics import Diagnostics
-from nemo_like.config.check import batching_section
+from nemo_like.config.check import batching_section, padding_multiples
 from nemo_like.config.schema import GrpoRunConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Row, Rows, question
@@ -201,12 +201,12 @@ def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) 
     if mode is None:
         return
     name, section = mode
+    multiples = padding_multiples(config, section)
     for key, budget in (
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
     ):
-        multiple = section.sequence_length_round
-        needed = -(-max_length // multiple) * multiple
+        needed = multiples.tokens_of_row(max_length)
         if needed <= budget:
             diagnostics.add_lines(
                 "lengths",

@@ -25,11 +25,11 @@ from nemo_like.commands.row_diagnostics import (
     encode_sample,
 )
 from nemo_like.config.check import batching_section, derivation
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import GrpoRunConfig, PolicyConfig, RunConfig, SftRunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.data.planning.balance import few_plans
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.data.tools import row_tools
 from nemo_like.environments.calling import BadReward, score_samples
@@ -37,7 +37,7 @@ from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.models.spec import ModelSpec
-from nemo_like.policy.batching import plan_spec, policy_topology
+from nemo_like.policy.batching import plan_spec
 from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.tracking import check_logger
@@ -186,7 +186,7 @@ def _check_sft_rows(
     if len(diagnostics.problems) == num_problems_before:
         batch = diagnostics.check(lambda: next(source.loader()))
         first_lengths = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
-        _describe_plan(config, "the first step", first_lengths, _cost(model), diagnostics)
+        _describe_plan(config, "the first step", first_lengths, _spec(model), diagnostics)
 
 
 def _check_grpo_rows(
@@ -221,19 +221,23 @@ def _check_grpo_rows(
         diagnostics.samples.append(_prompt_sample(config, encoder, prompt))
     prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
     uniform, longest = rollout_lengths(config, prompt_lengths)
-    cost = _cost(model)
+    spec = _spec(model)
     uniform_title = "a step with completions of uniformly random length"
-    _describe_plan(config, uniform_title, uniform, cost, diagnostics)
+    _describe_plan(config, uniform_title, uniform, spec, diagnostics)
     longest_title = "a step with completions of the max length"
-    _describe_plan(config, longest_title, longest, cost, diagnostics)
+    _describe_plan(config, longest_title, longest, spec, diagnostics)
 
 
-def _cost(model: PretrainedConfig | None) -> CostModel:
-    return CostModel() if model is None else CostModel.from_spec(ModelSpec.from_config(model))
+def _spec(model: PretrainedConfig | None) -> ModelSpec | None:
+    return None if model is None else ModelSpec.from_config(model)
 
 
 def _describe_plan(
-    config: RunConfig, title: str, lengths: np.ndarray, cost: CostModel, diagnostics: Diagnostics
+    config: RunConfig,
+    title: str,
+    lengths: np.ndarray,
+    model: ModelSpec | None,
+    diagnostics: Diagnostics,
 ) -> None:
     """Add one line about the plan of a step with rows of `lengths`, int64 [B].
 
@@ -249,8 +253,8 @@ def _describe_plan(
     )
     try:
         with few_plans():
-            metrics = _plan_metrics(config, policy, lengths, cost)
-            plain_metrics = _plan_metrics(config, plain, lengths, cost)
+            metrics = _plan_metrics(config, policy, lengths, model)
+            plain_metrics = _plan_metrics(config, plain, lengths, model)
     except ValueError as error:
         diagnostics.problems.append(f"{title} cannot be planned: {error}")
         return
@@ -267,15 +271,14 @@ def _describe_plan(
 
 
 def _plan_metrics(
-    config: RunConfig, policy: PolicyConfig, lengths: np.ndarray, cost: CostModel
+    config: RunConfig, policy: PolicyConfig, lengths: np.ndarray, model: ModelSpec | None
 ) -> dict[str, float]:
     """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned."""
     spec = plan_spec(
         policy,
         purpose="train",
-        topology=policy_topology(config),
-        sequence_parallel=config.parallel.sequence,
-        cost=cost,
+        parallel_layout=policy_layout(config),
+        model=model,
         seed=config.seed,
     )
     return plan_batch(lengths, spec).metrics()

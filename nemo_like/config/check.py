@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import (
-    length_multiple,
     num_policy_workers,
-    num_replicas,
     parallel_problems,
-    replica_size,
+    policy_layout,
     workers_shown,
 )
 from nemo_like.config.schema import (
@@ -26,6 +24,8 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
     SftRunConfig,
 )
+from nemo_like.integer_math import ceil_div
+from nemo_like.parallel_layout import PaddingMultiples
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
 
@@ -62,6 +62,14 @@ def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
     return None
 
 
+def padding_multiples(config: RunConfig, section: Budgets) -> PaddingMultiples:
+    """Return the multiples to which a run with this token budget pads rows and microbatches."""
+    return policy_layout(config).padding_multiples(
+        "packed" if isinstance(section, SequencePackingConfig) else "padded",
+        sequence_length_round=section.sequence_length_round,
+    )
+
+
 def derivation(config: RunConfig) -> str:
     """Return the arithmetic from the rows of a step to optimizer steps and microbatches.
 
@@ -69,7 +77,8 @@ def derivation(config: RunConfig) -> str:
     """
     batch = config.policy.train_global_batch_size
     workers = num_policy_workers(config.cluster)
-    replicas = num_replicas(config)
+    layout = policy_layout(config)
+    replicas = layout.dp
     lines = []
     if isinstance(config, GrpoRunConfig):
         prompts = config.grpo.num_prompts_per_step
@@ -91,11 +100,11 @@ def derivation(config: RunConfig) -> str:
             f" rows each"
         )
     else:
-        size = replica_size(config.parallel)
+        size = layout.replica_size
         ranks = f"{replicas} data-parallel {_plural(replicas, 'rank')}"
         lines.append(f"{workers} workers / {size} per model replica = {ranks}")
         lines.append(f"{batch} rows / {ranks} = {_number(batch / replicas)} rows each")
-    lines += _microbatch_lines(config, math.ceil(batch / replicas))
+    lines += _microbatch_lines(config, ceil_div(batch, replicas))
     return "\n".join(lines)
 
 
@@ -110,7 +119,7 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
         is_training = name == "training"
         if mode is None:
             size = policy.train_micro_batch_size if is_training else policy.logprob_batch_size
-            count = math.ceil(rows / size)
+            count = ceil_div(rows, size)
             microbatches = f"{count} {_plural(count, 'microbatch', 'microbatches')}"
             yield f"{name}: {rows} rows / {size} rows per microbatch = {microbatches}"
             continue
@@ -118,7 +127,8 @@ def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
         verb = "packed" if section_name.endswith("packing") else "padded together"
         budget = section.train_mb_tokens if is_training else section.logprob_mb_tokens
         max_length = policy.max_total_sequence_length
-        num_fitting = budget // _round_up(max_length, section.sequence_length_round)
+        multiples = padding_multiples(config, section)
+        num_fitting = budget // multiples.tokens_of_row(max_length)
         yield (
             f"{name}: {verb} in microbatches of at most {budget} tokens, which fit"
             f" {num_fitting or 'less than one'} of the longest rows ({max_length} tokens) and more"
@@ -215,8 +225,9 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
     """Every DP rank needs at least one row; without a token budget all need equally many."""
     key = "policy.train_global_batch_size"
     batch = config.policy.train_global_batch_size
-    replicas = num_replicas(config)
-    size = replica_size(config.parallel)
+    layout = policy_layout(config)
+    replicas = layout.dp
+    size = layout.replica_size
     has_budget = batching_section(config) is not None
     if batch >= replicas and (has_budget or batch % replicas == 0):
         return
@@ -256,7 +267,7 @@ def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
     if rows % batch == 0:
         return
     # The suggested batch sizes must also pass `_worker_shares`.
-    unit = num_replicas(config) if batching_section(config) is None else 1
+    unit = policy_layout(config).dp if batching_section(config) is None else 1
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     legal = [size for size in divisors if size % unit == 0] or divisors
     smaller = [size for size in legal if size < batch]
@@ -284,19 +295,21 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
     if mode is None:
         return
     name, section = mode
-    unit = math.lcm(section.sequence_length_round, length_multiple(config.parallel))
-    unit_text = _unit_text(name, section.sequence_length_round, config)
+    multiples = padding_multiples(config, section)
+    padding = _padding_text(name, section.sequence_length_round, multiples)
     for key, budget in (
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
     ):
-        needed = _round_up(longest, unit)
-        if budget < unit:
+        needed = multiples.tokens_of_row(longest)
+        if budget < multiples.min_tokens:
             yield Problem(
-                (f"{name}.{key}",), f"{name}.{key} is {budget}, below {unit_text}: no row would fit"
+                (f"{name}.{key}",),
+                f"{name}.{key} is {budget}, below the {multiples.min_tokens} tokens to which the"
+                f" shortest row is padded ({padding}): no row would fit",
             )
         elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
-            rounded = f", {needed} when rounded up to {unit_text}" if needed != longest else ""
+            rounded = f", {needed} when rounded up to {padding}" if needed != longest else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
                 f"{name}.{key} is {budget}, but a row may have {longest} tokens"
@@ -305,15 +318,14 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _unit_text(name: str, rounding: int, config: RunConfig) -> str:
-    """Return the multiple to which rows are padded, in words.
+def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
+    """Return the multiples to which rows are padded, in words.
 
     Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`.
     """
     text = f"{name}.sequence_length_round {rounding}"
-    needed = length_multiple(config.parallel)
-    if needed > 1:
-        text += f" and the {needed} that parallel needs"
+    if multiples.total > 1:
+        text += f" and the {multiples.total} that parallel needs"
     return text
 
 
@@ -356,10 +368,6 @@ def _nearest_multiples(value: int, unit: int) -> list[int]:
     """Return the positive multiples of `unit` around `value`. Example: 6, 4 -> [4, 8]."""
     below = value // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def _either(values: list[int]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.row_order import RowOrder
+from nemo_like.integer_math import ceil_div
 
 Out = TypeVar("Out")
 LastBatch = Literal["keep", "drop"]
@@ -172,7 +173,7 @@ def num_batches(
 
     Example: 10 rows in batches of 4 are 3 batches, 2 with `last_batch="drop"`.
     """
-    return num_rows // batch_size if last_batch == "drop" else -(-num_rows // batch_size)
+    return num_rows // batch_size if last_batch == "drop" else ceil_div(num_rows, batch_size)
 
 
 def no_batch_text(num_rows: int, batch_size: int) -> str:

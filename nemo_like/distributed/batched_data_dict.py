@@ -46,6 +46,7 @@ from nemo_like.distributed.rank_plans import (
     plan_of_step,
     rows_of_step,
 )
+from nemo_like.integer_math import ceil_div
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
@@ -298,7 +299,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 " allow_uneven_shards=True splits anyway"
             )
         # Rounded up: the first shards are full, and the last ones get the rest.
-        rows_per_shard = -(-batch_size // shards)
+        rows_per_shard = ceil_div(batch_size, shards)
         shard_of_row = np.arange(self.size) % batch_size // rows_per_shard
         return [self._take(np.flatnonzero(shard_of_row == shard)) for shard in range(shards)]
 

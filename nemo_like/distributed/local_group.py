@@ -13,8 +13,8 @@ from typing import Any
 from nemo_like.distributed import activity, process_groups
 from nemo_like.distributed.advice import advise
 from nemo_like.distributed.errors import WorkerError, WorkerHung
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import IN_MEMORY, Handle, WorkerContext
+from nemo_like.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def local_context(
 class LocalGroup:
     """One worker in this process. Arguments and results are not copied; a handle has the value."""
 
-    topology = Topology()
+    parallel_layout = ParallelLayout()
     world_size = 1
 
     def __init__(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_like.distributed.parallel_layout import AXES, Topology
 from nemo_like.distributed.worker_group import IN_MEMORY, WorkerContext
+from nemo_like.parallel_layout import AXES, ParallelLayout
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -50,9 +50,9 @@ def init_process_group(context: WorkerContext) -> torch.device:
     return device
 
 
-def build_device_mesh(topology: Topology, device_type: str) -> DeviceMesh:
+def build_device_mesh(parallel_layout: ParallelLayout, device_type: str) -> DeviceMesh:
     """Return the mesh of all ranks, [pp, dp, cp, tp]; `mesh["dp"]` is the mesh of one axis."""
-    return init_device_mesh(device_type, tuple(topology.shape), mesh_dim_names=AXES)
+    return init_device_mesh(device_type, tuple(parallel_layout.shape), mesh_dim_names=AXES)
 
 
 def is_joined() -> bool:

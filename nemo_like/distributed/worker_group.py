@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import ParallelLayout
 
 IN_MEMORY = "memory://"
 """`init_method` of a group of one rank, which needs neither a port nor a file."""
@@ -61,7 +61,7 @@ class WorkerGroup(Protocol):
     """
 
     name: str
-    topology: Topology
+    parallel_layout: ParallelLayout
 
     @property
     def world_size(self) -> int: ...

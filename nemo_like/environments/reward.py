@@ -95,7 +95,7 @@ class RewardEnvironment:
         The functions run on all reward workers, each on a contiguous chunk of the samples.
         """
         # Contiguous chunks of nearly equal size, so concatenation restores the order.
-        num_workers = self.group.topology.dp
+        num_workers = self.group.parallel_layout.dp
         bounds = np.linspace(0, len(samples), num_workers + 1).astype(int)
         chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
         parts = call_sharded(self.group, RewardWorkerProtocol.score, chunks)

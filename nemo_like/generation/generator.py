@@ -44,7 +44,7 @@ class Generator:
             raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
         _check_room(prompt_ids.lengths, max_total_length)
         seeds = np.asarray(seeds, dtype=np.uint64)
-        rows_of_worker = deal_by_length(prompt_ids.lengths, self.group.topology.dp)
+        rows_of_worker = deal_by_length(prompt_ids.lengths, self.group.parallel_layout.dp)
         parts = call_sharded(
             self.group,
             GenerationWorkerProtocol.generate,

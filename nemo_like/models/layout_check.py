@@ -1,52 +1,82 @@
-"""Checks that the sizes of a model are divisible by the parallel sizes of a config."""
+"""Checks that a parallel layout suits a model: divisibility of heads, layers, experts and so on."""
 
 from __future__ import annotations
 
-from nemo_like.config.errors import Problem
-from nemo_like.config.parallel import legal_divisors
-from nemo_like.config.schema import RunConfig
+import math
+from collections.abc import Iterator
+
+from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import EngineName, Field, LayoutProblem, ParallelLayout
 
 
-def layout_problems(config: RunConfig, spec: ModelSpec) -> list[Problem]:
-    """Return one problem, with the arithmetic, for each size of the model that does not divide."""
-    parallel = config.parallel
-    model = config.policy.model_name
-    num_experts = 0 if spec.moe is None else spec.moe.num_experts
-    num_kv_heads = spec.num_kv_heads
-    if config.policy.engine == "megatron" and parallel.tensor % num_kv_heads == 0:
-        # Megatron-Core replicates key-value heads over tensor-parallel ranks.
-        num_kv_heads = 0
-    counts = (
-        ("tensor", parallel.tensor, "attention heads", spec.num_heads),
-        ("tensor", parallel.tensor, "key-value heads", num_kv_heads),
-        ("tensor", parallel.tensor, "feed-forward columns", spec.intermediate_size),
-        ("expert", parallel.expert, "experts", num_experts),
+def model_problems(
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec
+) -> list[LayoutProblem]:
+    """Return a problem, with the arithmetic, for each size of the model that does not divide."""
+    # The name may be any path, and its braces are not fields of the template.
+    model = spec.name.replace("{", "{{").replace("}", "}}") or "the model"
+    return [
+        *_size_problems(layout, engine, spec, model),
+        *_pipeline_problems(layout, spec, model),
+        *_expert_problems(layout, engine, spec, model),
+    ]
+
+
+def _size_problems(
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+) -> Iterator[LayoutProblem]:
+    """Sizes that are divided evenly over the ranks of an axis."""
+    over_tp = {
+        "attention heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "feed-forward columns": spec.intermediate_size,
+    }
+    over_ep = {"experts": 0 if spec.moe is None else spec.moe.num_experts}
+    axes: tuple[tuple[Field, int, dict[str, int]], ...] = (
+        ("tp", layout.tp, over_tp),
+        ("ep", layout.ep, over_ep),
     )
-    problems = []
-    for key, size, what, count in counts:
-        if count % size == 0:
-            continue
-        text = (
-            f"{model} has {count} {what}, and {count} / parallel.{key} {size} = {count / size:.4g},"
-            f" not a whole number: set parallel.{key} to {legal_divisors(count, size)}"
+    for field, size, counts in axes:
+        # The suggested sizes must divide all counts, not only the one that is wrong.
+        common = math.gcd(*counts.values())
+        for what, count in counts.items():
+            # Megatron-Core replicates key-value heads over tensor-parallel ranks.
+            is_replicated = what == "key-value heads" and engine == "megatron" and size % count == 0
+            if count % size and not is_replicated:
+                yield LayoutProblem(
+                    (field,),
+                    f"{model} has {count} {what}, and {count} / {{{field}}} {size} ="
+                    f" {count / size:.4g}, not a whole number: set {{{field}}} to"
+                    f" {nearest_divisors(common, size)}",
+                )
+
+
+def _pipeline_problems(
+    layout: ParallelLayout, spec: ModelSpec, model: str
+) -> Iterator[LayoutProblem]:
+    # Stages may differ by one layer, but none is without layers.
+    if spec.num_layers < layout.pp:
+        yield LayoutProblem(
+            ("pp",),
+            f"{model} has {spec.num_layers} layers, fewer than {{pp}} {layout.pp} stages: set it"
+            f" to {spec.num_layers} or less",
         )
-        problems.append(Problem((f"parallel.{key}",), text))
-    if spec.num_layers < parallel.pipeline:
-        text = (
-            f"{model} has {spec.num_layers} layers, fewer than parallel.pipeline"
-            f" {parallel.pipeline} stages: set it to {spec.num_layers} or less"
+
+
+def _expert_problems(
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+) -> Iterator[LayoutProblem]:
+    if spec.moe is None:
+        if layout.ep > 1:
+            yield LayoutProblem(
+                ("ep",), f"{model} has no experts, and {{ep}} is {layout.ep}: set it to 1"
+            )
+        return
+    if engine == "megatron" and layout.tp > 1 and not layout.sequence_parallel:
+        yield LayoutProblem(
+            ("sequence_parallel", "tp"),
+            f"{model} has {spec.moe.num_experts} experts and {{sequence_parallel}} is false: all"
+            f" {layout.tp} tensor-parallel ranks would send the same tokens to them; set"
+            " {sequence_parallel} to true",
         )
-        problems.append(Problem(("parallel.pipeline",), text))
-    if parallel.expert > 1 and not num_experts:
-        text = f"{model} has no experts, and parallel.expert is {parallel.expert}: set it to 1"
-        problems.append(Problem(("parallel.expert",), text))
-    needs_sequence = num_experts and parallel.tensor > 1 and config.policy.engine == "megatron"
-    if needs_sequence and not parallel.sequence:
-        text = (
-            f"{model} has {num_experts} experts and parallel.sequence is false: all"
-            f" {parallel.tensor} tensor-parallel ranks would send the same tokens to them; set"
-            " parallel.sequence to true"
-        )
-        problems.append(Problem(("parallel.sequence", "parallel.tensor"), text))
-    return problems

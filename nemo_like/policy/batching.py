@@ -4,41 +4,29 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nemo_like.config.parallel import num_replicas
-from nemo_like.config.schema import PolicyConfig, RunConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.spec import PlanSpec, Sync
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 
 Purpose = Literal["train", "evaluate"]
-
-
-def policy_topology(config: RunConfig) -> Topology:
-    """Return the parallel layout of the policy's workers."""
-    parallel = config.parallel
-    return Topology(
-        pp=parallel.pipeline,
-        dp=num_replicas(config),
-        cp=parallel.context,
-        tp=parallel.tensor,
-    )
 
 
 def plan_spec(
     config: PolicyConfig,
     *,
     purpose: Purpose,
-    topology: Topology,
-    cost: CostModel,
-    sequence_parallel: bool = False,
-    sync: Sync = "step",
+    parallel_layout: ParallelLayout,
+    model: ModelSpec | None,
     seed: int = 0,
 ) -> PlanSpec:
-    """Build the planner's input.
+    """Build the planner's input; runs, `validate` and `nemo-like plan` all use this function.
 
-    The layout is packed rows, padded rows under a token budget, or padded rows with a fixed number
-    per microbatch. The multiples to which rows and microbatches are padded follow from the
-    topology.
+    Rows are packed, padded under a token budget, or padded with a fixed number per microbatch. What
+    they are padded to and where ranks wait for each other follow from the parallel layout, the
+    engine and the model. Without a `model` (`validate` of a run whose model cannot be read) the
+    work of a row is that of a dense 7B model, and weights count as small.
     """
     max_tokens, max_rows = microbatch_budget(config, purpose)
     packing = config.sequence_packing
@@ -46,16 +34,16 @@ def plan_spec(
     common = {
         "max_tokens": max_tokens,
         "max_rows": max_rows,
-        "num_ranks": topology.dp,
-        "cp_size": topology.cp,
-        "tp_size": topology.tp,
-        "sequence_parallel": sequence_parallel,
+        "num_ranks": parallel_layout.dp,
+        "cp_size": parallel_layout.cp,
+        "tp_size": parallel_layout.tp,
+        "sequence_parallel": parallel_layout.sequence_parallel,
         "global_batch_size": config.train_global_batch_size if purpose == "train" else None,
-        "sync": sync,
+        "sync": parallel_layout.sync(config.engine, model.num_params if model else 0),
         # The loader drops oversize rows before it forms batches, so that every batch is full. Such
         # a row here is therefore an error.
         "oversize": "error" if config.oversize_rows == "drop" else config.oversize_rows,
-        "cost": cost,
+        "cost": CostModel.from_spec(model) if model else CostModel(),
         "seed": seed,
     }
     if packing.enabled:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_like.data.planning.spec import Sync
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
@@ -43,18 +42,13 @@ class Engine(Protocol):
     """One model, sharded over the ranks of the process group. All ranks call every method."""
 
     device: torch.device
-    topology: Topology
+    parallel_layout: ParallelLayout
     rank: int
-    """Global rank; its coordinates along the axes are `topology.coordinates(rank)`."""
+    """Global rank; its coordinates along the axes are `parallel_layout.coordinates(rank)`."""
     num_optimizer_steps: int
     """Optimizer steps applied so far, without skipped ones; part of the checkpoint."""
     clock: ComputeClock
     """Runs while `run` computes on this rank, and not while it waits for other ranks."""
-
-    @property
-    def sync(self) -> Sync:
-        """Ranks wait for each other at every microbatch, or once per optimizer step."""
-        ...
 
     @property
     def spec(self) -> ModelSpec:

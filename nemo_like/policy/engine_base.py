@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats
 from nemo_like.policy.compute_clock import ComputeClock
@@ -74,13 +74,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self,
         config: PolicyConfig,
         device: torch.device,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         rank: int,
         groups: EngineGroups,
     ) -> None:
         self.config = config
         self.device = device
-        self.topology = topology
+        self.parallel_layout = parallel_layout
         self.rank = rank
         self.num_optimizer_steps = 0
         self.clock = ComputeClock(device)

@@ -16,6 +16,7 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.integer_math import round_up
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.model_inputs import build_inputs
 from nemo_like.policy.row_logprobs import compute_row_logprobs
@@ -116,11 +117,11 @@ def _compute_logprobs(
 
     The list is empty on all pipeline stages but the last.
     """
-    topology = engine.topology
+    parallel_layout = engine.parallel_layout
     # Rows are padded to this multiple, so that the padding inside a pack is checked as well.
-    alignment = 4 * topology.cp * topology.tp
+    alignment = 4 * parallel_layout.cp * parallel_layout.tp
     lengths = tuple(len(row) for row in rows)
-    aligned = tuple(-(-length // alignment) * alignment for length in lengths)
+    aligned = tuple(round_up(length, alignment) for length in lengths)
     if layout == "packed":
         padded = aligned
         # One alignment more, for a segment of trailing padding.
@@ -129,9 +130,9 @@ def _compute_logprobs(
         padded = (max(aligned),) * len(rows)
         num_tokens = sum(padded)
     microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
-    spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=topology.cp)
+    spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=parallel_layout.cp)
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
-    cp_rank = topology.coordinates(engine.rank).cp
+    cp_rank = parallel_layout.coordinates(engine.rank).cp
     inputs = build_inputs(
         shard,
         microbatch,

@@ -25,11 +25,12 @@ from nemo_like.distributed.worker_group import Handle, WorkerGroup, onloaded
 from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
 from nemo_like.metrics import Metrics
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.policy.worker_protocol import PolicyInfo, PolicyWorkerProtocol
+from nemo_like.policy.worker_protocol import DeviceInfo, PolicyWorkerProtocol
 from nemo_like.shared_directory import check_shared
 
 
@@ -67,33 +68,33 @@ class Policy:
         self,
         group: WorkerGroup,
         config: PolicyConfig,
+        model: ModelSpec,
         *,
-        sequence_parallel: bool = False,
         seed: int = 0,
     ) -> None:
+        """`model` is the spec of `policy.model_name`, which the workers load."""
         self.group = group
         self.config = config
-        self._sequence_parallel = sequence_parallel
+        self.model = model
         self._seed = seed
 
     @cached_property
-    def info(self) -> PolicyInfo:
-        """Size and cost of the model, and the workers' speed."""
-        return call_all(self.group, PolicyWorkerProtocol.info)[0]
+    def device_info(self) -> DeviceInfo:
+        """Speed of one worker's device."""
+        return call_all(self.group, PolicyWorkerProtocol.device_info)[0]
 
     def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, from row lengths alone.
 
+        Everything else that a plan depends on is known to the driver; no worker is called.
         With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
         for a row above the token limit where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
             self.config,
             purpose=purpose,
-            topology=self.group.topology,
-            sequence_parallel=self._sequence_parallel,
-            cost=self.info.cost,
-            sync=self.info.sync,
+            parallel_layout=self.group.parallel_layout,
+            model=self.model,
             seed=self._seed,
         )
         return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
@@ -154,7 +155,7 @@ class Policy:
             name: column for name, column in (columns or {}).items() if name not in sharded.names
         }
         parts = []
-        for dp_rank in range(self.group.topology.dp):
+        for dp_rank in range(self.group.parallel_layout.dp):
             rows = sharded.plan.rows_of_rank(dp_rank)
             parts.append({name: take_rows(column, rows) for name, column in new_columns.items()})
         # The metrics are equal on all dp ranks.
@@ -208,7 +209,7 @@ class Policy:
         """
         reports = call_all(self.group, PolicyWorkerProtocol.probe_isolation)
         # Only the last pipeline stage has log-probs to compare.
-        return reports[self.group.topology.output_rank(0)]
+        return reports[self.group.parallel_layout.output_rank(0)]
 
     def check_shared_directory(self, directory: Path) -> None:
         """Raise ConfigError unless the driver and every worker see the same `directory`."""

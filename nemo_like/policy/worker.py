@@ -16,7 +16,6 @@ from typing import Any
 from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
@@ -32,7 +31,7 @@ from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
 from nemo_like.policy.row_logprobs import compute_row_logprobs
 from nemo_like.policy.shard_rows import ShardRows
-from nemo_like.policy.worker_protocol import Columns, PolicyInfo
+from nemo_like.policy.worker_protocol import Columns, DeviceInfo
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.stream import Bucket, plan_buckets
 
@@ -52,17 +51,10 @@ class PolicyWorker:
         self._buckets: list[list[str]] = []
         self._skipped: list[SkippedStep] = []
 
-    def info(self) -> PolicyInfo:
-        """See `PolicyWorkerProtocol.info`."""
+    def device_info(self) -> DeviceInfo:
+        """See `PolicyWorkerProtocol.device_info`."""
         peak, source = peak_flops(self._policy.device)
-        return PolicyInfo(
-            num_params=sum(prod(shape) for shape in self._policy.weight_shapes().values()),
-            num_workers=self._policy.topology.world_size,
-            cost=CostModel.from_spec(self._policy.spec),
-            sync=self._policy.sync,
-            peak_flops=peak,
-            peak_flops_source=source,
-        )
+        return DeviceInfo(peak_flops=peak, peak_flops_source=source)
 
     def compute_logprobs(
         self, shard: SlicedDataDict, names: Sequence[LogprobName] | None = None
@@ -207,7 +199,7 @@ class PolicyWorker:
         return {} if logprobs is None else self._logprobs.columns(logprobs, shard["input_ids"])
 
     def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> ShardRows:
-        cp_rank = self._policy.topology.coordinates(self._policy.rank).cp
+        cp_rank = self._policy.parallel_layout.coordinates(self._policy.rank).cp
         return ShardRows(columns, spec, cp_rank, self._policy.device)
 
     @property
@@ -288,7 +280,7 @@ class PolicyWorker:
         # `loss_inputs` is empty on all pipeline stages but the last.
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
-        dp_rank = self._policy.topology.dp_rank(self._policy.rank)
+        dp_rank = self._policy.parallel_layout.dp_rank(self._policy.rank)
         gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
         # Each context-parallel rank has the loss of its share of every row.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]

@@ -10,8 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.spec import Sync
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import Loss
@@ -25,25 +23,19 @@ Columns = Mapping[str, np.ndarray | Jagged]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyInfo:
-    """Facts about the policy for batch planning and throughput metrics."""
+class DeviceInfo:
+    """Speed of a worker's device, for throughput metrics."""
 
-    num_params: int
-    num_workers: int
-    cost: CostModel
-    """Forward FLOPs of a row, from the model's configuration."""
-    sync: Sync
-    """Ranks wait for each other at every microbatch, or once per optimizer step."""
     peak_flops: float
-    """Peak FLOP/s of one worker's device, the denominator of MFU."""
+    """Peak FLOP/s, the denominator of MFU."""
     peak_flops_source: str
 
 
 class PolicyWorkerProtocol(WeightSource, Protocol):
     """One rank of the policy. Every method is called on all ranks."""
 
-    def info(self) -> PolicyInfo:
-        """Return the model's size and cost, and the device's speed."""
+    def device_info(self) -> DeviceInfo:
+        """Return the speed of this worker's device."""
         ...
 
     def compute_logprobs(

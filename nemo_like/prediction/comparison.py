@@ -10,9 +10,8 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
-from nemo_like.data.planning.oversize import round_up_all
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
-from nemo_like.data.planning.spec import round_up
+from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.step_time import (
     by_microbatch,
     ideal_times,
@@ -50,7 +49,7 @@ class Strategy:
             return plan
         batch_size = plan.spec.global_batch_size or len(lengths)
         starts = np.arange(0, len(lengths), batch_size)
-        longest = round_up_all(np.maximum.reduceat(lengths, starts), plan.spec.row_multiple)
+        longest = round_up(np.maximum.reduceat(lengths, starts), plan.spec.row_multiple)
         # Row i of the plan belongs to step i // batch_size.
         return replace(plan, padded_lengths=longest[plan.rows // batch_size])
 
@@ -197,7 +196,7 @@ def strategies(
     )
     num_rows = micro_batch_size
     if not num_rows:
-        rows_per_rank = -(-(spec.global_batch_size or 1) // spec.num_ranks)
+        rows_per_rank = ceil_div(spec.global_batch_size or 1, spec.num_ranks)
         num_fitting = spec.max_tokens // round_up(longest, plain.row_multiple)
         num_rows = max(min(num_fitting, rows_per_rank), 1)
     plain = replace(plain, max_rows=num_rows)

@@ -11,20 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.integer_math import ceil_div
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import EngineName, ParallelLayout
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
 """CUDA context, kernels and NCCL buffers of a process."""
 SAFETY_SHARE = 0.10
 """Share of the remaining memory reserved for fragmentation and for parts without a formula."""
-UNSHARDED_SHARE = 1 / 8
-"""A model whose float32 weights are at most this share of the memory stays unsharded within a step,
-the same rule as in the dtensor engine.
-"""
-CPU_GIB = 32.0
-"""Assumed for the CPU: with it models of up to 4 GiB stay unsharded, as in the dtensor engine."""
 MEASURED = (
     "predicted over measured bytes per token is 0.99 - 1.04 for small real Llamas on CPU (bfloat16"
     " and float32, with and without checkpointing, the copies of CPU attention counted); no GPU"
@@ -32,24 +27,20 @@ MEASURED = (
 )
 
 Precision = Literal["float32", "bfloat16"]
-Engine = Literal["dtensor", "megatron"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Parallel layout, engine and memory-related settings of a model."""
 
-    topology: Topology = field(default_factory=Topology)
-    sequence_parallel: bool = False
+    parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
     precision: Precision = "bfloat16"
     activation_checkpointing: bool = False
-    engine: Engine = "dtensor"
+    engine: EngineName = "dtensor"
     chunk_size: int = 1024
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
     """A frozen copy of the initial model is kept beside the policy."""
-    device_gib: float = 80.0
-    """Memory of one device, which determines whether a small model stays unsharded."""
 
     @property
     def compute_bytes(self) -> int:
@@ -59,7 +50,7 @@ class Placement:
     @property
     def num_shards(self) -> int:
         """Ranks over which weights, gradients and optimizer state are sharded (FSDP, ZeRO)."""
-        return self.topology.dp * self.topology.cp
+        return self.parallel_layout.dp * self.parallel_layout.cp
 
     @property
     def has_compute_copy(self) -> bool:
@@ -87,7 +78,7 @@ class MemoryModel:
         """Return part -> bytes at the moment of the peak, in the order of the charts."""
         # The first stage has the most microbatches in flight, the last one the logits; the stages
         # between have less of both.
-        stages = {0, self.placement.topology.pp - 1}
+        stages = {0, self.placement.parallel_layout.pp - 1}
         return max(
             (self._stage(max_tokens, stage) for stage in stages),
             key=lambda parts: sum(parts.values()),
@@ -118,15 +109,13 @@ class MemoryModel:
     def keeps_unsharded(self) -> bool:
         """True if the engine leaves a small model unsharded between the microbatches of a step."""
         place = self.placement
-        weight_bytes = 4 * self.spec.num_params / place.topology.tp
-        is_small = weight_bytes <= UNSHARDED_SHARE * place.device_gib * GIB
-        return place.engine == "dtensor" and is_small
+        return place.parallel_layout.keeps_unsharded(place.engine, self.spec.num_params)
 
     @property
     def activation_bytes(self) -> float:
         """Bytes that autograd saves for the backward pass of one layer, per token of this rank."""
         spec, place = self.spec, self.placement
-        size, tp, cp = place.compute_bytes, place.topology.tp, place.topology.cp
+        size, tp, cp = place.compute_bytes, place.parallel_layout.tp, place.parallel_layout.cp
         query = spec.num_heads * spec.head_dim / tp
         key = spec.num_kv_heads * spec.head_dim / tp
         norms = 2 * ((4 + size) * spec.hidden_size + 4) / self._token_shares
@@ -180,7 +169,7 @@ class MemoryModel:
 
     def _state_lines(self) -> list[str]:
         place = self.placement
-        tp = place.topology.tp
+        tp = place.parallel_layout.tp
         if place.engine == "megatron":
             return [
                 (
@@ -205,21 +194,21 @@ class MemoryModel:
     def _stage(self, max_tokens: int, stage: int) -> dict[str, float]:
         """Return part -> bytes of one pipeline stage at its peak."""
         spec = self.spec
-        topology = self.placement.topology
+        parallel_layout = self.placement.parallel_layout
         is_first = stage == 0
-        is_last = stage == topology.pp - 1
-        num_layers = -(-spec.num_layers // topology.pp)
-        embedding = spec.embedding_params / topology.tp
-        num_tables = 1 if spec.is_tied and topology.pp == 1 else is_first + is_last
+        is_last = stage == parallel_layout.pp - 1
+        num_layers = ceil_div(spec.num_layers, parallel_layout.pp)
+        embedding = spec.embedding_params / parallel_layout.tp
+        num_tables = 1 if spec.is_tied and parallel_layout.pp == 1 else is_first + is_last
         params = (
-            num_layers * spec.layer_params / topology.tp
+            num_layers * spec.layer_params / parallel_layout.tp
             + num_tables * embedding
             + is_last * spec.hidden_size
         )
-        tokens = max_tokens / topology.cp
+        tokens = max_tokens / parallel_layout.cp
         parts = self._state(params, embedding if is_last else 0.0)
         # 1F1B: the first stage has pp microbatches in flight, the last one has one.
-        num_in_flight = topology.pp - stage
+        num_in_flight = parallel_layout.pp - stage
         parts["activations"] = tokens * num_layers * self._saved_bytes * num_in_flight
         peaks = {"backward": self._backward(tokens, is_last)}
         if is_last:
@@ -254,7 +243,7 @@ class MemoryModel:
         if place.has_reference:
             parts["reference"] = 4 * shard
         if place.has_compute_copy:
-            layers = 2 * self.spec.layer_params / place.topology.tp
+            layers = 2 * self.spec.layer_params / place.parallel_layout.tp
             if self.keeps_unsharded:
                 # The gradients of an unsharded model are unsharded as well, in the precision of
                 # their reduction (float32).
@@ -274,7 +263,8 @@ class MemoryModel:
     @property
     def _token_shares(self) -> int:
         """Ranks over which sequence parallelism shards the tokens of norms and residuals."""
-        return self.placement.topology.tp if self.placement.sequence_parallel else 1
+        layout = self.placement.parallel_layout
+        return layout.tp if layout.sequence_parallel else 1
 
     @property
     def _head_bytes(self) -> float:
@@ -291,7 +281,7 @@ class MemoryModel:
         place = self.placement
         size = place.compute_bytes
         chunk_tokens = min(tokens, place.chunk_size)
-        chunk = chunk_tokens * self.spec.vocab_size / place.topology.tp * self._logit_bytes
+        chunk = chunk_tokens * self.spec.vocab_size / place.parallel_layout.tp * self._logit_bytes
         # Gradients of several chunks are summed in float32, beside the one of the current chunk.
         is_single = tokens <= place.chunk_size or size == 4
         gradient = (size if is_single else 4 + size) * embedding
@@ -304,7 +294,7 @@ class MemoryModel:
         """
         spec, place = self.spec, self.placement
         size = place.compute_bytes
-        tp = place.topology.tp
+        tp = place.parallel_layout.tp
         hidden = spec.hidden_size
         norm = 0.0
         if is_last:

@@ -17,11 +17,13 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.oversize import OversizeWarning, round_up_all
+from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import PlanSpec
-from nemo_like.data.planning.schedule_inputs import Sync
-from nemo_like.data.planning.spec import Oversize, round_up
+from nemo_like.data.planning.spec import Oversize
+from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import Sync, engine_problems
 from nemo_like.prediction.comparison import Comparison, Outcome, compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import MemoryModel, Placement, usable_bytes
@@ -29,6 +31,8 @@ from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS,
 
 _MIN_BUDGET = 8192
 """Token budget if neither a budget nor a memory is given, unless the longest row needs more."""
+_ASSUMED_PARAMS = 7_000_000_000
+"""Parameters of the dense 7B model whose work is assumed without a model."""
 _BUDGET_MULTIPLE = 256
 """Recommended token budgets are multiples of this."""
 
@@ -169,7 +173,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             chosen=request.chosen and replace(request.chosen, **_shared(spec, request.chosen)),
             micro_batch_size=request.micro_batch_size,
             balance=request.balance,
-            pp_size=request.placement.topology.pp,
+            pp_size=request.placement.parallel_layout.pp,
             min_work=spec.cost.linear * min_microbatch_tokens(request),
         )
     return PlanReport(
@@ -184,16 +188,16 @@ def make_plan(request: PlanRequest) -> PlanReport:
 
 def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
     """Return the spec that every strategy starts from; without `max_tokens` there is no limit."""
-    topology = request.placement.topology
+    parallel_layout = request.placement.parallel_layout
     return PlanSpec(
         max_tokens=max_tokens or 2**40,
-        num_ranks=topology.dp,
+        num_ranks=parallel_layout.dp,
         global_batch_size=request.batch_size,
         sync=sync_of(request),
         sequence_length_round=request.sequence_length_round,
-        cp_size=topology.cp,
-        tp_size=topology.tp,
-        sequence_parallel=request.placement.sequence_parallel,
+        cp_size=parallel_layout.cp,
+        tp_size=parallel_layout.tp,
+        sequence_parallel=parallel_layout.sequence_parallel,
         oversize=request.oversize if request.oversize == "singleton" else "error",
         cost=CostModel() if request.model is None else CostModel.from_spec(request.model),
         seed=request.seed,
@@ -201,16 +205,11 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
 
 
 def sync_of(request: PlanRequest) -> Sync:
-    """Return where data-parallel ranks synchronize, by the rule of the engines.
-
-    FSDP2 all-gathers weights in every microbatch, unless the model stays unsharded within a step.
-    """
+    """Return where data-parallel ranks synchronize: as asked for, or as in a run."""
     if request.sync is not None:
         return request.sync
     placement = request.placement
-    if placement.engine == "megatron":
-        return "microbatch" if placement.topology.pp > 1 else "step"
-    return "step" if _keeps_unsharded(request) else "microbatch"
+    return placement.parallel_layout.sync(placement.engine, _num_params(request))
 
 
 def min_microbatch_tokens(request: PlanRequest) -> float:
@@ -219,19 +218,19 @@ def min_microbatch_tokens(request: PlanRequest) -> float:
     It is 0 if weights are not communicated in every microbatch.
     """
     placement = request.placement
-    is_sharded = placement.num_shards > 1 and not _keeps_unsharded(request)
-    if placement.engine == "megatron" or not is_sharded:
+    layout = placement.parallel_layout
+    is_unsharded = layout.keeps_unsharded(placement.engine, _num_params(request))
+    if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
         return 0.0
     per_rank = comm_bound_tokens(
         placement.compute_bytes, recomputes=placement.activation_checkpointing
     )
-    return per_rank * placement.topology.cp
+    return per_rank * layout.cp
 
 
-def _keeps_unsharded(request: PlanRequest) -> bool:
-    if request.model is None:
-        return False
-    return MemoryModel(request.model, request.placement).keeps_unsharded
+def _num_params(request: PlanRequest) -> int:
+    """Parameters of the model, or of the model that is assumed without one."""
+    return _ASSUMED_PARAMS if request.model is None else request.model.num_params
 
 
 def max_useful_tokens(
@@ -246,46 +245,24 @@ def max_useful_tokens(
     """
     longest = int(lengths.max())
     step_tokens = np.add.reduceat(lengths, np.arange(0, len(lengths), request.batch_size))
-    mean_rank = -(-int(step_tokens.max()) // request.placement.topology.dp)
+    mean_rank = ceil_div(int(step_tokens.max()), request.placement.parallel_layout.dp)
     return round_up(mean_rank + longest, multiple)
 
 
 def _check(request: PlanRequest) -> None:
-    """Raise ConfigError for parallel sizes that do not fit the batch, the engine or the model."""
-    topology = request.placement.topology
-    spec = request.model
-    if request.batch_size < topology.dp:
+    """Raise ConfigError for a layout that does not fit the batch, the engine or the model."""
+    placement = request.placement
+    layout = placement.parallel_layout
+    if request.batch_size < layout.dp:
         raise ConfigError(
-            f"a batch of {request.batch_size} rows on {topology.dp} data-parallel ranks leaves some"
-            f" without a row; use a batch of {topology.dp} rows or more, or fewer ranks"
+            f"a batch of {request.batch_size} rows on {layout.dp} data-parallel ranks leaves some"
+            f" without a row; use a batch of {layout.dp} rows or more, or fewer ranks"
         )
-    if topology.pp > 1 and request.placement.engine == "dtensor":
-        raise ConfigError(
-            f"pp is {topology.pp}, but the dtensor engine has no pipeline; use the megatron engine,"
-            " or pp 1"
-        )
-    if request.placement.sequence_parallel and topology.tp == 1:
-        raise ConfigError(
-            "sequence parallelism shards activations over the tensor-parallel group: raise tp,"
-            " which is 1, or turn it off"
-        )
-    if spec is None:
-        return
-    kv_heads = spec.num_kv_heads
-    if request.placement.engine == "megatron" and topology.tp % kv_heads == 0:
-        kv_heads = spec.num_heads  # Megatron replicates each key-value head on several ranks
-    sizes = f"dp {topology.dp} x tp {topology.tp} x cp {topology.cp} x pp {topology.pp}"
-    prefix = f"{sizes}: {spec.name} has"
-    for name, count in (("attention heads", spec.num_heads), ("key-value heads", kv_heads)):
-        if count % topology.tp:
-            common = math.gcd(spec.num_heads, kv_heads)
-            divisors = [number for number in range(1, common + 1) if common % number == 0]
-            raise ConfigError(
-                f"{prefix} {count} {name}, which tp {topology.tp} does not divide; tp may be"
-                f" {', '.join(map(str, divisors))}"
-            )
-    if spec.num_layers < topology.pp:
-        raise ConfigError(f"{prefix} {spec.num_layers} layers, fewer than pp {topology.pp} stages")
+    problems = engine_problems(placement.engine, pp=layout.pp, ep=layout.ep)
+    if request.model is not None:
+        problems += model_problems(layout, placement.engine, request.model)
+    if problems:
+        raise ConfigError("; ".join(problem.text() for problem in problems))
 
 
 def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
@@ -347,7 +324,7 @@ def _apply_oversize(
 
     Returns the lengths int64 [B] to plan and notes; raises ConfigError with the policy `error`.
     """
-    padded = round_up_all(lengths, spec.row_multiple)
+    padded = round_up(lengths, spec.row_multiple)
     is_over = padded > spec.max_row_tokens
     num_over = int(is_over.sum())
     if not num_over:
@@ -358,7 +335,7 @@ def _apply_oversize(
         f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
     )
     if request.oversize == "error":
-        needed = round_up(round_up(longest, spec.row_multiple), spec.total_multiple)
+        needed = spec.padding_multiples.tokens_of_row(longest)
         raise ConfigError(
             f"{text}, the longest with {longest:,} tokens ({location}); raise it to {needed:,}, or"
             f" set {request.oversize_name} to truncate (remove the end), drop or singleton (a"
@@ -413,7 +390,7 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
 def _time_assumptions(report: PlanReport) -> Iterator[str]:
     request, spec = report.request, report.spec
     cost = spec.cost
-    pp_size = request.placement.topology.pp
+    pp_size = request.placement.parallel_layout.pp
     name = "a dense 7B model (no model was given)" if request.model is None else request.model.name
     window = f" (sliding window {cost.window})" if cost.window else ""
     yield (

@@ -16,8 +16,8 @@ import numpy as np
 
 from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.oversize import round_up_all
 from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.integer_math import ceil_div, round_up
 
 ACHIEVED_FLOPS = 400e12
 ACHIEVED_BYTES_PER_S = 300e9
@@ -94,11 +94,11 @@ def min_microbatches(plan: BatchPlan, batches: list[np.ndarray]) -> np.ndarray:
     capacity = spec.capacity or 1
     bins = []
     for lengths in batches:
-        padded = round_up_all(lengths, spec.row_multiple)
+        padded = round_up(lengths, spec.row_multiple)
         # Rows above the capacity are microbatches of their own; the bound needs them to fit.
         bins.append(l2_bound(np.minimum(padded, capacity), capacity))
-    per_rank = -(-np.array(bins, dtype=np.int64) // spec.num_ranks)
-    return round_up_all(per_rank, spec.microbatch_multiple)
+    per_rank = ceil_div(np.array(bins, dtype=np.int64), spec.num_ranks)
+    return round_up(per_rank, spec.microbatch_multiple)
 
 
 def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_like.integer_math import ceil_div
 from nemo_like.reports.svg import Drawing, Scale, spread_labels
 
 WIDTH = 960
@@ -112,7 +113,7 @@ def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
     width, height, gap = (WIDTH - 32) / 2, 112, 56
     drawing = Drawing(
         WIDTH,
-        (height + gap) * -(-len(panels) // 2) - 8,
+        (height + gap) * ceil_div(len(panels), 2) - 8,
         "Tokens of each microbatch against the budget",
     )
     for index, panel in enumerate(panels):

@@ -36,8 +36,11 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "num_steps": comparison.num_steps,
             "sync": report.spec.sync,
             "seed": report.spec.seed,
-            "parallel": request.placement.topology.shape._asdict(),
-            "sequence_parallel": request.placement.sequence_parallel,
+            "parallel": {
+                **request.placement.parallel_layout.shape._asdict(),
+                "ep": request.placement.parallel_layout.ep,
+            },
+            "sequence_parallel": request.placement.parallel_layout.sequence_parallel,
             "engine": request.placement.engine,
             "precision": request.placement.precision,
             "activation_checkpointing": request.placement.activation_checkpointing,

@@ -79,7 +79,7 @@ def headline(report: PlanReport) -> list[str]:
             f" longest {lengths.max():,}"
         ),
         (
-            f"{model}{placement.topology}, {placement.precision}, microbatches of at most"
+            f"{model}{placement.parallel_layout}, {placement.precision}, microbatches of at most"
             f" {report.max_tokens:,} tokens, ranks synchronize once per {report.spec.sync}"
         ),
     ]
@@ -110,7 +110,7 @@ def verdict(report: PlanReport) -> str:
     comparison = report.comparison
     chosen, baseline = comparison.chosen, comparison.baseline
     batch_speedup = comparison["padded/batch"].step_time / chosen.step_time
-    has_pipeline = report.request.placement.topology.pp > 1
+    has_pipeline = report.request.placement.parallel_layout.pp > 1
     bubble = ", the pipeline bubble included" if has_pipeline else ""
     return (
         f"{chosen.strategy.title}: {comparison.speedup(chosen):.2f}x the speed of"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
+from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.layout_check import layout_problems
+from nemo_like.models.layout_check import model_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families import family_of
@@ -100,8 +101,17 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
                 " 'nemo-like[megatron]'"
             )
         family_of(spec, name)
-    raise_problems(layout_problems(config, spec))
+    problems = model_problems(policy_layout(config), config.policy.engine, spec)
+    raise_problems(named_by_keys(problems, config.cluster))
     return model_config
+
+
+def open_model_spec(config: RunConfig) -> ModelSpec:
+    """Read the sizes of the model, without further checks. Raises ConfigError as above."""
+    name = config.policy.model_name
+    subject = f"policy.model_name is {name!r}, "
+    model_config = _load_model_config(name, subject, local_files_only=False)
+    return ModelSpec.from_config(model_config, name)
 
 
 def weight_file_problem(path: Path) -> str | None:

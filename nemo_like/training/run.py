@@ -24,6 +24,7 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.loader import RowLoader
+from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
@@ -206,13 +207,13 @@ class TrainingRun:
         """
         self.counters["num_tokens"] += float(lengths.sum())
         self.counters["num_rows"] += float(len(lengths))
-        info = self.policy.info
+        device = self.policy.device_info
         throughput = throughput_metrics(
             lengths,
-            info.cost,
+            CostModel.from_spec(self.policy.model),
             self.timers,
-            peak_flops=info.peak_flops,
-            num_workers=info.num_workers,
+            peak_flops=device.peak_flops,
+            num_workers=self.policy.group.world_size,
             num_logprob_passes=num_logprob_passes,
         )
         self.add_metrics(throughput)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_like.config.parallel import num_replicas, replica_size
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
 from nemo_like.data.datasets import Rows, conversation
 
@@ -87,9 +87,10 @@ def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
 
 def _replica_warnings(config: RunConfig) -> Iterator[str]:
     batch_size = config.policy.train_global_batch_size
-    replicas = num_replicas(config)
+    layout = policy_layout(config)
+    replicas = layout.dp
     if batch_size % replicas:
-        noun = "workers" if replica_size(config.parallel) == 1 else "model replicas"
+        noun = "workers" if layout.replica_size == 1 else "model replicas"
         smaller = batch_size // replicas * replicas
         larger = smaller + replicas
         sizes = f"{smaller} or {larger}" if smaller else str(larger)

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.policy.batching import policy_topology
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.progress import Progress
+from nemo_like.training.model_files import open_model_spec
 
 if TYPE_CHECKING:
     from nemo_like.distributed.ray.resources import BundleSet
@@ -139,7 +140,7 @@ def _start_policy(config: RunConfig, start: _StartGroup, *, needs_reference: boo
     return Policy(
         group,
         config.policy,
-        sequence_parallel=config.parallel.sequence,
+        open_model_spec(config),
         seed=config.seed,
     )
 
@@ -200,17 +201,22 @@ def _ray_starter(
             config.cluster, generates=generates, report=progress.print_line, logs=logs
         )
     )
-    groups: dict[str, tuple[BundleSet, Topology]] = {
-        "policy": ("policy", policy_topology(config)),
-        "generation": ("generation", Topology(dp=cluster.num_generation_workers)),
+    groups: dict[str, tuple[BundleSet, ParallelLayout]] = {
+        "policy": ("policy", policy_layout(config)),
+        "generation": ("generation", ParallelLayout(dp=cluster.num_generation_workers)),
         # Reward functions need no GPU and little CPU, so their workers reserve nothing.
-        "reward": ("anywhere", Topology(dp=config.reward.num_workers)),
+        "reward": ("anywhere", ParallelLayout(dp=config.reward.num_workers)),
     }
 
     def start(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
-        bundles, topology = groups[name]
+        bundles, parallel_layout = groups[name]
         group = RayWorkerGroup(
-            cluster, worker_class, kwargs, name=name, topology=topology, bundles=bundles
+            cluster,
+            worker_class,
+            kwargs,
+            name=name,
+            parallel_layout=parallel_layout,
+            bundles=bundles,
         )
         closing.callback(group.shutdown)
         # In driver.log, so that the processes of a run can be found on their nodes.

@@ -274,11 +274,11 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
         (
             "12\n",
             ("--model", "7b", "--tp", "8"),
-            ("tp 8", "28 attention heads", "tp may be 1, 2, 4\n"),
+            ("tp 8", "28 attention heads", "set tp to 4;"),
         ),
         ("12\n", ("--model", "1b", "--pp", "32"), ("16 layers", "pp 32")),
-        ("12\n", ("--pp", "2", "--engine", "dtensor"), ("dtensor engine has no pipeline",)),
-        ("12\n", ("--sequence-parallel",), ("raise tp",)),
+        ("12\n", ("--pp", "2", "--engine", "dtensor"), ("engine dtensor has no pipeline",)),
+        ("12\n", ("--sequence-parallel",), ("tp is 1", "or tp to 2 or more")),
         (
             "12\n",
             ("--batch-size", "4", "--dp", "8"),

@@ -264,8 +264,9 @@ def test_the_longest_row_must_fit_the_budget_unless_it_is_said_what_to_do() -> N
     tiny = replace(packing, logprob_mb_tokens=32)
     assert problems(SFT, policy__sequence_packing=tiny, policy__oversize_rows="truncate") == [
         (
-            "policy.sequence_packing.logprob_mb_tokens is 32, below"
-            " policy.sequence_packing.sequence_length_round 64: no row would fit"
+            "policy.sequence_packing.logprob_mb_tokens is 32, below the 64 tokens to which the"
+            " shortest row is padded (policy.sequence_packing.sequence_length_round 64): no row"
+            " would fit"
         )
     ]
 

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from nemo_like.distributed import process_groups
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.parallel_layout import ParallelLayout
 
 
 class CollectiveWorker:
-    def __init__(self, context: WorkerContext, *, topology: Topology) -> None:
+    def __init__(self, context: WorkerContext, *, parallel_layout: ParallelLayout) -> None:
         self.context = context
         self.device = process_groups.init_process_group(context)
-        self.mesh = process_groups.build_device_mesh(topology, "cpu")
+        self.mesh = process_groups.build_device_mesh(parallel_layout, "cpu")
 
     def describe(self) -> tuple[int, str, str | None]:
         """Threads torch uses, its device, and the network interface gloo was bound to."""

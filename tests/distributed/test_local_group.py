@@ -11,8 +11,8 @@ import pytest
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.errors import WorkerError, WorkerFailure
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext, WorkerGroup
+from nemo_like.parallel_layout import ParallelLayout
 
 
 class Worker:
@@ -39,7 +39,7 @@ def open_group(**kwargs: bool) -> WorkerGroup:
 
 def test_it_has_the_calls_of_a_group_with_one_dp_rank() -> None:
     group = open_group()
-    assert (group.world_size, group.topology) == (1, Topology())
+    assert (group.world_size, group.parallel_layout) == (1, ParallelLayout())
     assert group.run_all_workers("add", np.array([1, 2]), offset=3)[0].tolist() == [4, 5]
     assert group.run_all_workers_sharded_data("add", [np.array([1])], offset=1)[0].tolist() == [2]
     with pytest.raises(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.local_group import local_context
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import ParallelLayout
 
 
 def test_a_world_of_one_has_every_axis_and_is_left_again() -> None:
@@ -17,7 +17,7 @@ def test_a_world_of_one_has_every_axis_and_is_left_again() -> None:
     try:
         assert device.type == "cpu"
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-        axes = process_groups.build_device_mesh(Topology(), "cpu")
+        axes = process_groups.build_device_mesh(ParallelLayout(), "cpu")
         assert axes.mesh_dim_names == ("pp", "dp", "cp", "tp")
         with pytest.raises(RuntimeError, match="already belongs to a process group"):
             process_groups.init_process_group(context)

@@ -16,9 +16,9 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
+from nemo_like.parallel_layout import ParallelLayout
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -170,7 +170,7 @@ class _InProcessGroup:
     """Several reward workers in this process, with the calls `RewardEnvironment` makes."""
 
     def __init__(self, workers: Sequence[RewardWorker]) -> None:
-        self.topology = Topology(dp=len(workers))
+        self.parallel_layout = ParallelLayout(dp=len(workers))
         self.workers = workers
 
     def run_all_workers_sharded_data(self, method: str, *sharded: Sequence[Any]) -> list[Any]:

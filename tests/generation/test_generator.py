@@ -17,10 +17,10 @@ from nemo_like.config.schema import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.generation.generator import Generator, deal_by_length
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.worker_protocol import Completions, SamplingParams
+from nemo_like.parallel_layout import ParallelLayout
 
 
 class _InProcessGroup:
@@ -29,7 +29,7 @@ class _InProcessGroup:
     name = "generation"
 
     def __init__(self, workers: Sequence[HFGenerationWorker]) -> None:
-        self.topology = Topology(dp=len(workers))
+        self.parallel_layout = ParallelLayout(dp=len(workers))
         self.world_size = len(workers)
         self.workers = list(workers)
 

@@ -19,6 +19,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import NllLoss
+from nemo_like.models.presets import load_spec
 from nemo_like.policy.attention import _flash_varlen, varlen_attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.context_parallel import _make_exchange
@@ -106,7 +107,8 @@ def open_policy(
     )
     config = replace(config, precision=precision, sequence_packing=packing)  # type: ignore[arg-type]
     kwargs = {"config": config}
-    return Policy(LocalGroup(worker, kwargs, local_context(device=device), name="policy"), config)
+    group = LocalGroup(worker, kwargs, local_context(device=device), name="policy")
+    return Policy(group, config, load_spec(model))
 
 
 def some_rows() -> BatchedDataDict:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from nemo_like.config.parallel import named_by_keys
 from nemo_like.config.schema import DataConfig, ParallelConfig, PolicyConfig, SftRunConfig
-from nemo_like.models.layout_check import layout_problems
+from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 
 DENSE = {
     "model_type": "llama",
@@ -26,7 +28,17 @@ def problems(config: dict, engine: str = "megatron", **parallel: object) -> list
         data=DataConfig(train_path="t.jsonl"),
         parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
     )
-    found = layout_problems(run, ModelSpec.from_config(config))
+    layout = ParallelLayout(
+        pp=run.parallel.pipeline,
+        tp=run.parallel.tensor,
+        ep=run.parallel.expert,
+        # Enough replicas for the experts.
+        dp=run.parallel.expert,
+        sequence_parallel=run.parallel.sequence,
+    )
+    found = named_by_keys(
+        model_problems(layout, run.policy.engine, ModelSpec.from_config(config)), run.cluster
+    )
     return [str(problem).partition(" has ")[2] for problem in found]
 
 
@@ -35,7 +47,7 @@ def test_heads_and_layers_must_divide() -> None:
     assert problems(three_heads, tensor=2, pipeline=16) == [
         (
             "3 key-value heads, and 3 / parallel.tensor 2 = 1.5, not a whole number: set"
-            " parallel.tensor to 1 or 3"
+            " parallel.tensor to 1"
         ),
         "10 layers, fewer than parallel.pipeline 16 stages: set it to 10 or less",
     ]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_like import parallel_layout as parallel_layout_module
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy import engine_base
 from nemo_like.policy.compute_clock import ComputeClock
-from nemo_like.policy.dtensor import model as dtensor_model
 from tests.policy.dtensor.test_layouts import Rank
 from tests.policy.tiny import random_batch, run_ranks
 
@@ -58,7 +58,7 @@ def train_beside_a_slow_rank(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_base, "ComputeClock", WallClock)
         patch.setattr(
-            dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0
+            parallel_layout_module, "MAX_UNSHARDED_BYTES", 0
         )  # collectives in every microbatch
         process_groups.init_process_group(worker_context)
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     GenerationConfig,
     ParallelConfig,
@@ -22,9 +23,9 @@ from nemo_like.config.schema import (
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.models.presets import load_spec
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.sampling_filter import SamplingFilter
@@ -107,17 +108,16 @@ def train_dtensor(
 ) -> dict[str, float]:
     """One optimizer step; the gradient is in the checkpoint `out` as `exp_avg`."""
     worker = DTensorPolicyWorker(worker_context, config=config, parallel=parallel)
-    topology = Topology.from_world_size(
-        worker_context.world_size, cp=parallel.context, tp=parallel.tensor
-    )
+    parallel_layout = build_layout(parallel, worker_context.world_size)
     spec = plan_spec(
         config,
         purpose="train",
-        topology=topology,
-        cost=worker.info().cost,
-        sequence_parallel=parallel.sequence,
+        parallel_layout=parallel_layout,
+        model=load_spec(config.model_name),
     )
-    shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(worker_context.rank)]
+    shard = batch.shard(plan_batch(batch["length"], spec))[
+        parallel_layout.dp_rank(worker_context.rank)
+    ]
     (metrics,) = worker.train(shard, None, FILTERED_LOSS)
     worker.save(out)
     process_groups.destroy()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_like import parallel_layout as parallel_layout_module
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     OptimizerConfig,
@@ -21,15 +22,14 @@ from nemo_like.config.schema import (
     PolicyGradientLossConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import (
     ARCHITECTURES,
@@ -111,8 +111,8 @@ def train_once(
     spec = plan_spec(
         config,
         purpose="train",
-        topology=Topology(dp=worker_context.world_size),
-        cost=worker.info().cost,
+        parallel_layout=ParallelLayout(dp=worker_context.world_size),
+        model=load_spec(config.model_name),
     )
     plan = plan_batch(batch["length"], spec)
     (metrics,) = worker.train(batch.shard(plan)[worker_context.rank], None, loss)
@@ -182,7 +182,7 @@ def train_once_in_shards(
     each microbatch.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0)
+        patch.setattr(parallel_layout_module, "MAX_UNSHARDED_BYTES", 0)
         return train_once(worker_context, config, batch, loss, out)
 
 
@@ -239,7 +239,9 @@ def test_a_rank_without_rows_runs_dummies_and_changes_nothing(
     ],
 )
 def test_the_layouts_have_as_many_microbatches_as_their_names_say(layout, num_microbatches):
-    spec = plan_spec(LAYOUTS[layout], purpose="train", topology=Topology(dp=1), cost=CostModel())
+    spec = plan_spec(
+        LAYOUTS[layout], purpose="train", parallel_layout=ParallelLayout(dp=1), model=None
+    )
     assert plan_batch(LENGTHS, spec).num_microbatches == num_microbatches
 
 
@@ -258,7 +260,12 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
     worker = DTensorPolicyWorker(context(), config=config)
     plan = plan_batch(
         batch["length"],
-        plan_spec(config, purpose="train", topology=Topology(dp=1), cost=worker.info().cost),
+        plan_spec(
+            config,
+            purpose="train",
+            parallel_layout=ParallelLayout(dp=1),
+            model=load_spec(config.model_name),
+        ),
     )
     whole = worker.train(batch.shard(plan)[0], None, NllLoss())
     worker.save(tmp_path / "whole")
@@ -266,7 +273,12 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
     metrics = []
     for start in (0, 4):
         half = batch.select_indices(range(start, start + 4))
-        half_spec = plan_spec(config, purpose="train", topology=Topology(), cost=worker.info().cost)
+        half_spec = plan_spec(
+            config,
+            purpose="train",
+            parallel_layout=ParallelLayout(),
+            model=load_spec(config.model_name),
+        )
         half_plan = plan_batch(half["length"], half_spec)
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")

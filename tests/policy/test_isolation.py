@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from nemo_like.config.schema import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -20,9 +20,7 @@ from tests.policy.tiny import ARCHITECTURES, VOCABULARY, context
 
 def engine(model: str) -> DTensorEngine:
     config = PolicyConfig(model_name=model)
-    return DTensorEngine(
-        config, torch.device("cpu"), Topology(), 0, sequence_parallel=False, trainable=False
-    )
+    return DTensorEngine(config, torch.device("cpu"), ParallelLayout(), 0, trainable=False)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

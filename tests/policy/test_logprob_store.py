@@ -25,6 +25,7 @@ from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobStore
 from nemo_like.policy.policy import Policy
@@ -64,7 +65,7 @@ def open_policy(model: str, **kwargs: Any) -> Policy:
         local_context(num_threads=1),
         name="policy",
     )
-    return Policy(group, config)
+    return Policy(group, config, load_spec(model))
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_bytes_through_the_driver_do_not_grow_with_tokens(policy):
         config = dataclasses.replace(policy.config, sequence_packing=packing)
         group = policy.group
         assert isinstance(group, MeasuringGroup)
-        scaled = Policy(group, config)
+        scaled = Policy(group, config, policy.model)
         batch = rollout([length * factor for length in LENGTHS])
         sharded = scaled.shard(batch, scaled.plan(batch["length"]))
         group.num_bytes = 0

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     OptimizerConfig,
     ParallelConfig,
@@ -25,10 +26,11 @@ from nemo_like.config.schema import (
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import ClippedPolicyGradientLoss, LossInputs, NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.nonfinite import row_loss_sums
@@ -81,13 +83,11 @@ def program(
     """A good step, skipped ones, a good step; then a step that makes the weights infinite."""
     if engine == "megatron":
         with joined(context, parallel) as rank:
-            return check(rank.worker(config), context, rank.topology, config, out)
+            return check(rank.worker(config), context, rank.parallel_layout, config, out)
     try:
         worker = DTensorPolicyWorker(context, config=config, parallel=parallel)
-        topology = Topology.from_world_size(
-            context.world_size, cp=parallel.context, tp=parallel.tensor
-        )
-        return check(worker, context, topology, config, out)
+        parallel_layout = build_layout(parallel, context.world_size)
+        return check(worker, context, parallel_layout, config, out)
     finally:
         process_groups.destroy()
 
@@ -95,15 +95,18 @@ def program(
 def check(
     worker: PolicyWorker,
     context: WorkerContext,
-    topology: Topology,
+    parallel_layout: ParallelLayout,
     config: PolicyConfig,
     out: Path,
 ) -> Outcome:
     spec = plan_spec(
-        config, purpose="train", topology=topology, cost=worker.info().cost, sync=worker.info().sync
+        config,
+        purpose="train",
+        parallel_layout=parallel_layout,
+        model=load_spec(config.model_name),
     )
     plan = plan_batch(np.array(LENGTHS), spec)
-    dp_rank = topology.dp_rank(context.rank)
+    dp_rank = parallel_layout.dp_rank(context.rank)
     metrics, skipped = {}, {}
 
     def step(name: str, batch: BatchedDataDict) -> None:
@@ -128,7 +131,7 @@ def check(
         worker.save(out / "refused")
     return Outcome(
         dp_rank=dp_rank,
-        is_output_rank=topology.output_rank(dp_rank) == context.rank,
+        is_output_rank=parallel_layout.output_rank(dp_rank) == context.rank,
         rows=plan.rows_of_rank(dp_rank).tolist(),
         metrics=metrics,
         skipped=skipped,

@@ -17,13 +17,12 @@ from nemo_like.config.schema import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.worker import PolicyWorker
@@ -52,7 +51,7 @@ row.
 
 def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
     """Metrics of every optimizer step, and the outputs this rank has, in each mode."""
-    topology = Topology.from_world_size(worker_context.world_size)
+    parallel_layout = ParallelLayout.from_world_size(worker_context.world_size)
     if worker_context.world_size > 1:
         process_groups.init_process_group(worker_context)
     found: dict[str, Any] = {}
@@ -62,18 +61,17 @@ def program(worker_context: WorkerContext, model: str) -> dict[str, Any]:
             engine = DTensorEngine(
                 config,
                 torch.device("cpu"),
-                topology,
+                parallel_layout,
                 worker_context.rank,
-                sequence_parallel=False,
                 trainable=True,
             )
             worker = PolicyWorker(config, engine, None)
-            spec = plan_spec(config, purpose="train", topology=topology, cost=CostModel())
+            spec = plan_spec(config, purpose="train", parallel_layout=parallel_layout, model=None)
             steps, outputs = [], []
             for seed, lengths in enumerate(BATCHES):
                 batch = random_batch(lengths, seed=seed)
                 shard = batch.shard(plan_batch(batch["length"], spec))[
-                    topology.dp_rank(worker_context.rank)
+                    parallel_layout.dp_rank(worker_context.rank)
                 ]
                 logprobs = compute_and_fetch(worker, shard)["prev_logprobs"]
                 outputs += [

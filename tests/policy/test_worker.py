@@ -29,10 +29,11 @@ from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.hf_export import split_by_bytes
 from nemo_like.policy.dtensor import model as dtensor_model
@@ -63,8 +64,8 @@ def shard_of(
     spec = plan_spec(
         worker.config,
         purpose="train",
-        topology=Topology(dp=worker_context.world_size),
-        cost=worker.info().cost,
+        parallel_layout=ParallelLayout(dp=worker_context.world_size),
+        model=load_spec(worker.config.model_name),
     )
     return batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
-from nemo_like.data.planning.spec import round_up
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.integer_math import round_up
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import Placement
@@ -161,4 +161,4 @@ def test_a_small_microbatch_takes_as_long_as_moving_the_weights():
 
 
 def sharded(dp: int) -> Placement:
-    return Placement(topology=Topology(dp=dp))
+    return Placement(parallel_layout=ParallelLayout(dp=dp))

@@ -25,9 +25,9 @@ from transformers import (
 from nemo_like.config.schema import OptimizerConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.models.presets import PRESETS, load_spec
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs
 from nemo_like.policy.optim import build_optimizer
@@ -203,8 +203,8 @@ def test_the_peak_of_a_step_grows_as_predicted(checkpointing: bool, precision: A
 
 PLACEMENTS = st.builds(
     Placement,
-    topology=st.builds(
-        Topology,
+    parallel_layout=st.builds(
+        ParallelLayout,
         dp=st.sampled_from([1, 8, 64]),
         tp=st.sampled_from([1, 2]),
         cp=st.sampled_from([1, 4]),
@@ -236,12 +236,16 @@ def test_the_recommended_budget_fits_and_the_next_one_does_not(
 
 @pytest.mark.parametrize("engine", ["dtensor", "megatron"])
 def test_more_ranks_hold_less_each(engine: Any):
-    def peak(**degrees: int) -> float:
-        topology = Topology(**degrees)
-        return MemoryModel(load_spec("7b"), Placement(topology=topology, engine=engine)).peak(8192)
+    def peak(**degrees: Any) -> float:
+        parallel_layout = ParallelLayout(**degrees)
+        return MemoryModel(
+            load_spec("7b"), Placement(parallel_layout=parallel_layout, engine=engine)
+        ).peak(8192)
 
     assert peak(dp=8) < peak() and peak(tp=2) < peak() and peak(cp=2) < peak()
-    state = MemoryModel(load_spec("7b"), Placement(topology=Topology(dp=8))).parts(8192)
+    state = MemoryModel(load_spec("7b"), Placement(parallel_layout=ParallelLayout(dp=8))).parts(
+        8192
+    )
     assert state["optimizer"] == pytest.approx(load_spec("7b").num_params, rel=1e-3)
     assert state["weights"] + state["gradients"] == pytest.approx(
         load_spec("7b").num_params, rel=1e-3
@@ -250,7 +254,7 @@ def test_more_ranks_hold_less_each(engine: Any):
 
 def test_a_pipelines_first_stage_keeps_a_microbatch_for_each_stage():
     def activations(pp: int) -> float:
-        placement = Placement(topology=Topology(pp=pp), engine="megatron")
+        placement = Placement(parallel_layout=ParallelLayout(pp=pp), engine="megatron")
         return MemoryModel(load_spec("7b"), placement).parts(8192)["activations"]
 
     assert activations(4) == pytest.approx(

@@ -9,10 +9,10 @@ import torch
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
 from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.weight_sync.stream import Bucket
 from nemo_like.weight_sync.transport import push
 from tests.weight_sync.weight_workers import GeneratorSide, NotForTheDriver, PolicySide
@@ -50,10 +50,17 @@ def cluster() -> Iterator[RayVirtualCluster]:
 def test_push_between_processes_passes_the_driver_by(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = Topology(dp=2)
-    policy = RayWorkerGroup(cluster, PolicySide, {"fail_at": 4}, name="policy", topology=topology)
+    parallel_layout = ParallelLayout(dp=2)
+    policy = RayWorkerGroup(
+        cluster, PolicySide, {"fail_at": 4}, name="policy", parallel_layout=parallel_layout
+    )
     generator = RayWorkerGroup(
-        cluster, GeneratorSide, {}, name="generation", topology=topology, bundles="generation"
+        cluster,
+        GeneratorSide,
+        {},
+        name="generation",
+        parallel_layout=parallel_layout,
+        bundles="generation",
     )
     # From here on this process fails to load a bucket; the workers were started before and do not.
     monkeypatch.setenv("NEMO_LIKE_TEST_DRIVER", "1")

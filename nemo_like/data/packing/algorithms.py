@@ -20,6 +20,7 @@ from nemo_like.data.packing import packers
 from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.balance import schedule
+from nemo_like.integer_math import round_up
 
 
 class PackingAlgorithm(StrEnum):
@@ -129,7 +130,7 @@ class SequencePacker:
         packing = _BIN_PACKERS[self.algorithm](lengths, self.bin_capacity, max_items, self.seed)
         num_bins = max(packing.num_bins, self.min_bin_count or 0)
         multiple = self.bin_count_multiple or 1
-        num_bins = -(-num_bins // multiple) * multiple
+        num_bins = round_up(num_bins, multiple)
         self._check_num_bins(num_bins, len(lengths))
         return self.split_fullest(packing, lengths, num_bins)
 
@@ -174,7 +175,7 @@ class SequencePacker:
     def _padded_lengths(self, sequence_lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Check lengths and round them up to `pad_multiple`, int64 [n]."""
         lengths = packers.checked_lengths(sequence_lengths)
-        padded = -(-lengths // self.pad_multiple) * self.pad_multiple
+        padded = round_up(lengths, self.pad_multiple)
         if len(lengths) == 0:
             return padded
         if padded.max() > self.bin_capacity:

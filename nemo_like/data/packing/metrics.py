@@ -7,6 +7,8 @@ from statistics import fmean
 
 import numpy as np
 
+from nemo_like.integer_math import ceil_div
+
 
 class PackingMetrics:
     """Statistics of single packings (`update`) and of all of them (`get_aggregated_stats`).
@@ -129,7 +131,7 @@ def bin_stats(
     deviation = float(utilization.std(ddof=1)) if len(loads) > 1 else 0.0
     min_bins = theoretical_min_bins
     if min_bins is None:
-        min_bins = -(-int(loads.sum()) // bin_capacity)
+        min_bins = ceil_div(int(loads.sum()), bin_capacity)
     stats = {
         "total_bins": len(loads),
         "total_sequence_length": total,

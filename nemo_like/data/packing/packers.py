@@ -17,6 +17,7 @@ import numpy as np
 
 from nemo_like.data.packing import kernels
 from nemo_like.data.packing.kernels import stable_argsort
+from nemo_like.integer_math import ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,7 +407,7 @@ def _bitset_level_starts(num_bits: int) -> np.ndarray:
     """
     starts = [0]
     while True:
-        num_bits = -(-num_bits // 32)
+        num_bits = ceil_div(num_bits, 32)
         starts.append(starts[-1] + num_bits)
         if num_bits == 1:
             return np.asarray(starts, dtype=np.int64)

@@ -29,13 +29,14 @@ from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.local_search import AssignmentSearch, Items
 from nemo_like.data.planning.schedule_inputs import (
-    Sync,
     check_settings,
     check_token_limit,
     checked_work,
     inverse_permutation,
     sorted_items,
 )
+from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.parallel_layout import Sync
 
 _STEPS_PER_ROW = 1000
 """Local-search steps per row at effort 1. More gain little; a compiled step takes about 2 ns."""
@@ -213,8 +214,8 @@ def schedule(
     check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
 
     num_needed_bins = l2_bound(items.tokens, max_tokens)
-    bound = max(min_microbatches, -(-num_needed_bins // num_ranks))
-    bound = -(-bound // microbatch_multiple) * microbatch_multiple
+    bound = max(min_microbatches, ceil_div(num_needed_bins, num_ranks))
+    bound = round_up(bound, microbatch_multiple)
     kernels = _kernels(use_numba, len(items))
     # The limit is in steps, not in seconds, so that the result is deterministic.
     max_steps = _STEPS_PER_ROW * len(items)
@@ -266,7 +267,7 @@ def assign_bins(
     check_settings(counts, sync, effort=0.0)
     work = np.asarray(bin_work, dtype=np.float64)
     bins_multiple = num_ranks * microbatch_multiple
-    num_microbatches = -(-len(work) // bins_multiple) * microbatch_multiple
+    num_microbatches = ceil_div(len(work), bins_multiple) * microbatch_multiple
     order = np.argsort(-work, kind="stable")
     # Local search expects items by decreasing work; `order` maps them back to bin ids.
     # Each bin becomes an item of one token in a bin of capacity one, so local search can only swap.

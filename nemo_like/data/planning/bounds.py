@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from nemo_like.data.packing.packers import prefix_sums
+from nemo_like.integer_math import ceil_div
 
 
 def l1_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     """Lower bound on the number of bins by tokens alone, ceil(sum / capacity), of int [B]."""
     num_tokens = int(np.sum(lengths, dtype=np.int64))
-    return -(-num_tokens // capacity)
+    return ceil_div(num_tokens, capacity)
 
 
 def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
@@ -59,7 +60,7 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     tokens_small = cumulative_tokens[first_large] - cumulative_tokens[first_small]
     # ceil(missing / capacity), as -floor(-missing / capacity).
     missing_tokens = tokens_small - free_tokens
-    num_more = np.maximum(0, -(-missing_tokens // capacity))
+    num_more = np.maximum(0, ceil_div(missing_tokens, capacity))
     return int((num_alone + num_large + num_more).max())
 
 

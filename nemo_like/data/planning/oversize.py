@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_like.data.packing.packers import Packing
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.integer_math import round_up
 
 _MAX_ROWS_SHOWN = 3
 """Maximum number of rows that a message about oversize rows lists."""
@@ -94,7 +95,7 @@ def fit_rows(
     `lengths` is int64 [B], `groups` int64 [B] from `checked_groups`. Raises ValueError if the
     policy is "error", otherwise warns.
     """
-    padded = round_up_all(lengths, spec.row_multiple)
+    padded = round_up(lengths, spec.row_multiple)
     no_rows = np.zeros(len(lengths), dtype=bool)
     if spec.capacity is None or len(lengths) == 0:
         return FittedRows(lengths, padded, no_rows, 0, 0)
@@ -114,7 +115,7 @@ def fit_rows(
     num_oversize = int(is_oversize.sum())
     if spec.oversize == "truncate":
         truncated = _truncated_lengths(lengths, groups, is_oversize, spec)
-        padded = round_up_all(truncated, spec.row_multiple)
+        padded = round_up(truncated, spec.row_multiple)
         num_truncated = int((truncated < lengths).sum())
         return FittedRows(truncated, padded, no_rows, num_truncated, num_oversize)
     is_dropped = is_oversize if spec.oversize == "drop" else no_rows
@@ -133,11 +134,6 @@ def group_rows(rows: np.ndarray, groups: np.ndarray | None) -> Packing | None:
     # Ids are >= 0, so -1 makes the first row the start of a group.
     starts = np.flatnonzero(np.diff(ids[order], prepend=-1))
     return Packing(order, np.append(starts, len(rows)))
-
-
-def round_up_all(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Round each of `lengths` int64 [n] up to a multiple of `multiple`."""
-    return -(-lengths // multiple) * multiple
 
 
 def _group_tokens(
@@ -179,7 +175,7 @@ def _truncated_lengths(
         while low < high:
             middle = (low + high + 1) // 2
             limited = np.minimum(truncated[rows], middle * spec.row_multiple)
-            padded = round_up_all(limited, spec.row_multiple)
+            padded = round_up(limited, spec.row_multiple)
             tokens = int(padded.sum())
             if spec.layout == "padded":
                 tokens = len(rows) * int(padded.max())

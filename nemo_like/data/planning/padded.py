@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from nemo_like.data.packing.packers import Packing, longest_first, prefix_sums
+from nemo_like.integer_math import round_up
 
 _NUM_BISECTIONS = 12
 """Bisection iterations when equalizing microbatch work: the maximum is found to 1 / 4096."""
@@ -50,8 +51,7 @@ def form_padded(
     bounds = _fill(rows_before, max_rows_of, len(order))
     assert bounds is not None
     # A microbatch has at least one item, so there are at most as many microbatches as items.
-    num_needed = len(bounds) - 1
-    num_bins = min(-(-num_needed // bins_multiple) * bins_multiple, len(order))
+    num_bins = min(round_up(len(bounds) - 1, bins_multiple), len(order))
     if row_work is None:
         work = sorted_lengths.astype(np.float64)
     else:

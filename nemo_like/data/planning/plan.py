@@ -21,7 +21,6 @@ from nemo_like.data.planning.oversize import (
     FittedRows,
     checked_groups,
     fit_rows,
-    round_up_all,
 )
 from nemo_like.data.planning.plan_step import (
     StepPlan,
@@ -31,6 +30,7 @@ from nemo_like.data.planning.plan_step import (
     plan_step,
 )
 from nemo_like.data.planning.spec import Microbatch, PlanSpec
+from nemo_like.integer_math import ceil_div, round_up
 
 __all__ = ["BatchPlan", "Microbatch", "PlanSpec", "RankPlan", "plan_batch"]
 
@@ -122,7 +122,7 @@ class BatchPlan:
     def num_tokens(self) -> np.ndarray:
         """Positions of each microbatch, int64 [R, M]; a dummy has the smallest legal number."""
         padded_tokens = self._bins.loads(self._by_row(self.padded_lengths))
-        tokens = round_up_all(padded_tokens, self.spec.total_multiple)
+        tokens = round_up(padded_tokens, self.spec.total_multiple)
         tokens[np.diff(self.offsets) == 0] = self.spec.dummy_tokens
         return tokens.reshape(self.spec.num_ranks, -1)
 
@@ -164,7 +164,7 @@ class BatchPlan:
         lengths = np.zeros(self.num_rows, dtype=np.int64)
         lengths[self.rows] = self.lengths
         padded = np.zeros(self.num_rows, dtype=np.int64)
-        padded[self.rows] = round_up_all(self.lengths, spec.row_multiple)
+        padded[self.rows] = round_up(self.lengths, spec.row_multiple)
         # Under the other policies rows above the new limit run alone; the training limit was
         # already applied to them.
         is_limited = spec.capacity is not None and spec.oversize == "error"
@@ -211,7 +211,7 @@ class BatchPlan:
         if self.num_steps:
             microbatch_tokens = loads.reshape(tokens.shape).sum(0)
             step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
-        min_bins_of_step = -(-step_tokens // capacity)
+        min_bins_of_step = ceil_div(step_tokens, capacity)
         stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
         num_positions = float(tokens.sum())
         num_padding = float(tokens.sum() - self.lengths.sum())

@@ -16,6 +16,7 @@ from nemo_like.data.planning.balance import assign_bins, schedule
 from nemo_like.data.planning.oversize import FittedRows, group_rows
 from nemo_like.data.planning.padded import form_padded
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.integer_math import ceil_div, round_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +158,7 @@ def join_ranks(rank_bins: list[Packing], microbatch_multiple: int) -> StepPlan:
     """Join the bins of all ranks and add empty bins, so that all ranks have the same number."""
     max_bins = max(bins.num_bins for bins in rank_bins)
     # At least one microbatch, so that a step without rows still runs on every rank.
-    num_multiples = max(-(-max_bins // microbatch_multiple), 1)
+    num_multiples = max(ceil_div(max_bins, microbatch_multiple), 1)
     num_microbatches = num_multiples * microbatch_multiple
     offsets = [np.zeros(1, dtype=np.int64)]
     num_rows = 0
@@ -216,7 +217,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
     packer = _bin_packer(spec)
     bins = packer.pack_csr(lengths)
     # Fill up with split bins instead of dummies, as far as there are rows.
-    num_bins = -(-bins.num_bins // spec.bins_multiple) * spec.bins_multiple
+    num_bins = round_up(bins.num_bins, spec.bins_multiple)
     bins = packer.split_fullest(bins, lengths, min(num_bins, len(lengths)))
     bin_work = None if items.work is None else bins.loads(items.work)
     return _assign_to_ranks(bins, bin_work, spec)
@@ -263,7 +264,7 @@ def _assign_to_ranks(
 ) -> StepPlan:
     """Assign bins to ranks without changing them: by `bin_work` float64 [K], or round-robin."""
     if bin_work is None:
-        num_multiples = -(-bins.num_bins // spec.bins_multiple)
+        num_multiples = ceil_div(bins.num_bins, spec.bins_multiple)
         num_microbatches = num_multiples * spec.microbatch_multiple
         # -1 is a bin without rows, a dummy.
         bin_ids = np.full(num_microbatches * spec.num_ranks, -1)

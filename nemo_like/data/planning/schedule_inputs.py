@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.local_search import Items
-
-Sync = Literal["microbatch", "step"]
-"""When ranks wait for each other: at every microbatch, or once per optimizer step."""
+from nemo_like.parallel_layout import Sync
 
 
 def check_settings(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from math import lcm
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.cost import CostModel
-from nemo_like.data.planning.schedule_inputs import Sync
+from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout, RowLayout, Sync
 
-Layout = Literal["packed", "padded"]
 Balance = Literal["flops", "tokens", "none"]
 MicrobatchOrder = Literal["packer", "largest_first"]
 Oversize = Literal["error", "truncate", "singleton", "drop"]
@@ -50,7 +49,7 @@ class Microbatch:
 class PlanSpec:
     """All inputs of the planner besides lengths. Raises ValueError for inconsistent values."""
 
-    layout: Layout = "packed"
+    layout: RowLayout = "packed"
     """Rows concatenated, or rows padded to the longest row of their microbatch."""
     max_tokens: int | None = None
     """Maximum positions of a microbatch; None only in the padded layout with `max_rows`."""
@@ -147,42 +146,46 @@ class PlanSpec:
         """Number that divides every padded length: the lcm of `sequence_length_round` and 2 * cp,
         in the padded layout also of `total_multiple`.
         """
-        # Packed rows are padded one by one and the total once; padded rows are all as long as the
-        # longest, so each of them must also satisfy the multiple of the total.
-        multiple = lcm(self.sequence_length_round, self._num_cp_chunks)
-        return multiple if self.layout == "packed" else lcm(multiple, self.total_multiple)
+        return self.padding_multiples.row
 
     @property
     def total_multiple(self) -> int:
         """Number that divides the positions of a microbatch: the lcm of 2 * cp and, with sequence
         parallelism, cp * tp.
         """
-        shards = self.cp_size * self.tp_size if self.sequence_parallel else 1
-        return lcm(self._num_cp_chunks, shards)
+        return self.padding_multiples.total
 
-    @property
-    def _num_cp_chunks(self) -> int:
-        """Number of chunks of a row: each context-parallel rank holds two of them."""
-        return 2 * self.cp_size if self.cp_size > 1 else 1
+    @cached_property
+    def padding_multiples(self) -> PaddingMultiples:
+        """Multiples of tokens that follow from `cp_size`, `tp_size` and `sequence_parallel`."""
+        parallel_layout = ParallelLayout(
+            cp=self.cp_size,
+            tp=self.tp_size,
+            # Without tensor parallelism there is nothing to shard, and no multiple.
+            sequence_parallel=self.sequence_parallel and self.tp_size > 1,
+        )
+        return parallel_layout.padding_multiples(
+            self.layout, sequence_length_round=self.sequence_length_round
+        )
 
     @property
     def dummy_tokens(self) -> int:
         """Positions of a dummy: one row of the smallest legal length."""
-        return round_up(self.row_multiple, self.total_multiple)
+        return self.padding_multiples.min_tokens
 
     @property
     def capacity(self) -> int | None:
         """`max_tokens` rounded down to a multiple of `total_multiple`."""
         if self.max_tokens is None:
             return None
-        return self.max_tokens // self.total_multiple * self.total_multiple
+        return self.padding_multiples.capacity(self.max_tokens)
 
     @property
     def max_row_tokens(self) -> int:
         """Maximum padded length of a row within the capacity. Raises ValueError without a limit."""
-        if self.capacity is None:
+        if self.max_tokens is None:
             raise ValueError("microbatches of max_rows rows have no token limit")
-        return self.capacity // self.row_multiple * self.row_multiple
+        return self.padding_multiples.max_row_tokens(self.max_tokens)
 
     @property
     def bins_multiple(self) -> int:
@@ -214,13 +217,8 @@ class PlanSpec:
         return cls(**{**values, "cost": CostModel(**values["cost"])})
 
 
-def round_up(value: int, multiple: int) -> int:
-    """Round `value` up to a multiple of `multiple`."""
-    return -(-value // multiple) * multiple
-
-
 _CHOICES = {
-    "layout": Layout,
+    "layout": RowLayout,
     "balance": Balance,
     "sync": Sync,
     "microbatch_order": MicrobatchOrder,

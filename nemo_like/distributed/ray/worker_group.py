@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_like.distributed.errors import ClusterError, WorkerFailure
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.ray.actor import Location, Raised, WorkerActor
 from nemo_like.distributed.ray.failures import (
     Failure,
@@ -31,6 +30,7 @@ from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
 from nemo_like.distributed.ray.resources import BundleSet
 from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
 from nemo_like.distributed.worker_group import Handle, WorkerContext
+from nemo_like.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RayWorkerGroup:
         kwargs: Mapping[str, Any],
         *,
         name: str,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         bundles: BundleSet = "policy",
     ) -> None:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
@@ -68,11 +68,11 @@ class RayWorkerGroup:
         constructor fails.
         """
         self.name = name
-        self.topology = topology
+        self.parallel_layout = parallel_layout
         self._failure: WorkerFailure | None = None
         self._head = cluster.head
         config = cluster.config
-        bundle_of_rank = _choose_bundles(cluster, bundles, topology, name)
+        bundle_of_rank = _choose_bundles(cluster, bundles, parallel_layout, name)
         num_threads = 1 if bundles == "anywhere" else max(1, int(config.cpus_per_worker))
         self._collective_timeout_s = config.collective_timeout_s
         self._monitor = ProgressMonitor(name, config.progress_timeout_s)
@@ -95,7 +95,7 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        return self.topology.world_size
+        return self.parallel_layout.world_size
 
     def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
@@ -104,24 +104,26 @@ class RayWorkerGroup:
         self, method: str, /, *sharded: Sequence[Any], **common: Any
     ) -> list[Any]:
         for position, items in enumerate(sharded):
-            if len(items) != self.topology.dp:
+            if len(items) != self.parallel_layout.dp:
                 raise ValueError(
                     f"argument {position} of {method} has {len(items)} items; the {self.name} group"
-                    f" has dp {self.topology.dp}"
+                    f" has dp {self.parallel_layout.dp}"
                 )
         self._raise_if_stopped()
         shared = {name: self._share(value) for name, value in common.items()}
         # Stored once per dp rank: its replicas get the same reference.
         args_of_dp_rank = []
-        for dp_rank in range(self.topology.dp):
+        for dp_rank in range(self.parallel_layout.dp):
             args = [self._share(items[dp_rank]) for items in sharded]
             args_of_dp_rank.append(tuple(args))
         handles = []
         for rank in range(self.world_size):
-            args = args_of_dp_rank[self.topology.dp_rank(rank)]
+            args = args_of_dp_rank[self.parallel_layout.dp_rank(rank)]
             handles.append(self._call(rank, method, args, shared))
         self.wait(handles)
-        output_ranks = [self.topology.output_rank(dp_rank) for dp_rank in range(self.topology.dp)]
+        output_ranks = [
+            self.parallel_layout.output_rank(dp_rank) for dp_rank in range(self.parallel_layout.dp)
+        ]
         return self.get([handles[rank] for rank in output_ranks])
 
     def put(self, value: Any) -> Handle:
@@ -299,18 +301,18 @@ class RayWorkerGroup:
 
 
 def _choose_bundles(
-    cluster: RayVirtualCluster, bundles: BundleSet, topology: Topology, name: str
+    cluster: RayVirtualCluster, bundles: BundleSet, parallel_layout: ParallelLayout, name: str
 ) -> Sequence[Bundle | None]:
     """Return the bundle of each rank; None for a worker without reserved resources."""
     if bundles == "anywhere":
-        return [None] * topology.world_size
+        return [None] * parallel_layout.world_size
     available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
-    if topology.world_size > len(available):
+    if parallel_layout.world_size > len(available):
         raise ValueError(
-            f"the {name} group has {topology.world_size} workers ({topology}); the cluster has"
-            f" bundles for {len(available)}"
+            f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"
+            f" cluster has bundles for {len(available)}"
         )
-    return available[: topology.world_size]
+    return available[: parallel_layout.world_size]
 
 
 def _ranks(pending: _Pending) -> set[int]:

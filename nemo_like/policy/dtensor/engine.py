@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.model import (
@@ -25,7 +25,7 @@ from nemo_like.policy.dtensor.model import (
 )
 from nemo_like.policy.dtensor.optimizer import ShardedAdamW
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
-from nemo_like.policy.engine import ResultT, StepFunction, Sync
+from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
@@ -41,10 +41,9 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         self,
         config: PolicyConfig,
         device: torch.device,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         rank: int,
         *,
-        sequence_parallel: bool,
         trainable: bool,
         groups: Groups | None = None,
     ) -> None:
@@ -55,30 +54,25 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         """
         if groups is None:
             groups = Groups.join(
-                topology,
+                parallel_layout,
                 rank,
                 device,
-                sequence_parallel=sequence_parallel,
                 mixed_precision=config.precision != "float32",
             )
-        super().__init__(config, device, topology, rank, groups)
+        super().__init__(config, device, parallel_layout, rank, groups)
         self.groups = groups
-        self._model, specs = build_model(config, groups, rank, device, trainable=trainable)
+        self._model, specs = build_model(
+            config, parallel_layout, groups, rank, device, trainable=trainable
+        )
         self.parameters = [
             ShardedParameter(name, parameter, specs[name], groups)
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
         self._fsdp_modules = fsdp_modules(self._model)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)
-        self._keeps_unsharded = keep_unsharded(self._model, device)
+        self._keeps_unsharded = keep_unsharded(self._model, parallel_layout)
         if trainable:
             self._optimizer = ShardedAdamW(self.parameters, groups, device, config.optimizer)
-
-    @property
-    def sync(self) -> Sync:
-        """See `Engine.sync`."""
-        # FSDP all-gathers each microbatch's weights unless they stay unsharded.
-        return "step" if self._keeps_unsharded else "microbatch"
 
     @property
     def model_config(self) -> Any:

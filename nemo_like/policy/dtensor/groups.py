@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.config.errors import ConfigError
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.process_groups import build_device_mesh
+from nemo_like.parallel_layout import LayoutError, ParallelLayout, engine_problems
 from nemo_like.policy.dtensor.parallel import TensorParallel
 
 
@@ -32,40 +31,39 @@ class Groups:
     @classmethod
     def join(
         cls,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         rank: int,
         device: torch.device,
         *,
-        sequence_parallel: bool,
         mixed_precision: bool,
     ) -> Groups:
         """Create the groups of `rank` in the default process group; every rank calls.
 
-        Raises ConfigError for a pipeline.
+        Raises LayoutError for a pipeline or expert parallelism.
         """
-        if topology.pp > 1:
-            raise ConfigError(
-                f"parallel.pipeline is {topology.pp}, but policy.engine dtensor has no pipeline:"
-                " set it to 1, or policy.engine to megatron"
-            )
-        if topology.world_size == 1 and not mixed_precision:
+        problems = engine_problems("dtensor", pp=parallel_layout.pp, ep=parallel_layout.ep)
+        if problems:
+            raise LayoutError(problems)
+        if parallel_layout.world_size == 1 and not mixed_precision:
             return cls()
-        mesh = build_device_mesh(topology, device.type)
-        if topology.dp > 1 and topology.cp > 1:
+        mesh = build_device_mesh(parallel_layout, device.type)
+        if parallel_layout.dp > 1 and parallel_layout.cp > 1:
             dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         else:
-            dp_cp = mesh["cp" if topology.cp > 1 else "dp"]
-        has_replicas = topology.dp * topology.cp > 1
+            dp_cp = mesh["cp" if parallel_layout.cp > 1 else "dp"]
+        has_replicas = parallel_layout.dp * parallel_layout.cp > 1
         # FSDP implements mixed precision, so one process in mixed precision has a mesh of one rank.
         needs_fsdp = has_replicas or mixed_precision
         tensor = None
-        if topology.tp > 1:
-            tp_rank = topology.coordinates(rank).tp
-            tensor = TensorParallel(mesh.get_group("tp"), tp_rank, topology.tp, sequence_parallel)
+        if parallel_layout.tp > 1:
+            tp_rank = parallel_layout.coordinates(rank).tp
+            tensor = TensorParallel(
+                mesh.get_group("tp"), tp_rank, parallel_layout.tp, parallel_layout.sequence_parallel
+            )
         return cls(
-            world=dist.group.WORLD if topology.world_size > 1 else None,
-            dp=mesh.get_group("dp") if topology.dp > 1 else None,
-            cp=mesh.get_group("cp") if topology.cp > 1 else None,
+            world=dist.group.WORLD if parallel_layout.world_size > 1 else None,
+            dp=mesh.get_group("dp") if parallel_layout.dp > 1 else None,
+            cp=mesh.get_group("cp") if parallel_layout.cp > 1 else None,
             dp_cp=dp_cp.get_group() if has_replicas else None,
             tensor=tensor,
             fsdp_mesh=dp_cp if needs_fsdp else None,

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
@@ -24,13 +26,6 @@ from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
-
-MAX_UNSHARDED_BYTES_ON_CPU = 4 << 30
-MAX_UNSHARDED_SHARE_OF_GPU = 1 / 8
-"""Limit of a model's float32 weights, as bytes or as a share of GPU memory, up to which the model
-stays unsharded within a step. That takes one all-gather and one reduce-scatter per optimizer step
-instead of one per microbatch, at the cost of memory for unsharded weights and gradients.
-"""
 
 
 class LogprobModel(nn.Module):
@@ -91,7 +86,13 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def build_model(
-    config: PolicyConfig, groups: Groups, rank: int, device: torch.device, *, trainable: bool
+    config: PolicyConfig,
+    parallel_layout: ParallelLayout,
+    groups: Groups,
+    rank: int,
+    device: torch.device,
+    *,
+    trainable: bool,
 ) -> tuple[LogprobModel, dict[str, ShardSpec]]:
     """Load `policy.model_name` with float32 weights on `device`, sharded over `groups`.
 
@@ -125,18 +126,16 @@ def build_model(
         _checkpoint_activations(model.causal_lm)
     if is_sharded:
         loader = _RankZeroLoader(loaded, specs, groups, device)
-        _load_and_shard(model, loader, device, config.precision)
+        reshard = not keep_unsharded(model, parallel_layout)
+        _load_and_shard(model, loader, config.precision, reshard_after_forward=reshard)
     return model, specs
 
 
-def keep_unsharded(model: nn.Module, device: torch.device) -> bool:
-    """True if the model is small enough to stay unsharded between the microbatches of a step."""
-    limit = MAX_UNSHARDED_BYTES_ON_CPU
-    if device.type == "cuda":
-        total_memory = torch.cuda.get_device_properties(device).total_memory
-        limit = MAX_UNSHARDED_SHARE_OF_GPU * total_memory
-    num_params = sum(parameter.numel() for parameter in model.parameters())
-    return 4 * num_params <= limit
+def keep_unsharded(model: LogprobModel, parallel_layout: ParallelLayout) -> bool:
+    """Return True if the model stays unsharded between the microbatches of a step."""
+    # Not from the parameters themselves: the driver plans with the same rule before they exist.
+    spec = ModelSpec.from_config(model.causal_lm.config)
+    return parallel_layout.keeps_unsharded("dtensor", spec.num_params)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -224,7 +223,7 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
 
 
 def _load_and_shard(
-    model: LogprobModel, loader: _RankZeroLoader, device: torch.device, precision: str
+    model: LogprobModel, loader: _RankZeroLoader, precision: str, *, reshard_after_forward: bool
 ) -> None:
     """Fill the model and apply FSDP2: a unit per layer and untied embedding, the root for the rest.
 
@@ -236,7 +235,6 @@ def _load_and_shard(
         return
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    reshard = not keep_unsharded(model, device)
     units = decoder_layers(model.causal_lm)
     embedding = model.causal_lm.get_input_embeddings()
     if embedding.weight is not output_head(model.causal_lm).weight:
@@ -244,7 +242,9 @@ def _load_and_shard(
     for unit in units:
         # Filled and sharded one by one, so that at most one unit is unsharded in memory.
         loader.fill(model, unit)
-        fully_shard(unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
+        fully_shard(
+            unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward
+        )
     loader.fill(model, model)
     # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nemo_like.integer_math import ceil_div
 from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parallel import ShardSpec
@@ -84,7 +85,7 @@ class ShardedParameter:
             return shard
         num_rows = self.parameter.shape[0]
         # Shards differ in size if the rows do not divide evenly; the collective needs equal ones.
-        rows_per_rank = -(-num_rows // group.size())
+        rows_per_rank = ceil_div(num_rows, group.size())
         padded = shard.new_empty(rows_per_rank, *shard.shape[1:])
         padded[: len(shard)] = shard
         return gather_rows(group, padded)[:num_rows]
@@ -101,7 +102,7 @@ def row_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
     Example: 5 rows on 3 ranks are (0, 2), (2, 4), (4, 5).
     """
-    rows_per_rank = -(-num_rows // num_ranks)
+    rows_per_rank = ceil_div(num_rows, num_ranks)
     start = min(rank * rows_per_rank, num_rows)
     stop = min((rank + 1) * rows_per_rank, num_rows)
     return start, stop

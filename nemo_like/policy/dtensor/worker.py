@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy.dtensor.engine import DTensorEngine
@@ -31,18 +31,15 @@ class DTensorPolicyWorker(PolicyWorker):
         require_model_directory("policy.model_name", config.model_name)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
-        topology = Topology.from_world_size(
-            context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
-        )
+        parallel_layout = build_layout(parallel, context.world_size)
         device = _init_device(context, config)
 
         def build_engine(*, trainable: bool, groups: Groups | None) -> DTensorEngine:
             return DTensorEngine(
                 config,
                 device,
-                topology,
+                parallel_layout,
                 context.rank,
-                sequence_parallel=parallel.sequence,
                 trainable=trainable,
                 groups=groups,
             )

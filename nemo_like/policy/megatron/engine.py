@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.files import FileRecord
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import open_model
-from nemo_like.policy.engine import ResultT, StepFunction, Sync
+from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.families import family_of
@@ -43,15 +43,14 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self,
         config: PolicyConfig,
         device: torch.device,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         rank: int,
         *,
         groups: Groups,
-        sequence_parallel: bool = False,
         trainable: bool,
     ) -> None:
         """Load the model; every rank calls. All engines of the process share `groups`."""
-        super().__init__(config, device, topology, rank, groups)
+        super().__init__(config, device, parallel_layout, rank, groups)
         self.groups = groups
         self._model_config = AutoConfig.from_pretrained(
             config.model_name,
@@ -60,8 +59,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         )
         family = family_of(self.spec, config.model_name)
         self._causal_lm = _meta_model(self._model_config)
-        sharding = ModelSharding(self.spec, pp=topology.pp, tp=topology.tp, ep=groups.ep.size())
-        stage, tp_rank, ep_rank = parallel_coords(topology, sharding.ep, rank)
+        sharding = ModelSharding(
+            self.spec, pp=parallel_layout.pp, tp=parallel_layout.tp, ep=parallel_layout.ep
+        )
+        stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         self._model = build_model(
             family,
@@ -70,7 +71,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             padding_id=getattr(self._causal_lm.get_input_embeddings(), "padding_idx", None),
             dtype=self._dtype,
             device=device,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing and trainable,
         )
         self._model.requires_grad_(trainable)
@@ -79,7 +80,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self._check_param_map()
         if trainable:
             self._optimizer = ShardedAdamW(self._model, self._param_map, groups, config.optimizer)
-        self._gatherer = FullWeightGatherer(family, sharding, topology, rank, device)
+        self._gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
         self._check_names()
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
@@ -98,14 +99,6 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
                 files.read,
                 self._optimizer,
             )
-
-    @property
-    def sync(self) -> Sync:
-        """See `Engine.sync`."""
-        # Stages exchange activations, and expert-parallel ranks tokens, in every microbatch.
-        if self.topology.pp > 1 or self.groups.ep.size() > 1:
-            return "microbatch"
-        return "step"
 
     @property
     def model_config(self) -> Any:

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.megatron import cpu as megatron_cpu
 
 
@@ -33,31 +33,29 @@ class Groups:
     @classmethod
     def join(
         cls,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         device: torch.device,
         *,
         seed: int,
         timeout_s: float,
-        expert: int = 1,
     ) -> Groups:
-        """Create the groups of `topology` in the default process group; every rank calls.
+        """Create the groups of `parallel_layout` in the default process group; every rank calls.
 
-        `expert` is the expert-parallel size. Each pipeline stage shards its experts over that many
-        consecutive ranks, across tp, cp and dp. Expert tensor parallelism is 1: few experts are
-        wide enough to be sharded, and their tokens are dispatched anyway.
+        Expert tensor parallelism is 1: few experts are wide enough to be sharded, and their tokens
+        are dispatched anyway.
         """
         if device.type == "cpu":
             megatron_cpu.install()
         if parallel_state.model_parallel_is_initialized():
-            # Groups of an earlier topology. Their process group is destroyed already.
+            # Groups of an earlier parallel_layout. Their process group is destroyed already.
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=topology.tp,
-            pipeline_model_parallel_size=topology.pp,
-            context_parallel_size=topology.cp,
-            expert_model_parallel_size=expert,
+            tensor_model_parallel_size=parallel_layout.tp,
+            pipeline_model_parallel_size=parallel_layout.pp,
+            context_parallel_size=parallel_layout.cp,
+            expert_model_parallel_size=parallel_layout.ep,
             expert_tensor_parallel_size=1,
-            order="tp-cp-ep-dp-pp",  # tp varies fastest, as in Topology
+            order="tp-cp-ep-dp-pp",  # tp varies fastest, as in ParallelLayout
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )

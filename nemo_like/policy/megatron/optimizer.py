@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nemo_like.config.schema import OptimizerConfig
+from nemo_like.integer_math import ceil_div
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT
 from nemo_like.policy.megatron.cpu import cuda_type_names
 from nemo_like.policy.megatron.groups import Groups
@@ -285,7 +286,7 @@ class ShardedAdamW:
         spec = self._param_map[name]
         row_size = math.prod(spec.shape[1:])
         first_row = shard.start // row_size
-        end_row = -(-shard.stop // row_size)
+        end_row = ceil_div(shard.stop, row_size)
         values = assemble_rows(spec, read, first_row, end_row).flatten()
         first = first_row * row_size
         return values[shard.start - first : shard.stop - first].to(self._device, copy=True)

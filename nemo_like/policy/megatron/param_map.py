@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.integer_math import ceil_div
 from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
 
 Shape = tuple[int, ...]
 
@@ -96,7 +97,7 @@ class ModelSharding:
     def vocabulary_rows(self) -> int:
         """Rows of the embedding on each tp rank, padding of the vocabulary included."""
         # Megatron-Core needs equal shards, so the vocabulary is padded to a multiple of tp.
-        return -(-self.spec.vocab_size // self.tp)
+        return ceil_div(self.spec.vocab_size, self.tp)
 
     def layers(self, stage: int) -> range:
         """Layers of a pipeline stage; the first `num_layers % pp` stages have one more."""
@@ -235,14 +236,10 @@ class RankParams:
         return rows
 
 
-def parallel_coords(topology: Topology, ep: int, rank: int) -> tuple[int, int, int]:
-    """Return (pipeline stage, tp rank, ep rank) of a global rank.
-
-    An expert-parallel group is `ep` consecutive ranks of one pipeline stage, as in Megatron-Core.
-    """
-    coordinates = topology.coordinates(rank)
-    first_rank_of_stage = topology.rank(pp=coordinates.pp)
-    return coordinates.pp, coordinates.tp, (rank - first_rank_of_stage) % ep
+def parallel_coords(parallel_layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
+    """Return (pipeline stage, tp rank, ep rank) of a global rank."""
+    coordinates = parallel_layout.coordinates(rank)
+    return coordinates.pp, coordinates.tp, parallel_layout.ep_rank(rank)
 
 
 def _index(offset: Shape, shape: Shape) -> tuple[slice, ...]:

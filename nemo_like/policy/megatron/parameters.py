@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.distributed import activity
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.param_map import (
     HFSlice,
@@ -72,14 +72,14 @@ class FullWeightGatherer:
         self,
         family: Family,
         sharding: ModelSharding,
-        topology: Topology,
+        parallel_layout: ParallelLayout,
         rank: int,
         device: torch.device,
     ) -> None:
-        self._topology = topology
+        self._parallel_layout = parallel_layout
         self._rank = rank
         self._device = device
-        self._stage, self._tp_rank, self._ep_rank = parallel_coords(topology, sharding.ep, rank)
+        self._stage, self._tp_rank, self._ep_rank = parallel_coords(parallel_layout, rank)
         self._owners: dict[str, list[_ShardOwner]] = {}
         # Every rank knows the parameters of all ranks, so that senders and rank 0 agree without
         # communication.
@@ -149,7 +149,7 @@ class FullWeightGatherer:
     def _sender(self, owner: _ShardOwner) -> int:
         """Global rank of the first replica."""
         # Ranks of a stage start at its first rank; tp ranks, and ep ranks, are consecutive.
-        return self._topology.rank(pp=owner.stage) + owner.group_rank
+        return self._parallel_layout.rank(pp=owner.stage) + owner.group_rank
 
     def _has_parameter(self, owner: _ShardOwner) -> bool:
         group_rank = self._ep_rank if owner.is_expert else self._tp_rank

@@ -18,7 +18,8 @@ from nemo_like.data.packing.algorithms import PackingAlgorithm, get_packer
 from nemo_like.data.packing.metrics import PackingMetrics
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import BatchPlan, Microbatch, PlanSpec, plan_batch
-from nemo_like.data.planning.spec import Balance, Layout, Sync
+from nemo_like.data.planning.spec import Balance
+from nemo_like.parallel_layout import RowLayout, Sync
 
 LENGTHS = np.clip(
     np.random.default_rng(0).lognormal(np.log(300), 0.9, 256).astype(np.int64), 4, 2048
@@ -30,7 +31,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], PlanSpec, list[int] | None]:
     """Lengths, a spec and groups (or none): every packer, both layouts, all policies, alignments
     and multiples.
     """
-    layout: Layout = draw(st.sampled_from(["packed", "padded"]))
+    layout: RowLayout = draw(st.sampled_from(["packed", "padded"]))
     by_rows = layout == "padded" and draw(st.booleans())
     step = draw(st.none() | st.integers(1, 6).map(lambda count: 4 * count))
     algorithm = draw(st.sampled_from(PackingAlgorithm))
@@ -298,7 +299,7 @@ def test_a_bin_packer_keeps_its_bins_whatever_the_balance(algorithm: PackingAlgo
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("sync", ["microbatch", "step"])
-def test_each_balance_evens_its_own_measure(layout: Layout, sync: Sync) -> None:
+def test_each_balance_evens_its_own_measure(layout: RowLayout, sync: Sync) -> None:
     spec = PlanSpec(layout=layout, max_tokens=2048, num_ranks=8, sync=sync)
     flops = plan_batch(LENGTHS, spec).metrics()
     tokens = plan_batch(LENGTHS, replace(spec, balance="tokens")).metrics()

@@ -63,7 +63,7 @@ CLUSTER = """
     import ray
     from nemo_like.config.schema import ClusterConfig
     from nemo_like.distributed.ray.session_guard import remove_all_sessions
-    from nemo_like.distributed.parallel_layout import Topology
+    from nemo_like.parallel_layout import ParallelLayout
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup
     from tests.distributed.plain_workers import PlainWorker
@@ -72,7 +72,8 @@ CLUSTER = """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: received.append(number))
     cluster = RayVirtualCluster(ClusterConfig(workers_per_node=2, cpus_per_worker=0.1))
-    group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", topology=Topology(dp=2))
+    layout = ParallelLayout(dp=2)
+    group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", parallel_layout=layout)
     pids = [location.pid for location in group.locations]
     for number in (signal.SIGINT, signal.SIGHUP):
         os.killpg(0, number)

@@ -120,13 +120,14 @@ def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_ray_address_names_the_cluster_and_it_outlives_the_run(two_nodes: Cluster) -> None:
     script = """
         from nemo_like.config.schema import ClusterConfig
-        from nemo_like.distributed.parallel_layout import Topology
+        from nemo_like.parallel_layout import ParallelLayout
         from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
         from nemo_like.distributed.ray.worker_group import RayWorkerGroup
         from tests.distributed.plain_workers import PlainWorker
 
         with RayVirtualCluster(ClusterConfig(num_nodes=2, workers_per_node=1)) as cluster:
-            group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", topology=Topology(dp=2))
+            layout = ParallelLayout(dp=2)
+            group = RayWorkerGroup(cluster, PlainWorker, {}, name="policy", parallel_layout=layout)
             print(group.run_all_workers("multiply", 5))
             print(*sorted(location.node_id for location in group.locations))
     """

@@ -18,15 +18,15 @@ from ray.exceptions import ActorDiedError
 
 from nemo_like.config.schema import ClusterConfig
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.ray import failures
 from nemo_like.distributed.ray.failures import Failure, explain
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+from nemo_like.parallel_layout import ParallelLayout
 from tests.distributed.collective_workers import CollectiveWorker
 from tests.distributed.plain_workers import Counted, PlainWorker
 
-TOPOLOGY = Topology(dp=2, tp=2)
+LAYOUT = ParallelLayout(dp=2, tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,11 @@ def cluster(two_nodes: Cluster) -> Iterator[RayVirtualCluster]:
 
 
 def plain_group(
-    cluster: RayVirtualCluster, topology: Topology = TOPOLOGY, **kwargs: object
+    cluster: RayVirtualCluster, parallel_layout: ParallelLayout = LAYOUT, **kwargs: object
 ) -> RayWorkerGroup:
-    return RayWorkerGroup(cluster, PlainWorker, kwargs, name="policy", topology=topology)
+    return RayWorkerGroup(
+        cluster, PlainWorker, kwargs, name="policy", parallel_layout=parallel_layout
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +118,19 @@ def test_a_group_takes_no_more_workers_than_there_is_room_for(cluster: RayVirtua
     with pytest.raises(
         ValueError, match=r"policy group has 8 workers .*the cluster has bundles for 4"
     ):
-        plain_group(cluster, Topology(dp=8))
+        plain_group(cluster, ParallelLayout(dp=8))
 
 
 def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(
     cluster: RayVirtualCluster,
 ) -> None:
     rewards = RayWorkerGroup(
-        cluster, PlainWorker, {}, name="reward", topology=Topology(dp=2), bundles="anywhere"
+        cluster,
+        PlainWorker,
+        {},
+        name="reward",
+        parallel_layout=ParallelLayout(dp=2),
+        bundles="anywhere",
     )
     assert rewards.run_all_workers("multiply", 1) == [0, 1]
     rewards.shutdown()
@@ -133,11 +140,16 @@ def test_rewards_need_no_room_and_a_group_can_be_shut_down_twice(
 
 
 def test_each_gpu_has_one_policy_worker_and_the_generator_beside_it(group: RayWorkerGroup) -> None:
-    topology = Topology(dp=2)
+    parallel_layout = ParallelLayout(dp=2)
     with RayVirtualCluster(ClusterConfig(gpus_per_node=2, cpus_per_worker=0.25)) as cluster:
-        policy = plain_group(cluster, topology)
+        policy = plain_group(cluster, parallel_layout)
         generation = RayWorkerGroup(
-            cluster, PlainWorker, {}, name="generation", topology=topology, bundles="generation"
+            cluster,
+            PlainWorker,
+            {},
+            name="generation",
+            parallel_layout=parallel_layout,
+            bundles="generation",
         )
         seen = policy.run_all_workers("describe")
         assert [context.device for context, *_ in seen] == ["cuda:0"] * 2
@@ -154,7 +166,7 @@ def test_each_gpu_has_one_policy_worker_and_the_generator_beside_it(group: RayWo
 
 def test_an_exception_of_a_constructor_surfaces(cluster: RayVirtualCluster) -> None:
     with pytest.raises(WorkerError) as caught:
-        plain_group(cluster, Topology(dp=2), fail_rank=1)
+        plain_group(cluster, ParallelLayout(dp=2), fail_rank=1)
     assert (caught.value.rank, caught.value.method, caught.value.group) == (1, "__init__", "policy")
     assert isinstance(caught.value.cause, KeyError)
     assert "raise KeyError" in caught.value.traceback_text
@@ -168,13 +180,13 @@ def test_exceptions_and_results_that_cannot_be_pickled_are_reported(
     cluster: RayVirtualCluster,
 ) -> None:
     with pytest.raises(WorkerError, match=r"worker 0 .* RuntimeError: Unpicklable: no \(really\)"):
-        plain_group(cluster, Topology()).run_all_workers("fail_unpicklable")
+        plain_group(cluster, ParallelLayout()).run_all_workers("fail_unpicklable")
     with pytest.raises(WorkerError, match=r"cannot pickle 'frame' object"):
-        plain_group(cluster, Topology()).run_all_workers("return_unpicklable")
+        plain_group(cluster, ParallelLayout()).run_all_workers("return_unpicklable")
 
 
 def test_a_crash_is_named_with_the_last_lines_of_the_log(cluster: RayVirtualCluster) -> None:
-    group = plain_group(cluster, Topology(dp=2))
+    group = plain_group(cluster, ParallelLayout(dp=2))
     with pytest.raises(WorkerDied, match="it crashed") as caught:
         group.run_all_workers("crash", 1)
     assert caught.value.rank == 1
@@ -185,7 +197,7 @@ def test_a_crash_is_named_with_the_last_lines_of_the_log(cluster: RayVirtualClus
 
 
 def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtualCluster) -> None:
-    group = plain_group(cluster, Topology(dp=2))
+    group = plain_group(cluster, ParallelLayout(dp=2))
     start = time.monotonic()
     with pytest.raises(
         WorkerError,
@@ -200,7 +212,7 @@ def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtu
 def test_a_cause_of_death_is_reported_only_when_it_is_known(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = plain_group(cluster, Topology(dp=2))
+    group = plain_group(cluster, ParallelLayout(dp=2))
     location = group.locations[1]
     kill_in(0.5, location.pid)
     with pytest.raises(WorkerDied) as caught:
@@ -227,7 +239,7 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     """
     timeouts = dataclasses.replace(cluster.config, progress_timeout_s=5.0, collective_timeout_s=4.0)
     monkeypatch.setattr(cluster, "config", timeouts)
-    group = plain_group(cluster, Topology(dp=2))
+    group = plain_group(cluster, ParallelLayout(dp=2))
     assert group.run_all_workers("work", 8.0) == [0, 1], "a slow worker is not taken for a hung one"
     pid = group.locations[1].pid
     with pytest.raises(WorkerHung) as caught:
@@ -242,7 +254,7 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     for location in group.locations:
         wait_for_end(location.pid)
 
-    group = plain_group(cluster, Topology(dp=2))
+    group = plain_group(cluster, ParallelLayout(dp=2))
     stopped = group.locations[0].pid
     os.kill(stopped, signal.SIGSTOP)
     with pytest.raises(WorkerHung, match=r"worker 0 .* it is stopped \(SIGSTOP or a debugger\)"):
@@ -250,9 +262,13 @@ def test_a_hung_worker_is_distinguished_from_a_slow_one(
     wait_for_end(stopped)
 
 
-def collective_group(cluster: RayVirtualCluster, topology: Topology) -> RayWorkerGroup:
+def collective_group(cluster: RayVirtualCluster, parallel_layout: ParallelLayout) -> RayWorkerGroup:
     return RayWorkerGroup(
-        cluster, CollectiveWorker, {"topology": topology}, name="policy", topology=topology
+        cluster,
+        CollectiveWorker,
+        {"parallel_layout": parallel_layout},
+        name="policy",
+        parallel_layout=parallel_layout,
     )
 
 
@@ -262,7 +278,7 @@ def kill_in(seconds: float, pid: int) -> None:
 
 def test_collectives_cross_nodes_until_a_worker_is_killed(cluster: RayVirtualCluster) -> None:
     """One process group over both nodes; then rank 2 is killed in the middle of a collective."""
-    group = collective_group(cluster, TOPOLOGY)
+    group = collective_group(cluster, LAYOUT)
     assert {(threads, device) for threads, device, _ in group.run_all_workers("describe")} == {
         (1, "cpu")
     }
@@ -302,6 +318,6 @@ def test_a_broken_collective_waits_for_what_broke_it(cluster: RayVirtualCluster)
     with pytest.raises(
         WorkerError, match=r"worker 1 .*: ValueError: row 7 is bad on rank 1"
     ) as caught:
-        collective_group(cluster, Topology(dp=2)).run_all_workers("fail_after_leaving", 1)
+        collective_group(cluster, ParallelLayout(dp=2)).run_all_workers("fail_after_leaving", 1)
     assert isinstance(caught.value.cause, ValueError)
     assert "raise ValueError" in caught.value.traceback_text

@@ -21,10 +21,11 @@ from nemo_like.config.schema import (
 )
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.parameters import row_range
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
@@ -50,8 +51,8 @@ def train_steps(
         spec = plan_spec(
             config,
             purpose="train",
-            topology=Topology(dp=worker_context.world_size),
-            cost=worker.info().cost,
+            parallel_layout=ParallelLayout(dp=worker_context.world_size),
+            model=load_spec(config.model_name),
         )
         shard = batch.shard(plan_batch(batch["length"], spec))[worker_context.rank]
         (metrics,) = worker.train(shard, None, NllLoss())

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nemo_like import parallel_layout as parallel_layout_module
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     OptimizerConfig,
@@ -27,16 +29,13 @@ from nemo_like.config.schema import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
-from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parameters import local_shard
 from nemo_like.policy.worker import PolicyWorker
@@ -107,17 +106,14 @@ class Rank:
     def __init__(self, worker_context: WorkerContext, parallel: ParallelConfig) -> None:
         self.rank = worker_context.rank
         self.parallel = parallel
-        self.topology = Topology.from_world_size(
-            worker_context.world_size, cp=parallel.context, tp=parallel.tensor
-        )
+        self.parallel_layout = build_layout(parallel, worker_context.world_size)
 
     def worker(self, config: PolicyConfig) -> PolicyWorker:
         engine = DTensorEngine(
             config,
             torch.device("cpu"),
-            self.topology,
+            self.parallel_layout,
             self.rank,
-            sequence_parallel=self.parallel.sequence,
             trainable=True,
         )
         return PolicyWorker(config, engine, None)
@@ -126,11 +122,12 @@ class Rank:
         spec = plan_spec(
             config,
             purpose="train",
-            topology=self.topology,
-            cost=CostModel(),
-            sequence_parallel=self.parallel.sequence,
+            parallel_layout=self.parallel_layout,
+            model=None,
         )
-        return batch.shard(plan_batch(batch["length"], spec))[self.topology.dp_rank(self.rank)]
+        return batch.shard(plan_batch(batch["length"], spec))[
+            self.parallel_layout.dp_rank(self.rank)
+        ]
 
 
 def full_gradients(engine: DTensorEngine) -> Iterator[tuple[str, Tensor]]:
@@ -237,7 +234,7 @@ def program(
         found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                dtensor_model, "MAX_UNSHARDED_BYTES_ON_CPU", 0
+                parallel_layout_module, "MAX_UNSHARDED_BYTES", 0
             )  # as a model too large to stay unsharded does it
             config = dataclasses.replace(TRAINED, model_name=trained)
             worker = rank.worker(config)

@@ -21,7 +21,7 @@ from transformers import (
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
+from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 
@@ -122,14 +122,11 @@ def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
 
 
 def test_a_pipeline_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"parallel\.pipeline is 2, but policy\.engine dtensor has no pipeline"
-    ):
+    with pytest.raises(LayoutError, match="pp is 2, but engine dtensor has no pipeline"):
         DTensorEngine(
             PolicyConfig(model_name=""),
             torch.device("cpu"),
-            Topology(pp=2),
+            ParallelLayout(pp=2),
             0,
-            sequence_parallel=False,
             trainable=True,
         )

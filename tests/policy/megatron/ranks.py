@@ -16,16 +16,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.engine import MegatronEngine
@@ -115,7 +118,7 @@ class Rank:
 
     context: WorkerContext
     parallel: ParallelConfig
-    topology: Topology
+    parallel_layout: ParallelLayout
     device: torch.device
     groups: Groups
 
@@ -123,10 +126,9 @@ class Rank:
         return RecordingEngine(
             config,
             self.device,
-            self.topology,
+            self.parallel_layout,
             self.context.rank,
             groups=self.groups,
-            sequence_parallel=self.parallel.sequence,
             trainable=trainable,
         )
 
@@ -138,30 +140,42 @@ class Rank:
         spec = plan_spec(
             config,
             purpose="train",
-            topology=self.topology,
-            cost=worker.info().cost,
-            sequence_parallel=self.parallel.sequence,
-            sync=worker.info().sync,
+            parallel_layout=self.parallel_layout,
+            model=load_spec(config.model_name),
         )
         return batch.shard(plan_batch(batch["length"], spec))[
-            self.topology.dp_rank(self.context.rank)
+            self.parallel_layout.dp_rank(self.context.rank)
         ]
 
 
 @contextmanager
 def joined(context: WorkerContext, parallel: ParallelConfig) -> Iterator[Rank]:
     """In a process group of Megatron's axes."""
-    topology = Topology.from_world_size(
-        context.world_size, pp=parallel.pipeline, cp=parallel.context, tp=parallel.tensor
-    )
+    parallel_layout = build_layout(parallel, context.world_size)
     device = process_groups.init_process_group(context)
     try:
         groups = Groups.join(
-            topology, device, seed=0, timeout_s=context.collective_timeout_s, expert=parallel.expert
+            parallel_layout, device, seed=0, timeout_s=context.collective_timeout_s
         )
-        yield Rank(context, parallel, topology, device, groups)
+        _check_groups(groups, parallel_layout, context.rank)
+        yield Rank(context, parallel, parallel_layout, device, groups)
     finally:
         process_groups.destroy()
+
+
+def _check_groups(groups: Groups, parallel_layout: ParallelLayout, rank: int) -> None:
+    """Megatron-Core has formed the groups that the layout describes."""
+    for group, groups_of_layout in (
+        (groups.tp, parallel_layout.groups("tp")),
+        (groups.cp, parallel_layout.groups("cp")),
+        (groups.dp, parallel_layout.groups("dp")),
+        (groups.dp_cp, parallel_layout.groups("dp", "cp")),
+        (groups.ep, parallel_layout.expert_parallel_groups()),
+        (groups.expert_dp, parallel_layout.expert_data_parallel_groups()),
+    ):
+        ranks = dist.get_process_group_ranks(group)
+        assert ranks == list(next(ranks for ranks in groups_of_layout if rank in ranks))
+        assert parallel_layout.ep_rank(rank) == groups.ep.rank()
 
 
 @dataclass(frozen=True)
@@ -258,12 +272,16 @@ def train_dtensor(
     try:
         if start is not None:
             worker.load(start)
-        topology = Topology.from_world_size(
-            context.world_size, cp=parallel.context, tp=parallel.tensor
-        )
+        parallel_layout = build_layout(parallel, context.world_size)
         batch = random_batch(LENGTHS)
-        spec = plan_spec(config, purpose="train", topology=topology, cost=worker.info().cost)
-        shard = batch.shard(plan_batch(batch["length"], spec))[topology.dp_rank(context.rank)]
+        spec = plan_spec(
+            config,
+            purpose="train",
+            parallel_layout=parallel_layout,
+            model=load_spec(config.model_name),
+        )
+        dp_rank = parallel_layout.dp_rank(context.rank)
+        shard = batch.shard(plan_batch(batch["length"], spec))[dp_rank]
         losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(2)]
         if out is not None:
             worker.save(out)
@@ -289,11 +307,10 @@ def look_around(
             name: tensor.numpy()
             for name, tensor in engine.full_weights(list(engine.weight_shapes()))
         }
-        place = rank.topology.coordinates(context.rank)
+        place = rank.parallel_layout.coordinates(context.rank)
         seen["sum"] = engine.sum_over_dp([1.0, float(place.dp)])
         seen["gathered"] = engine.gather_over_dp_cp(context.rank)
         seen["cp"] = engine.gather_over_cp(torch.tensor([float(place.cp), -1.0])).tolist()
-        seen["sync"] = engine.sync
         worker.probe_isolation()
         seen["kept"] = metric_values(worker.evaluate(shard, POLICY_GRADIENT, handle))
         with_columns = rank.shard(config, worker, random_batch(LENGTHS))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
-from nemo_like.distributed.parallel_layout import Topology
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.losses import NllLoss
 from nemo_like.policy import engine_base
@@ -234,16 +234,13 @@ def test_scores_weights_and_groups(model_dir, on_ranks):
             assert_same_logprobs(model, found, *row)
         for name, parameter in model.named_parameters():
             assert np.array_equal(ranks[0]["weights"][name], parameter.detach().numpy()), name
-        topology = Topology.from_world_size(
-            world_size, pp=degrees.pipeline, cp=degrees.context, tp=degrees.tensor
-        )
-        for ranks_of_group in topology.groups("dp", "cp"):
+        parallel_layout = build_layout(degrees, world_size)
+        for ranks_of_group in parallel_layout.groups("dp", "cp"):
             assert all(ranks[rank]["gathered"] == list(ranks_of_group) for rank in ranks_of_group)
         assert ranks[0]["sum"] == [1.0, 0.0]
         assert ranks[0]["cp"] == [
             value for cp in range(degrees.context) for value in (float(cp), -1.0)
         ]
-        assert ranks[0]["sync"] == ("microbatch" if degrees.pipeline > 1 else "step")
         if degrees.pipeline > 1:
             assert ranks[0]["outputs"] == {}, "only the last stage has outputs"
         last_stage = ranks[-world_size // degrees.pipeline :]

@@ -1,0 +1,334 @@
+"""`ParallelLayout`: how many ranks share a model, along which axes, and what follows from that.
+
+Pure arithmetic without process groups, Ray or a model: rank order and groups, divisibility of the
+axes, the multiples that rows and microbatches are padded to, and where ranks wait for each other.
+
+The order of ranks is Megatron's "tp-cp-dp-pp": tp varies fastest with the rank, then cp, then dp,
+and pp is outermost. So the ranks of one tp group are neighbours and, as workers fill one node after
+another, share a node if tp divides its size. Expert parallelism is not a further axis of this grid:
+its groups are consecutive ranks of one pipeline stage, across tp, cp and dp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from nemo_like.integer_math import nearest_divisors, round_up
+
+Axis = Literal["pp", "dp", "cp", "tp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+"""Outermost first: the shape of a device mesh whose ranks are in row-major order."""
+Field = Literal["pp", "dp", "cp", "tp", "ep", "sequence_parallel", "engine", "workers"]
+"""Something that a user sets and a `LayoutProblem` can name."""
+EngineName = Literal["dtensor", "megatron"]
+Sync = Literal["microbatch", "step"]
+"""Where the ranks of a layout wait for each other: at every microbatch, or once per optimizer step.
+A plan balances work over the ranks between two such points.
+"""
+RowLayout = Literal["packed", "padded"]
+"""Rows of a microbatch: concatenated, or padded to the longest row of their microbatch."""
+MAX_UNSHARDED_BYTES = 4 << 30
+"""Largest float32 weights, in bytes per tensor-parallel rank, that FSDP2 leaves unsharded within a
+step. That takes one all-gather and one reduce-scatter per optimizer step instead of one per
+microbatch, at the cost of memory for unsharded weights and gradients.
+
+The limit does not depend on the device, so that a plan can be made without it.
+"""
+
+FIELD_NAMES: Mapping[str, str] = {field: field for field in get_args(Field)}
+"""Names of the fields in messages where there is no configuration."""
+
+
+@dataclass(frozen=True)
+class LayoutProblem:
+    """Something that is wrong with a layout: for an engine, for a model, or by itself."""
+
+    fields: tuple[Field, ...]
+    """The fields to change, the most likely one first."""
+    template: str
+    """The message, with `{tp}` and so on where fields are named."""
+
+    def text(self, names: Mapping[str, str] = FIELD_NAMES) -> str:
+        """Return the message with the names that the reader knows: axes, flags or config keys."""
+        return self.template.format_map(names)
+
+
+class LayoutError(ValueError):
+    """Sizes that do not form a layout."""
+
+    def __init__(self, problems: Sequence[LayoutProblem]) -> None:
+        super().__init__("; ".join(problem.text() for problem in problems))
+        self.problems = tuple(problems)
+
+
+class Coordinates(NamedTuple):
+    """A rank's coordinate along each axis of the grid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class PaddingMultiples:
+    """Multiples of tokens to which rows and microbatches are padded."""
+
+    row: int
+    """Divides the padded length of every row."""
+    total: int
+    """Divides the positions of every microbatch."""
+
+    @property
+    def min_tokens(self) -> int:
+        """Positions of the smallest microbatch: one row of the smallest legal length."""
+        return self.tokens_of_row(1)
+
+    def tokens_of_row(self, length: int) -> int:
+        """Return the positions of a microbatch with one row of `length` tokens.
+
+        It is also the smallest token budget that the row fits in.
+        """
+        return round_up(round_up(length, self.row), self.total)
+
+    def capacity(self, max_tokens: int) -> int:
+        """Return the positions of the largest microbatch within a budget of `max_tokens`."""
+        return max_tokens // self.total * self.total
+
+    def max_row_tokens(self, max_tokens: int) -> int:
+        """Return the largest padded length of a row within a budget of `max_tokens`."""
+        return self.capacity(max_tokens) // self.row * self.row
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The sizes of all axes. Raises LayoutError unless they fit together.
+
+    Example: `ParallelLayout(dp=2, tp=2)` has 4 ranks; rank 3 is dp 1, tp 1; the tp groups are
+    (0, 1) and (2, 3), the dp groups (0, 2) and (1, 3); ranks 0 and 2 are the output ranks of dp 0
+    and dp 1.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    """Expert-parallel size: ranks over which a pipeline stage distributes its experts."""
+    sequence_parallel: bool = False
+    """Norms and residuals are sharded by tokens over the tensor-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        fields: tuple[Field, ...] = (*AXES, "ep")
+        for field in fields:
+            size = getattr(self, field)
+            if size < 1:
+                text = (
+                    f"{{{field}}} is {size}; every axis has a size of at least 1 (1 turns it off)"
+                )
+                raise LayoutError([LayoutProblem((field,), text)])
+        problems = _sequence_problems(self.tp, self.sequence_parallel)
+        stage_size = self.dp * self.cp * self.tp
+        if stage_size % self.ep:
+            text = (
+                f"{{ep}} {self.ep} must divide the workers of a pipeline stage, {self.world_size}"
+                f" {{workers}} / {{pp}} {self.pp} = {stage_size}, and {stage_size} / {self.ep} ="
+                f" {stage_size / self.ep:.4g}, not a whole number: set {{ep}} to"
+                f" {nearest_divisors(stage_size, self.ep)}"
+            )
+            problems.append(LayoutProblem(("ep", "pp", "workers"), text))
+        if problems:
+            raise LayoutError(problems)
+
+    @classmethod
+    def from_world_size(
+        cls,
+        world_size: int,
+        *,
+        pp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        sequence_parallel: bool = False,
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks; dp is the number of model replicas.
+
+        Raises LayoutError, with the nearest valid sizes, if pp x cp x tp does not divide it or ep
+        does not divide the ranks of a pipeline stage.
+        """
+        replica_size = pp * cp * tp
+        num_replicas, remainder = divmod(world_size, replica_size)
+        if remainder or num_replicas == 0:
+            smaller = num_replicas * replica_size
+            larger = smaller + replica_size
+            sizes = f"{smaller} or {larger}" if smaller else str(larger)
+            text = (
+                f"{{tp}} {tp} x {{cp}} {cp} x {{pp}} {pp} = {replica_size} workers per model"
+                f" replica, and {world_size} {{workers}} / {replica_size} ="
+                f" {world_size / replica_size:.4g} replicas, not a whole number: use {sizes}"
+                " workers"
+            )
+            problem = LayoutProblem(("tp", "cp", "pp", "workers"), text)
+            raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
+        return cls(pp, num_replicas, cp, tp, ep, sequence_parallel)
+
+    @property
+    def shape(self) -> Coordinates:
+        return Coordinates(self.pp, self.dp, self.cp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one model replica."""
+        return self.pp * self.cp * self.tp
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Return the global rank at these coordinates. Raises ValueError outside the layout."""
+        for axis, coordinate, size in zip(AXES, (pp, dp, cp, tp), self.shape, strict=True):
+            if not 0 <= coordinate < size:
+                raise ValueError(f"{axis} {coordinate} is outside the axis, which has {size}")
+        # Row-major order of [pp, dp, cp, tp].
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of a global rank. Raises ValueError outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the world of {self.world_size} = {self}")
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Coordinates(pp, dp, cp, tp)
+
+    def dp_rank(self, rank: int) -> int:
+        """Return the data-parallel rank of a global rank."""
+        return self.coordinates(rank).dp
+
+    def ep_rank(self, rank: int) -> int:
+        """Return the rank within the expert-parallel group of a global rank."""
+        # Pipeline stages start at multiples of ep, because ep divides their size.
+        return rank % self.ep
+
+    def output_rank(self, dp_rank: int) -> int:
+        """Return the rank that returns the results of a dp rank: last pp stage, cp 0, tp 0."""
+        # Only the last pipeline stage computes the loss and the log-probs.
+        return self.rank(pp=self.pp - 1, dp=dp_rank)
+
+    def replicas(self, dp_rank: int) -> tuple[int, ...]:
+        """Return the ranks that get the shard of `dp_rank`, in rank order."""
+        ranks = range(self.world_size)
+        return tuple(rank for rank in ranks if self.dp_rank(rank) == dp_rank)
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Return the process groups along `axes`: ranks whose other coordinates are equal.
+
+        Every rank is in exactly one group.
+
+        Example: `ParallelLayout(dp=2, tp=2).groups("tp") == ((0, 1), (2, 3))`;
+        `.groups("dp", "tp") == ((0, 1, 2, 3),)`.
+        """
+        # Ranks of one group agree on the coordinates of all other axes, which identify the group.
+        fixed = [axis for axis in AXES if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for coordinates in itertools.product(*map(range, self.shape)):
+            values = Coordinates(*coordinates)._asdict()
+            key = tuple(values[axis] for axis in fixed)
+            groups.setdefault(key, []).append(self.rank(**values))
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def expert_parallel_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups over which a pipeline stage distributes its experts.
+
+        Example: `ParallelLayout(dp=2, tp=2, ep=2).expert_parallel_groups() == ((0, 1), (2, 3))`.
+        """
+        starts = range(0, self.world_size, self.ep)
+        return tuple(tuple(range(start, start + self.ep)) for start in starts)
+
+    def expert_data_parallel_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks of one pipeline stage that have the same experts.
+
+        Example: `ParallelLayout(dp=2, tp=2, ep=2).expert_data_parallel_groups()` is
+        `((0, 2), (1, 3))`.
+        """
+        stage_size = self.world_size // self.pp
+        groups = []
+        for first in range(0, self.world_size, stage_size):
+            for ep_rank in range(self.ep):
+                groups.append(tuple(range(first + ep_rank, first + stage_size, self.ep)))
+        return tuple(groups)
+
+    def padding_multiples(
+        self, row_layout: RowLayout, *, sequence_length_round: int = 1
+    ) -> PaddingMultiples:
+        """Return the multiples that context and sequence parallelism require of token counts.
+
+        Context parallelism divides each row into 2 x cp chunks (zig-zag); sequence parallelism
+        divides the tokens of each context-parallel rank over the tensor-parallel group. Rows are
+        also padded to `sequence_length_round`.
+        """
+        num_chunks = 2 * self.cp if self.cp > 1 else 1
+        num_shards = self.cp * self.tp if self.sequence_parallel else 1
+        total = math.lcm(num_chunks, num_shards)
+        row = math.lcm(sequence_length_round, num_chunks)
+        # Packed rows are padded one by one and the total once; padded rows are all as long as the
+        # longest, so each of them must also satisfy the multiple of the total.
+        return PaddingMultiples(row if row_layout == "packed" else math.lcm(row, total), total)
+
+    def keeps_unsharded(self, engine: EngineName, num_params: int) -> bool:
+        """Return True if a model of `num_params` parameters stays unsharded within a step.
+
+        Only FSDP2 (dtensor) shards weights that it needs in full; Megatron-Core never does.
+        """
+        return engine == "dtensor" and 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
+
+    def sync(self, engine: EngineName, num_params: int) -> Sync:
+        """Return where ranks wait for each other with this engine and this size of the model."""
+        if engine == "megatron":
+            # Stages exchange activations, and expert-parallel ranks tokens, in every microbatch.
+            return "microbatch" if self.pp > 1 or self.ep > 1 else "step"
+        # FSDP2 all-gathers each microbatch's weights unless they stay unsharded.
+        return "step" if self.keeps_unsharded(engine, num_params) else "microbatch"
+
+    def __str__(self) -> str:
+        text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        if self.ep > 1:
+            text += f", ep {self.ep}"
+        if self.sequence_parallel:
+            text += ", sequence parallel"
+        return text
+
+
+def engine_problems(engine: EngineName, *, pp: int, ep: int) -> list[LayoutProblem]:
+    """Return a problem for each of these axes that the engine does not have."""
+    if engine == "megatron":
+        return []
+    problems = []
+    axes: tuple[tuple[Field, int, str], ...] = (
+        ("pp", pp, "pipeline"),
+        ("ep", ep, "expert parallelism"),
+    )
+    for field, size, what in axes:
+        if size > 1:
+            text = (
+                f"{{{field}}} is {size}, but {{engine}} dtensor has no {what}: set it to 1, or"
+                " {engine} to megatron"
+            )
+            problems.append(LayoutProblem((field, "engine"), text))
+    return problems
+
+
+def _sequence_problems(tp: int, sequence_parallel: bool) -> list[LayoutProblem]:
+    """Sequence parallelism needs tensor-parallel ranks."""
+    if not sequence_parallel or tp > 1:
+        return []
+    text = (
+        "{sequence_parallel} is true, but it shards activations over the tensor-parallel group and"
+        " {tp} is 1: set it to false, or {tp} to 2 or more"
+    )
+    return [LayoutProblem(("sequence_parallel", "tp"), text)]

@@ -1,0 +1,121 @@
+"""`validate` and `nemo-like plan` preview the plan that a run makes on the driver."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_like import parallel_layout
+from nemo_like.algorithms.sft import run_sft
+from nemo_like.commands import validate as validate_module
+from nemo_like.commands.first_step import first_lengths
+from nemo_like.commands.plan_arguments import add_arguments
+from nemo_like.commands.plan_request import plan_request
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import RunConfig
+from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.policy import Policy
+from nemo_like.prediction.plan_report import make_plan
+from nemo_like.training.model_files import open_model_spec
+from tests.recipe import Recipe
+
+BATCH_SIZE = 16
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "dp 4": (),
+    "dp 4, rounded": ("policy.sequence_packing.sequence_length_round=6",),
+    "dp 2 x tp 2, sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "dp 2 x cp 2": ("parallel.context=2",),
+    "tp 2 x cp 2, sequence, dynamic batching": (
+        "parallel.tensor=2",
+        "parallel.context=2",
+        "parallel.sequence=true",
+        "policy.sequence_packing.enabled=false",
+        "policy.dynamic_batching.enabled=true",
+    ),
+    "megatron, dp 4": ("policy.engine=megatron",),
+    "megatron, dp 2 x pp 2": ("policy.engine=megatron", "parallel.pipeline=2"),
+}
+
+
+class UnreachableGroup:
+    """A worker group whose workers cannot be called: it has a layout and nothing else."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self.name = "policy"
+        self.parallel_layout = layout
+        self.world_size = layout.world_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"planning used `{name}` of the worker group")
+
+
+def plan_of_run(config: RunConfig, lengths: np.ndarray) -> BatchPlan:
+    """Plan a step as a run does."""
+    group: Any = UnreachableGroup(policy_layout(config))
+    policy = Policy(group, config.policy, open_model_spec(config), seed=config.seed)
+    return policy.plan(lengths)
+
+
+def plan_of_validate(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> BatchPlan:
+    """The plan behind the line about the first step."""
+    plans = []
+
+    def record(lengths: np.ndarray, spec: PlanSpec) -> BatchPlan:
+        plans.append(plan_batch(lengths, spec))
+        return plans[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate_module, "plan_batch", record)
+        report = validate_module.validate(config)
+    assert report.problems == ()
+    # The second plan is the one without packing or dynamic batching.
+    first, _ = plans
+    return first
+
+
+def plan_of_command(recipe: Recipe, overrides: tuple[str, ...]) -> BatchPlan:
+    """The strategy of the config in the report of `nemo-like plan`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    path = str(recipe.folder / "sft.yaml")
+    arguments = parser.parse_args(["--config", path, "--limit", str(BATCH_SIZE), *overrides])
+    arguments.owns_process = False
+    return make_plan(plan_request(arguments)).comparison.chosen.plan
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_large", [False, True], ids=["small model", "large model"])
+def test_the_previewed_plan_is_that_of_the_run(
+    layout: str, is_large: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "megatron" in layout:
+        pytest.importorskip("megatron")
+    if is_large:
+        # FSDP2 then all-gathers the weights of every microbatch.
+        monkeypatch.setattr(parallel_layout, "MAX_UNSHARDED_BYTES", 0)
+    overrides = (
+        "cluster.backend=ray",
+        "cluster.workers_per_node=4",
+        "policy.dynamic_batching.train_mb_tokens=256",
+        *LAYOUTS[layout],
+    )
+    config = recipe.sft(*overrides)
+    lengths, _ = first_lengths(config, BATCH_SIZE, 1)
+    plan = plan_of_run(config, lengths)
+    assert len(lengths) == BATCH_SIZE
+    waits_often = "pp 2" in layout or (is_large and "megatron" not in layout)
+    assert plan.spec.sync == ("microbatch" if waits_often else "step")
+    assert plan_of_validate(config, monkeypatch).to_json() == plan.to_json()
+    assert plan_of_command(recipe, overrides).to_json() == plan.to_json()
+
+
+def test_a_run_makes_the_previewed_plan(recipe: Recipe) -> None:
+    config = recipe.sft("sft.max_num_steps=1", "sft.val_at_start=false", "sft.val_period=0")
+    lengths, _ = first_lengths(config, BATCH_SIZE, 1)
+    result = run_sft(config)
+    saved = (result.directory.path / "plan" / "step_0.json").read_text()
+    assert BatchPlan.from_json(saved).to_json() == plan_of_run(config, lengths).to_json()

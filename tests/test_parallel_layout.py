@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.parallel_layout import (
+    AXES,
+    Axis,
+    EngineName,
+    LayoutError,
+    ParallelLayout,
+    RowLayout,
+    engine_problems,
+)
+
+DEGREES = st.integers(1, 4)
+LAYOUTS = st.builds(ParallelLayout, pp=DEGREES, dp=DEGREES, cp=DEGREES, tp=DEGREES)
+
+
+@given(LAYOUTS)
+@settings(max_examples=60)
+def test_coordinates_and_rank_are_inverse(parallel_layout: ParallelLayout) -> None:
+    places = [parallel_layout.coordinates(rank) for rank in range(parallel_layout.world_size)]
+    assert len(set(places)) == parallel_layout.world_size
+    for rank, place in enumerate(places):
+        assert parallel_layout.rank(**place._asdict()) == rank
+        assert all(
+            0 <= coordinate < degree
+            for coordinate, degree in zip(place, parallel_layout.shape, strict=True)
+        )
+
+
+@given(LAYOUTS)
+@settings(max_examples=60)
+def test_tp_varies_fastest_then_cp_then_dp_then_pp(parallel_layout: ParallelLayout) -> None:
+    # As an order of tuples (pp, dp, cp, tp): ranks count up in it.
+    places = [parallel_layout.coordinates(rank) for rank in range(parallel_layout.world_size)]
+    assert places == sorted(places)
+
+
+@given(LAYOUTS, st.lists(st.sampled_from(AXES), unique=True))
+@settings(max_examples=80)
+def test_groups_partition_the_world_and_vary_only_along_their_axes(
+    parallel_layout: ParallelLayout, axes: list[Axis]
+) -> None:
+    groups = parallel_layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(
+        range(parallel_layout.world_size)
+    )
+    for group in groups:
+        assert list(group) == sorted(group)
+        for axis in AXES:
+            values = {getattr(parallel_layout.coordinates(rank), axis) for rank in group}
+            assert len(values) == (getattr(parallel_layout, axis) if axis in axes else 1)
+
+
+@given(LAYOUTS)
+@settings(max_examples=60)
+def test_each_dp_rank_has_its_replicas_and_one_output_rank(parallel_layout: ParallelLayout) -> None:
+    for dp_rank in range(parallel_layout.dp):
+        replicas = parallel_layout.replicas(dp_rank)
+        assert len(replicas) == parallel_layout.pp * parallel_layout.cp * parallel_layout.tp
+        assert parallel_layout.output_rank(dp_rank) in replicas
+        output = parallel_layout.coordinates(parallel_layout.output_rank(dp_rank))
+        assert (output.pp, output.cp, output.tp) == (parallel_layout.pp - 1, 0, 0)
+    assert sorted(
+        rank for dp in range(parallel_layout.dp) for rank in parallel_layout.replicas(dp)
+    ) == list(range(parallel_layout.world_size))
+
+
+def test_the_documented_example() -> None:
+    parallel_layout = ParallelLayout(dp=2, tp=2)
+    assert parallel_layout.world_size == 4
+    assert parallel_layout.coordinates(3) == (0, 1, 0, 1)
+    assert parallel_layout.groups("tp") == ((0, 1), (2, 3))
+    assert parallel_layout.groups("dp") == ((0, 2), (1, 3))
+    assert parallel_layout.groups("dp", "tp") == ((0, 1, 2, 3),)
+    assert [parallel_layout.output_rank(dp_rank) for dp_rank in range(2)] == [0, 2]
+    assert str(parallel_layout) == "pp 1 x dp 2 x cp 1 x tp 2"
+
+
+def test_dp_takes_what_the_other_axes_leave() -> None:
+    assert ParallelLayout.from_world_size(12, pp=3, tp=2) == ParallelLayout(pp=3, dp=2, tp=2)
+    assert ParallelLayout.from_world_size(5) == ParallelLayout(dp=5)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nearest"),
+    [(8, "use 6 or 12 workers"), (3, "use 6 workers"), (0, "use 6 workers")],
+)
+def test_a_world_that_does_not_divide_shows_the_product_and_the_nearest_sizes(
+    world_size: int, nearest: str
+) -> None:
+    with pytest.raises(
+        LayoutError,
+        match=rf"tp 2 x cp 3 x pp 1 = 6 workers per model replica, and {world_size} workers / 6"
+        rf" = .* replicas, not a whole number: {nearest}",
+    ):
+        ParallelLayout.from_world_size(world_size, cp=3, tp=2)
+
+
+def test_wrong_degrees_ranks_and_coordinates_are_refused() -> None:
+    with pytest.raises(ValueError, match="cp is 0"):
+        ParallelLayout(cp=0)
+    with pytest.raises(ValueError, match="rank 4 is outside the world of 4"):
+        ParallelLayout(dp=4).coordinates(4)
+    with pytest.raises(ValueError, match="tp 1 is outside the axis, which has 1"):
+        ParallelLayout(dp=4).rank(tp=1)
+
+
+@st.composite
+def layouts_with_experts(draw: st.DrawFn) -> ParallelLayout:
+    dp, cp, tp = draw(DEGREES), draw(DEGREES), draw(DEGREES)
+    sizes = [size for size in range(1, dp * cp * tp + 1) if dp * cp * tp % size == 0]
+    return ParallelLayout(pp=draw(DEGREES), dp=dp, cp=cp, tp=tp, ep=draw(st.sampled_from(sizes)))
+
+
+@given(layouts_with_experts())
+def test_expert_groups_divide_each_pipeline_stage(layout: ParallelLayout) -> None:
+    expert_groups = layout.expert_parallel_groups()
+    data_groups = layout.expert_data_parallel_groups()
+    for groups in (expert_groups, data_groups):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        for group in groups:
+            assert len({layout.coordinates(rank).pp for rank in group}) == 1
+    for group in expert_groups:
+        assert [layout.ep_rank(rank) for rank in group] == list(range(layout.ep))
+        assert list(group) == list(range(group[0], group[0] + layout.ep))
+    for group in data_groups:
+        assert len({layout.ep_rank(rank) for rank in group}) == 1
+
+
+def test_axes_that_do_not_fit_together_are_refused_with_the_arithmetic() -> None:
+    with pytest.raises(LayoutError) as refused:
+        ParallelLayout(pp=2, dp=3, tp=2, ep=4)
+    (problem,) = refused.value.problems
+    assert problem.fields == ("ep", "pp", "workers")
+    assert problem.text() == (
+        "ep 4 must divide the workers of a pipeline stage, 12 workers / pp 2 = 6, and 6 / 4 = 1.5,"
+        " not a whole number: set ep to 3 or 6"
+    )
+    with pytest.raises(LayoutError, match="tp is 1: set it to false, or tp to 2 or more"):
+        ParallelLayout(dp=2, sequence_parallel=True)
+    # Both problems of one layout are reported.
+    with pytest.raises(LayoutError) as refused:
+        ParallelLayout.from_world_size(3, cp=2, sequence_parallel=True)
+    assert len(refused.value.problems) == 2
+
+
+def test_only_megatron_has_pipelines_and_expert_parallelism() -> None:
+    assert engine_problems("megatron", pp=4, ep=4) == []
+    assert engine_problems("dtensor", pp=1, ep=1) == []
+    fields = [problem.fields[0] for problem in engine_problems("dtensor", pp=2, ep=2)]
+    assert fields == ["pp", "ep"]
+
+
+@given(
+    LAYOUTS,
+    st.booleans(),
+    st.sampled_from(["packed", "padded"]),
+    st.integers(1, 7),
+    st.integers(1, 60),
+)
+def test_padding_lets_every_rank_have_equal_tokens(
+    layout: ParallelLayout, sequence: bool, row_layout: RowLayout, rounding: int, length: int
+) -> None:
+    layout = replace(layout, sequence_parallel=sequence and layout.tp > 1)
+    multiples = layout.padding_multiples(row_layout, sequence_length_round=rounding)
+    assert multiples.row % rounding == 0
+    if layout.cp > 1:
+        assert multiples.row % (2 * layout.cp) == multiples.total % (2 * layout.cp) == 0
+    if layout.sequence_parallel:
+        assert multiples.total % layout.cp == multiples.total // layout.cp % layout.tp == 0
+    if row_layout == "padded":
+        # A microbatch of any number of rows then has a legal size.
+        assert multiples.row % multiples.total == 0
+    # The smallest budget that a row fits in, by trying all of them.
+    needed = multiples.tokens_of_row(length)
+    padded = next(size for size in range(length, 10**6) if size % multiples.row == 0)
+    assert multiples.max_row_tokens(needed) >= padded
+    assert multiples.max_row_tokens(needed - 1) < padded
+    assert multiples.capacity(needed) == needed
+    assert multiples.min_tokens == multiples.tokens_of_row(1) <= needed
+
+
+@pytest.mark.parametrize(
+    ("engine", "sizes", "num_params", "sync"),
+    [
+        ("dtensor", {}, 2**30, "step"),
+        ("dtensor", {}, 2**30 + 1, "microbatch"),
+        # The limit is for the shard of a tensor-parallel rank.
+        ("dtensor", {"tp": 2}, 2**31, "step"),
+        ("dtensor", {"dp": 8, "cp": 2}, 2**31, "microbatch"),
+        ("megatron", {"dp": 8, "tp": 2, "cp": 2}, 2**40, "step"),
+        ("megatron", {"pp": 2}, 1, "microbatch"),
+        ("megatron", {"dp": 2, "ep": 2}, 1, "microbatch"),
+    ],
+)
+def test_ranks_wait_where_they_exchange_weights_activations_or_tokens(
+    engine: EngineName, sizes: dict[str, Any], num_params: int, sync: str
+) -> None:
+    assert ParallelLayout(**sizes).sync(engine, num_params) == sync
