@@ -26,9 +26,9 @@ from packing_references import lengths_of, read_lengths
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from nemo_like.algorithms.sft import run_sft
-from nemo_like.config.load import load_config
-from nemo_like.config.schema import SftRunConfig
+from nemo_like.algorithms.registry import load_config
+from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.demo_task import build_tokenizer
 
 MODES = {

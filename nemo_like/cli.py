@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_like import __version__
+from nemo_like.algorithms.registry import ALGORITHMS, load_any_config, load_config
 from nemo_like.commands import config_reference
 from nemo_like.commands import plan as plan_command
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable, shortened
 from nemo_like.files import WriteError
 
@@ -46,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nemo-like {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_config_command(commands, "sft", "supervised fine-tuning")
-    _add_config_command(commands, "grpo", "reinforcement learning with group-relative advantages")
+    for kind, algorithm in ALGORITHMS.items():
+        _add_config_command(commands, kind, algorithm.summary)
     text = "check a config, its data and its batches without starting Ray; takes seconds"
     _add_config_command(commands, "validate", text, has_kind=True)
     text = "checks of the system on a config's own model and layout"
@@ -118,7 +119,7 @@ def _add_config_command(commands: Any, name: str, text: str, *, has_kind: bool =
     if has_kind:
         command.add_argument(
             "--kind",
-            choices=("sft", "grpo"),
+            choices=tuple(ALGORITHMS),
             help="the job of the config; default: detected from its keys",
         )
 
@@ -185,21 +186,18 @@ def _run(arguments: argparse.Namespace) -> int:
         written = write_examples(arguments.directory)
         say(f"wrote {len(written)} example configs to {arguments.directory}")
         return 0
-    from nemo_like.config.load import detect_kind, load_config
-
     if arguments.command == "check":
         from nemo_like.commands.check_parity import check_parity
 
-        kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
-        parity = check_parity(load_config(kind, arguments.config, arguments.overrides))
+        config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
+        parity = check_parity(config)
         say(str(parity))
         return 0 if parity.is_equal else 1
     if arguments.command == "validate":
         from nemo_like.commands.validate import validate
         from nemo_like.progress import Progress
 
-        kind = arguments.kind or detect_kind(arguments.config, arguments.overrides)
-        config = load_config(kind, arguments.config, arguments.overrides)
+        config = load_any_config(arguments.config, arguments.overrides, arguments.kind)
         report = validate(config, without_torch=arguments.owns_process)
         report.show(Progress())
         return 2 if report.problems else 0
@@ -212,12 +210,10 @@ def _train(config: RunConfig) -> int:
 
 
 def train(config: RunConfig) -> RunResult | int:
-    """Run SFT or GRPO; return the result, or the exit code after a failure.
+    """Run the job of a config; return the result, or the exit code after a failure.
 
     The message of a failure is printed. Raises ConfigError for wrong input.
     """
-    from nemo_like.algorithms.grpo import run_grpo
-    from nemo_like.algorithms.sft import run_sft
     from nemo_like.checkpoint import CheckpointError
     from nemo_like.distributed.errors import ClusterError, WorkerError, WorkerFailure
     from nemo_like.environments.reward import RewardError
@@ -226,10 +222,8 @@ def train(config: RunConfig) -> RunResult | int:
 
     try:
         with stop_requests(config):
-            if isinstance(config, GrpoRunConfig):
-                return run_grpo(config)
-            assert isinstance(config, SftRunConfig)
-            return run_sft(config)
+            run = ALGORITHMS[config.kind].import_run()
+            return run(config)
     except RunStopped as stopped:
         say_error(str(stopped))
         return stopped.exit_code

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.algorithms.registry import load_config
 from nemo_like.cli import train
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.load import load_config
 from nemo_like.config.schema import RunConfig
 from nemo_like.demo_task import build_demo
 from nemo_like.training.run import RunResult

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_like.config.load import load_config
-from nemo_like.config.schema import GrpoRunConfig, SftRunConfig
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import load_config
+from nemo_like.algorithms.sft.config import SftRunConfig
 
 
 class Recipe:
@@ -40,7 +41,7 @@ data:
   validation_path: {self.demo}/validation.jsonl
   max_validation_rows: 20
 """
-        return load_config("sft", self._write("sft.yaml", text), list(overrides))
+        return load_config(SftRunConfig, self._write("sft.yaml", text), list(overrides))
 
     def grpo(self, *overrides: str) -> GrpoRunConfig:
         """Three steps of GRPO, two updates each, with a KL and a reward that is never flat."""
@@ -56,7 +57,7 @@ reward:
   functions:
     digits: {{path: tests.algorithms.rewards.digit_share}}
 """
-        return load_config("grpo", self._write("grpo.yaml", text), list(overrides))
+        return load_config(GrpoRunConfig, self._write("grpo.yaml", text), list(overrides))
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from nemo_like.algorithms.registry import RUN_CONFIGS
 from nemo_like.cli import build_parser
-from nemo_like.config.keys import RUN_CONFIGS, field_types, is_section, type_at, without_none
+from nemo_like.config.keys import field_types, is_section, type_at, without_none
 from tests.test_layers import LEVELS
 
 ROOT = Path(__file__).parents[1]

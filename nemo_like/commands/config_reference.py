@@ -8,8 +8,9 @@ import textwrap
 from dataclasses import replace
 from typing import Any
 
+from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.keys import RUN_CONFIGS, Kind, type_at, unknown_key_text
+from nemo_like.config.keys import type_at, unknown_key_text
 from nemo_like.config.reference import (
     USER_NAME,
     KeyReference,
@@ -27,7 +28,8 @@ EPILOG = """examples:
 """
 _MARKDOWN_HEADER = """# Configuration reference
 
-Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py` by
+Every key of a config for {commands}. This file is generated from `nemo_like/config/schema.py`
+and the `config.py` of each algorithm by
 `nemo-like config all --markdown > docs/configuration.md`; a test compares the two.
 
 Keys are written as nested sections in YAML (`policy: {{optimizer: {{lr: 1.0e-4}}}}`) and with
@@ -59,7 +61,7 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
 
     Raises ConfigError, with the nearest known key, if there is no such key.
     """
-    kinds: list[Kind] = [known for known in RUN_CONFIGS if kind in (known, ALL_KINDS)]
+    kinds: list[str] = [known for known in RUN_CONFIGS if kind in (known, ALL_KINDS)]
     kinds_of = _select(_sections(kinds), kinds, key)
     if markdown:
         return _markdown(kinds_of, kinds)
@@ -68,29 +70,27 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
     return "\n".join(entries)
 
 
-def _sections(kinds: list[Kind]) -> dict[SectionReference, list[Kind]]:
+def _sections(kinds: list[str]) -> dict[SectionReference, list[str]]:
     """Return the sections of these jobs, each with the jobs that have it.
 
     A section of the same name that differs between two jobs is listed once for each.
     """
-    kinds_of: dict[SectionReference, list[Kind]] = {}
+    kinds_of: dict[SectionReference, list[str]] = {}
     for kind in kinds:
-        for section in section_references(kind):
+        for section in section_references(RUN_CONFIGS[kind]):
             kinds_of.setdefault(section, []).append(kind)
     return kinds_of
 
 
 def _select(
-    kinds_of: dict[SectionReference, list[Kind]],
-    kinds: list[Kind],
-    key: str,
-) -> dict[SectionReference, list[Kind]]:
+    kinds_of: dict[SectionReference, list[str]], kinds: list[str], key: str
+) -> dict[SectionReference, list[str]]:
     """Return the sections restricted to `key` and to the keys below it."""
     if not key:
         return kinds_of
     if not any(type_at(RUN_CONFIGS[kind], key) is not None for kind in kinds):
-        raise ConfigError(unknown_key_text(kinds[0], key))
-    selected: dict[SectionReference, list[Kind]] = {}
+        raise ConfigError(unknown_key_text(job_schema(kinds[0]), key))
+    selected: dict[SectionReference, list[str]] = {}
     for section, kinds_of_section in kinds_of.items():
         keys = tuple(reference for reference in section.keys if _is_below(reference.key, key))
         if keys:
@@ -127,7 +127,7 @@ def _text_entry(reference: KeyReference, width: int) -> str:
     return "\n".join(lines)
 
 
-def _markdown(kinds_of: dict[SectionReference, list[Kind]], kinds: list[Kind]) -> str:
+def _markdown(kinds_of: dict[SectionReference, list[str]], kinds: list[str]) -> str:
     commands = " and ".join(f"`nemo-like {kind}`" for kind in kinds)
     parts = [_MARKDOWN_HEADER.format(commands=commands)]
     for section, kinds_of_section in kinds_of.items():
@@ -136,7 +136,7 @@ def _markdown(kinds_of: dict[SectionReference, list[Kind]], kinds: list[Kind]) -
     return "\n".join(parts).rstrip("\n")
 
 
-def _markdown_section(section: SectionReference, only: list[Kind]) -> str:
+def _markdown_section(section: SectionReference, only: list[str]) -> str:
     """Return one heading, the description and the table of keys; `only` restricts it to jobs."""
     lines = [f"## `{section.path}`" if section.path else "## Top level", ""]
     description = section.description

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_like.algorithms.registry import load_any_config
 from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
 from nemo_like.policy.checkpoint.hf_export import write_hf
@@ -105,11 +105,7 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
             f"{shown_path(source)} is neither a run directory with a {_CONFIG} nor a step folder"
             " (<run>/checkpoints/step_<N>) of one"
         )
-    config = load_config(
-        detect_kind(run / _CONFIG, overrides),
-        run / _CONFIG,
-        overrides,
-    )
+    config = load_any_config(run / _CONFIG, overrides)
     if is_step:
         return source, config
     try:

@@ -95,7 +95,6 @@ def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
 def _from_text(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.commands.first_step import file_config, first_lengths
     from nemo_like.models.pretrained import import_transformers_without_torch
-    from nemo_like.prediction.lengths import RowLengths
 
     if arguments.owns_process:
         import_transformers_without_torch()
@@ -107,43 +106,39 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
         shuffle=not arguments.in_order,
     )
     try:
-        lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
+        rows = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
         # The user gave flags, not keys.
         text = str(error).replace("policy.tokenizer_name", "--tokenizer")
         raise ConfigError(text.replace("data.train_path", "--data")) from error
-    # The loader has shuffled the rows already.
-    rows = RowLengths(lengths, source, is_ordered=True)
     return PlanRequest(rows=rows, model=_model_spec(arguments))
 
 
 def _from_config(arguments: argparse.Namespace) -> PlanRequest:
+    from nemo_like.algorithms.registry import load_any_config
     from nemo_like.commands.first_step import first_lengths
-    from nemo_like.config.load import detect_kind, load_config
     from nemo_like.models.pretrained import import_transformers_without_torch
-    from nemo_like.prediction.lengths import RowLengths
 
     if arguments.owns_process:
         import_transformers_without_torch()
-    kind = detect_kind(arguments.config, arguments.overrides)
-    config = load_config(kind, arguments.config, arguments.overrides)
+    config = load_any_config(arguments.config, arguments.overrides)
     if arguments.tokenizer is not None:
         config = replace(config, policy=replace(config.policy, tokenizer_name=arguments.tokenizer))
     try:
-        lengths, source = first_lengths(config, arguments.limit, NUM_STEPS)
+        rows = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
         has_hint = "no tokenizer" in str(error)
         hint = "; or name one for this plan with --tokenizer" if has_hint else ""
         raise ConfigError(f"{error}{hint}") from error
-    return _configured(config, RowLengths(lengths, source, is_ordered=True), arguments)
+    return _configured(config, rows, arguments)
 
 
 def _from_run(arguments: argparse.Namespace) -> PlanRequest:
-    from nemo_like.config.load import detect_kind, load_config
+    from nemo_like.algorithms.registry import load_any_config
     from nemo_like.prediction.past_run import read_run
 
     past = read_run(arguments.metrics)
-    config = load_config(detect_kind(past.config), past.config)
+    config = load_any_config(past.config)
     rows = past.rows()
     rows = replace(rows, values=rows.values[: arguments.limit])
     request = _configured(config, rows, arguments)
@@ -174,11 +169,11 @@ def _configured(
         rows=rows,
         model=model,
         placement=placement_of(config),
-        batch_size=config.policy.train_global_batch_size,
+        batch_size=config.policy_in_rows.train_global_batch_size,
         notes=notes,
     )
     spec = plan_spec(
-        config.policy,
+        config.policy_in_rows,
         purpose="train",
         parallel_layout=policy_layout(config),
         model=model,
@@ -207,20 +202,16 @@ def _configured(
 def placement_of(config: RunConfig) -> Placement:
     """Return the parallel layout and the memory-related settings of a config."""
     from nemo_like.config.parallel import policy_layout
-    from nemo_like.config.schema import GrpoRunConfig
     from nemo_like.prediction.memory import Placement
 
     policy = config.policy
-    has_reference = False
-    if isinstance(config, GrpoRunConfig):
-        has_reference = config.loss_fn.reference_policy_kl_penalty > 0
     return Placement(
         parallel_layout=policy_layout(config),
         precision=policy.precision,
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
         chunk_size=policy.logprob_chunk_size,
-        has_reference=has_reference,
+        has_reference=config.needs_reference,
     )
 
 

@@ -6,7 +6,6 @@ files, models and rows of data in `commands.validate`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from nemo_like.config.check_values import value_at, value_problems
@@ -19,11 +18,10 @@ from nemo_like.config.parallel import (
 )
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
-    GrpoRunConfig,
     RunConfig,
     SequencePackingConfig,
-    SftRunConfig,
 )
+from nemo_like.config.text import either, nearest_multiples, plural, quotient
 from nemo_like.integer_math import ceil_div
 from nemo_like.parallel_layout import PaddingMultiples
 
@@ -47,9 +45,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     if problems:
         return problems
     problems += [*_worker_shares(config), *_budgets(config), *_sampling(config)]
-    if isinstance(config, GrpoRunConfig):
-        problems += [*_groups(config), *_rewards(config)]
-    return problems
+    return [*problems, *config.job_problems()]
 
 
 def batching_section(config: RunConfig) -> tuple[str, Budgets] | None:
@@ -75,52 +71,38 @@ def derivation(config: RunConfig) -> str:
 
     One line each, counted in rows. Example: `8 prompts x 4 generations = 32 rows per step`.
     """
-    batch = config.policy.train_global_batch_size
+    batch = config.policy_in_rows.train_global_batch_size
     workers = num_policy_workers(config.cluster)
     layout = policy_layout(config)
     replicas = layout.dp
-    lines = []
-    if isinstance(config, GrpoRunConfig):
-        prompts = config.grpo.num_prompts_per_step
-        group = config.grpo.num_generations_per_prompt
-        rows = prompts * group
-        steps = config.grpo.max_num_steps
-        updates = rows // batch
-        lines.append(f"{prompts} prompts x {group} generations = {rows} rows per step")
-        lines.append(
-            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer"
-            f" {_plural(updates, 'step')}"
-        )
-        lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
-    else:
-        lines.append(f"{batch} rows per step = 1 optimizer step")
+    lines = config.batch_lines()
     if replicas == workers:
         lines.append(
-            f"{batch} rows / {workers} {_plural(workers, 'worker')} = {_number(batch / workers)}"
+            f"{batch} rows / {workers} {plural(workers, 'worker')} = {quotient(batch / workers)}"
             f" rows each"
         )
     else:
         size = layout.replica_size
-        ranks = f"{replicas} data-parallel {_plural(replicas, 'rank')}"
+        ranks = f"{replicas} data-parallel {plural(replicas, 'rank')}"
         lines.append(f"{workers} workers / {size} per model replica = {ranks}")
-        lines.append(f"{batch} rows / {ranks} = {_number(batch / replicas)} rows each")
+        lines.append(f"{batch} rows / {ranks} = {quotient(batch / replicas)} rows each")
     lines += _microbatch_lines(config, ceil_div(batch, replicas))
     return "\n".join(lines)
 
 
 def _microbatch_lines(config: RunConfig, rows: int) -> Iterator[str]:
     """Yield a line about the microbatches of one rank's `rows`, for training and log-probs."""
-    policy = config.policy
+    policy = config.policy_in_rows
     mode = batching_section(config)
     passes = ["training"]
-    if isinstance(config, GrpoRunConfig):
+    if config.has_logprob_pass:
         passes.append("log-probs")
     for name in passes:
         is_training = name == "training"
         if mode is None:
             size = policy.train_micro_batch_size if is_training else policy.logprob_batch_size
             count = ceil_div(rows, size)
-            microbatches = f"{count} {_plural(count, 'microbatch', 'microbatches')}"
+            microbatches = f"{count} {plural(count, 'microbatch', 'microbatches')}"
             yield f"{name}: {rows} rows / {size} rows per microbatch = {microbatches}"
             continue
         section_name, section = mode
@@ -201,28 +183,16 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
     path = config.data.validation_path
-    if isinstance(config, SftRunConfig) and config.sft.val_generate:
-        if path is None:
-            yield Problem(
-                ("sft.val_generate",),
-                "sft.val_generate is true, but data.validation_path is not set",
-            )
-        if not config.reward.functions:
-            yield Problem(
-                ("sft.val_generate",),
-                "sft.val_generate is true, but reward.functions has nothing to score answers with",
-            )
-    name = "grpo" if isinstance(config, GrpoRunConfig) else "sft"
-    period = value_at(config, f"{name}.val_period")
+    period = value_at(config, f"{config.kind}.val_period")
     if isinstance(period, int) and period > 0 and path is None:
-        key = f"{name}.val_period"
+        key = f"{config.kind}.val_period"
         yield Problem(
             (key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0"
         )
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:
-    """Every DP rank needs at least one row; without a token budget all need equally many."""
+    """Every DP rank needs at least one example; without a token budget all need equally many."""
     key = "policy.train_global_batch_size"
     batch = config.policy.train_global_batch_size
     layout = policy_layout(config)
@@ -235,7 +205,7 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
     source = f"({workers})" if size == 1 else f"({workers}, {size} workers each)"
     share = (
         f"{key} {batch} / {replicas} data-parallel ranks {source} ="
-        f" {_number(batch / replicas)} rows each"
+        f" {quotient(batch / replicas)} {config.example}s each"
     )
     if has_budget:
         text = (
@@ -243,49 +213,12 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
             " workers"
         )
     else:
-        legal = _nearest_multiples(batch, replicas)
+        legal = nearest_multiples(batch, replicas)
         text = (
             f"{share}; without packing or dynamic batching every rank needs equally many: set it to"
-            f" {_either(legal)}"
+            f" {either(legal)}"
         )
     yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
-
-
-def _groups(config: GrpoRunConfig) -> Iterator[Problem]:
-    """The group must be large enough, and the rows must divide into optimizer steps."""
-    prompts = config.grpo.num_prompts_per_step
-    group = config.grpo.num_generations_per_prompt
-    if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
-        yield Problem(
-            ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
-            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other"
-            " completions (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at"
-            " least 3, or grpo.advantage.normalize to group_std or none",
-        )
-    batch = config.policy.train_global_batch_size
-    rows = prompts * group
-    if rows % batch == 0:
-        return
-    # The suggested batch sizes must also pass `_worker_shares`.
-    unit = policy_layout(config).dp if batching_section(config) is None else 1
-    divisors = [size for size in range(1, rows + 1) if rows % size == 0]
-    legal = [size for size in divisors if size % unit == 0] or divisors
-    smaller = [size for size in legal if size < batch]
-    larger = [size for size in legal if size > batch]
-    sizes = smaller[-1:] + larger[:1]
-    # prompts x group is a multiple of the batch for multiples of this number of prompts.
-    prompts_unit = batch // math.gcd(batch, group)
-    yield Problem(
-        (
-            "policy.train_global_batch_size",
-            "grpo.num_prompts_per_step",
-            "grpo.num_generations_per_prompt",
-        ),
-        f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} /"
-        f" policy.train_global_batch_size {batch} = {_number(rows / batch)} optimizer steps, not a"
-        f" whole number: set policy.train_global_batch_size to {_either(sizes)}, or"
-        f" grpo.num_prompts_per_step to {_either(_nearest_multiples(prompts, prompts_unit))}",
-    )
 
 
 def _budgets(config: RunConfig) -> Iterator[Problem]:
@@ -301,7 +234,7 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
     ):
-        needed = multiples.tokens_of_row(longest)
+        needed = config.rows_per_example * multiples.tokens_of_row(longest)
         if budget < multiples.min_tokens:
             yield Problem(
                 (f"{name}.{key}",),
@@ -309,11 +242,13 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
                 f" shortest row is padded ({padding}): no row would fit",
             )
         elif budget < needed and config.policy.oversize_rows in ("error", "drop"):
-            rounded = f", {needed} when rounded up to {padding}" if needed != longest else ""
+            rows = f"{config.rows_per_example} rows of " if config.rows_per_example > 1 else ""
+            has_total = needed != longest
+            total = f", {needed} when rounded up to {padding}" if has_total else ""
             yield Problem(
                 (f"{name}.{key}", "policy.max_total_sequence_length"),
-                f"{name}.{key} is {budget}, but a row may have {longest} tokens"
-                f" (policy.max_total_sequence_length{rounded}) and would stop the run: set {key} to"
+                f"{name}.{key} is {budget}, but a {config.example} may have {rows}{longest} tokens"
+                f" (policy.max_total_sequence_length{total}) and would stop the run: set {key} to"
                 f" at least {needed}, or policy.oversize_rows to truncate or singleton",
             )
 
@@ -330,54 +265,12 @@ def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:
-    is_grpo = isinstance(config, GrpoRunConfig)
-    generates = is_grpo or (isinstance(config, SftRunConfig) and config.sft.val_generate)
-    generation, longest = config.policy.generation, config.policy.max_total_sequence_length
-    if generates and generation.max_new_tokens >= longest:
+    generation = config.policy.generation
+    longest = config.policy.max_total_sequence_length
+    if config.generates and generation.max_new_tokens >= longest:
         yield Problem(
             ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
             f"policy.generation.max_new_tokens is {generation.max_new_tokens} and"
             f" policy.max_total_sequence_length {longest}, prompt included, so no prompt would fit:"
             " lower the first or raise the second",
         )
-    if is_grpo and generation.temperature == 0:
-        yield Problem(
-            ("policy.generation.temperature",),
-            "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
-            " their advantages are 0; set it above 0, usually to 1 (grpo.val_temperature is for"
-            " validation)",
-        )
-
-
-def _rewards(config: GrpoRunConfig) -> Iterator[Problem]:
-    functions = config.reward.functions
-    if not functions:
-        yield Problem(
-            ("reward.functions",),
-            "reward.functions is empty, so nothing scores the completions; e.g."
-            " reward.functions.answer.path=nemo_like.environments.math.answer_reward",
-        )
-    elif all(function.weight == 0 for function in functions.values()):
-        yield Problem(
-            ("reward.functions",),
-            "every weight in reward.functions is 0, so the reward is always 0; give one a weight",
-        )
-
-
-def _nearest_multiples(value: int, unit: int) -> list[int]:
-    """Return the positive multiples of `unit` around `value`. Example: 6, 4 -> [4, 8]."""
-    below = value // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple > 0]
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(map(str, values))
-
-
-def _number(value: float) -> str:
-    """Format a quotient. Examples: 1.5, 4, 2.333."""
-    return f"{value:.4g}" if value < 1000 or value % 1 else f"{value:.0f}"
-
-
-def _plural(count: int, word: str, plural: str | None = None) -> str:
-    return word if count == 1 else plural or f"{word}s"

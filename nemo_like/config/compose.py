@@ -29,7 +29,7 @@ from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.inherit import inherited_files, inherits_by_path, merge_order, merged
 from nemo_like.config.interpolations import check_interpolations
-from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types, is_section
+from nemo_like.config.keys import JobSchema, field_types, is_section
 from nemo_like.config.text import is_possible_path, shortened, shown_value
 from nemo_like.config.yaml_locations import Sources, read_yaml
 
@@ -84,10 +84,10 @@ def defaults_chain(path: Path) -> list[Path]:
 
 
 @contextmanager
-def hydra_session(kind: Kind, path: Path) -> Iterator[None]:
+def hydra_session(job: JobSchema, path: Path) -> Iterator[None]:
     """Initialize Hydra for one config file; every Hydra error inside becomes a ConfigError."""
     store = ConfigStore.instance()
-    store.store(name=_DEFAULTS_NAME, node=schema_defaults(RUN_CONFIGS[kind]))
+    store.store(name=_DEFAULTS_NAME, node=schema_defaults(job.run_config))
     primary = path.name.removesuffix(".yaml")
     register_arithmetic()
     if inherits_by_path(path, read_yaml(path)):

@@ -16,8 +16,7 @@ from nemo_like.config.foreign_nemo_rl import NEMO_RL, ON_WHEN_DISABLED, SAME_KEY
 from nemo_like.config.foreign_trl import COSMOS_RL, TRL
 from nemo_like.config.foreign_verl import VERL
 from nemo_like.config.keys import (
-    RUN_CONFIGS,
-    Kind,
+    JobSchema,
     is_open_section,
     is_section,
     misspelled_key,
@@ -61,6 +60,7 @@ class Finding:
 class Findings:
     """All changes that one config needs."""
 
+    job: JobSchema
     found: list[Finding] = field(default_factory=list)
     tools: tuple[str, ...] = ()
     """The tools whose keys they are, the likeliest first."""
@@ -76,7 +76,9 @@ class Findings:
         recognized = [finding.path for finding in unknown if finding.is_recognized]
         if not recognized:
             return False
-        return len(unknown) >= 3 or any(map(_is_in_foreign_section, recognized))
+        return len(unknown) >= 3 or any(
+            _is_in_foreign_section(self.job, path) for path in recognized
+        )
 
     def covers(self, path: str) -> bool:
         """Return True if the findings contain the key `path` or a part of it."""
@@ -88,7 +90,7 @@ class Findings:
         )
 
 
-def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
+def guess_kind(tree: Mapping[str, Any]) -> str | None:
     """Return the job of a config of verl, TRL or Cosmos-RL, by keys that only one job has.
 
     None if there are none.
@@ -111,30 +113,30 @@ def guess_kind(tree: Mapping[str, Any]) -> Kind | None:
         "max_seq_length",
     }
     policy = _value_at(tree, "train.train_policy.type")
-    if policy in RUN_CONFIGS:
+    if policy in ("sft", "grpo"):
         return policy
     if grpo & set(tree):
         return "grpo"
     return "sft" if sft & set(tree) else None
 
 
-def unknown_text(kind: Kind, path: str) -> str:
+def unknown_text(job: JobSchema, path: str) -> str:
     """Return the message for one unknown key: the counterpart of another tool's key, or a similar
     key.
     """
-    entry = None if path in _inner_sections() else _entry(path, kind)
+    entry = None if path in _inner_sections() else _entry(path, job)
     if isinstance(entry, Renamed):
         return f"unknown key {path}; did you mean {' and '.join(entry.targets)}?"
     if isinstance(entry, Unsupported):
         return f"unknown key {path}, which is not supported: {entry.reason}"
     if entry is not None:
         return f"unknown key {path}, which has no meaning here; delete it"
-    return unknown_key_text(kind, path)
+    return unknown_key_text(job, path)
 
 
-def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
+def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
     """Classify every unknown key of the merged content of a config, in its order."""
-    found = [*_section(kind, tree, tree, "")]
+    found = [*_section(job, tree, tree, "")]
     targets = {
         target for finding in found for target in finding.targets if finding.group == "renamed"
     }
@@ -149,26 +151,22 @@ def find_foreign(kind: Kind, tree: Mapping[str, Any]) -> Findings:
         for name, table in TOOLS.items()
     }
     tools = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
-    return Findings(found, tuple(tools))
+    return Findings(job, found, tuple(tools))
 
 
-def missing_keys(
-    kind: Kind,
-    tree: Mapping[str, Any],
-    found: Sequence[Finding],
-) -> list[str]:
+def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
     """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = {
         target for finding in found if finding.group == "renamed" for target in finding.targets
     }
     needed = ["run_name", "policy.model_name", "data.train_path"]
-    if kind == "grpo":
+    if job.kind == "grpo":
         needed.append("reward.functions")
-    periods = [_value_at(tree, f"{kind}.val_period")]
+    periods = [_value_at(tree, f"{job.kind}.val_period")]
     periods += [
         _value_at(tree, finding.path)
         for finding in found
-        if f"{kind}.val_period" in finding.targets
+        if f"{job.kind}.val_period" in finding.targets
     ]
     if any(period not in (None, "0", 0, "-1") for period in periods):
         needed.append("data.validation_path")
@@ -176,40 +174,32 @@ def missing_keys(
 
 
 def _section(
-    kind: Kind,
-    tree: Mapping[str, Any],
-    section: Mapping[str, Any],
-    prefix: str,
+    job: JobSchema, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
 ) -> Iterator[Finding]:
     for name, value in section.items():
         path = f"{prefix}.{name}" if prefix else name
-        annotation = type_at(RUN_CONFIGS[kind], path)
+        annotation = type_at(job.run_config, path)
         if annotation is None:
-            if not any(type_at(config, path) is not None for config in RUN_CONFIGS.values()):
-                yield from _unknown(kind, tree, path, value)
+            if not any(type_at(config, path) is not None for config in job.jobs.values()):
+                yield from _unknown(job, tree, path, value)
             continue
         inner, may_be_null = without_none(annotation)
         if path in SAME_KEYS and isinstance(value, SAME_KEYS[path][0]):
-            finding = _judged(kind, tree, path, value, SAME_KEYS[path][1])
+            finding = _judged(job, tree, path, value, SAME_KEYS[path][1])
             if finding.group != "renamed" or finding.old != finding.new:
                 yield finding
         elif is_section(inner) or is_open_section(inner):
             if isinstance(value, Mapping):
-                yield from _section(kind, tree, value, path)
+                yield from _section(job, tree, value, path)
         elif value is None and not may_be_null:
             yield Finding(path, "deletable", is_recognized=False)
 
 
-def _unknown(
-    kind: Kind,
-    tree: Mapping[str, Any],
-    path: str,
-    value: Any,
-) -> Iterator[Finding]:
+def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
-    entry = Obsolete() if path.endswith("._target_") else _entry(path, kind)
+    entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
     if entry is None and not has_inner:
-        is_dead = _is_off(value) and misspelled_key(kind, path) is None
+        is_dead = _is_off(value) and misspelled_key(job, path) is None
         yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
     elif _is_off(value) and path not in ON_WHEN_DISABLED:
         reason = entry.null if isinstance(entry, Renamed) and value is None else ""
@@ -218,7 +208,7 @@ def _unknown(
         inner = [
             one
             for name, item in value.items()
-            for one in _unknown(kind, tree, f"{path}.{name}", item)
+            for one in _unknown(job, tree, f"{path}.{name}", item)
         ]
         yield from _collapsed(path, inner)
     elif (
@@ -230,7 +220,7 @@ def _unknown(
         # the table.
         yield Finding(path, "unknown", is_recognized=False)
     else:
-        yield _judged(kind, tree, path, value, entry)
+        yield _judged(job, tree, path, value, entry)
 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
@@ -244,11 +234,7 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
 
 
 def _judged(
-    kind: Kind,
-    tree: Mapping[str, Any],
-    path: str,
-    value: Any,
-    entry: Entry,
+    job: JobSchema, tree: Mapping[str, Any], path: str, value: Any, entry: Entry
 ) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
     if isinstance(entry, Obsolete):
@@ -273,7 +259,7 @@ def _judged(
             about = "; ".join(filter(None, (note, f"of its values, {known}")))
             return Finding(path, "unsupported", text=f"{' and '.join(entry.targets)}: {about}")
         new = None if new == "*" else new
-    if new is None and any(_moves(kind, reference) for reference in _REFERENCE.findall(str(value))):
+    if new is None and any(_moves(job, reference) for reference in _REFERENCE.findall(str(value))):
         note = "; ".join(filter(None, (note, "write the value out, it refers to a key that moves")))
     return Finding(
         path,
@@ -285,7 +271,7 @@ def _judged(
     )
 
 
-def _entry(path: str, kind: Kind) -> Entry | None:
+def _entry(path: str, job: JobSchema) -> Entry | None:
     """Return the entry of the key, or of the nearest section above it that covers all its keys."""
     entry = TABLE.get(path)
     parent = path.rpartition(".")[0]
@@ -295,8 +281,8 @@ def _entry(path: str, kind: Kind) -> Entry | None:
         parent = parent.rpartition(".")[0]
     if not isinstance(entry, Renamed):
         return entry
-    wanted = (entry.sft,) if kind == "sft" and entry.sft is not None else entry.targets
-    targets = tuple(key for key in wanted if type_at(RUN_CONFIGS[kind], key) is not None)
+    wanted = (entry.sft,) if job.kind == "sft" and entry.sft is not None else entry.targets
+    targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
         return Unsupported(f"only the other job has {' or '.join(wanted)}", ())
     return Renamed(targets, entry.values, entry.note, entry.switch, entry.null)
@@ -309,11 +295,11 @@ def _inner_sections() -> frozenset[str]:
     return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
 
 
-def _is_in_foreign_section(path: str) -> bool:
+def _is_in_foreign_section(job: JobSchema, path: str) -> bool:
     """Return True if a key of the table is, or is in, a section that the schema does not have."""
     parent = path.rpartition(".")[0]
     return path in _inner_sections() or all(
-        type_at(config, parent) is None for config in RUN_CONFIGS.values()
+        type_at(config, parent) is None for config in job.jobs.values()
     )
 
 
@@ -344,10 +330,10 @@ def _all_in(value: Any, off: tuple[str, ...]) -> bool:
     return _is_off(value) or canonical(value) in off
 
 
-def _moves(kind: Kind, reference: str) -> bool:
+def _moves(job: JobSchema, reference: str) -> bool:
     """Return True if an interpolation does not work under the new name of its key."""
     return reference.startswith(".") or (
-        ":" not in reference and type_at(RUN_CONFIGS[kind], reference) is None
+        ":" not in reference and type_at(job.run_config, reference) is None
     )
 
 

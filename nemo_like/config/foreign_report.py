@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_like.config.errors import Location, Problem
 from nemo_like.config.foreign import Finding, Findings, Group, missing_keys
-from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, misspelled_key, type_at
+from nemo_like.config.keys import JobSchema, child_types, misspelled_key, type_at
 from nemo_like.config.text import shortened
 from nemo_like.config.yaml_locations import Sources
 
@@ -19,7 +19,7 @@ _MAX_LINE_CHARACTERS = 110
 
 
 def foreign_text(
-    kind: Kind,
+    job: JobSchema,
     source: str,
     tree: Mapping[str, Any],
     findings: Findings,
@@ -38,10 +38,10 @@ def foreign_text(
             continue
         lines.append(_HEADINGS[group])
         limit = MAX_UNKNOWN_KEYS if group == "unknown" else MAX_SHOWN_KEYS
-        lines += [f"  {line}" for line in _group_lines(kind, group, found[:limit], tree, places)]
+        lines += [f"  {line}" for line in _group_lines(job, group, found[:limit], tree, places)]
         if len(found) > limit:
             lines.append(f"  and {len(found) - limit} more")
-    missing = missing_keys(kind, tree, findings.found)
+    missing = missing_keys(job, tree, findings.found)
     if missing:
         lines.append(f"to be set as well: {', '.join(missing)}")
     if others:
@@ -62,7 +62,7 @@ _HEADINGS: dict[Group, str] = {
 
 
 def _group_lines(
-    kind: Kind,
+    job: JobSchema,
     group: Group,
     found: Sequence[Finding],
     tree: Mapping[str, Any],
@@ -77,7 +77,7 @@ def _group_lines(
             if len(paths) > 1:
                 yield from (f"  {line}" for line in _wrapped(paths))
     elif group == "unknown":
-        yield from _unknown_lines(kind, found, places)
+        yield from _unknown_lines(job, found, places)
     else:
         yield from _wrapped([_shown(one.path) for one in found])
 
@@ -109,21 +109,19 @@ def _renamed_lines(
 
 
 def _unknown_lines(
-    kind: Kind,
-    found: Sequence[Finding],
-    places: Mapping[str, str],
+    job: JobSchema, found: Sequence[Finding], places: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield each unknown key with a similar key, then the legal keys of their sections."""
     sections = []
     for one in found:
-        meant = misspelled_key(kind, one.path)
+        meant = misspelled_key(job, one.path)
         hint = f", did you mean {meant}?" if meant else ""
         yield _shown(one.path) + hint + (f"  [{places[one.path]}]" if one.path in places else "")
         parent = one.path.rpartition(".")[0]
-        if not meant and parent not in sections and child_types(type_at(RUN_CONFIGS[kind], parent)):
+        if not meant and parent not in sections and child_types(type_at(job.run_config, parent)):
             sections.append(parent)
     for parent in sections:
-        keys = child_types(type_at(RUN_CONFIGS[kind], parent)) or {}
+        keys = child_types(type_at(job.run_config, parent)) or {}
         yield f"({parent or 'the top level'} has {', '.join(keys)})"
 
 

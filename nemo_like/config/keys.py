@@ -6,16 +6,13 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from nemo_like.config.constraints import Constraint
-from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import shortened
-
-Kind = Literal["sft", "grpo"]
-
-RUN_CONFIGS: dict[Kind, type[RunConfig]] = {"sft": SftRunConfig, "grpo": GrpoRunConfig}
 
 _FOREIGN_NAMES = {
     "adv_estimator": "grpo.advantage.baseline",
@@ -64,6 +61,22 @@ _FOREIGN_NAMES = {
 """Key name of another tool -> key of the schema, or the end of the key if several sections have it.
 The names are suggested in messages and never accepted.
 """
+
+
+@dataclass(frozen=True)
+class JobSchema:
+    """The keys of one job. The other jobs are for messages about keys that belong to them."""
+
+    kind: str
+    """Name of the job, e.g. `grpo`."""
+    jobs: Mapping[str, type[RunConfig]]
+    """Every job by its name."""
+
+    @property
+    def run_config(self) -> type[RunConfig]:
+        """The config dataclass of this job."""
+        return self.jobs[self.kind]
+
 
 _MAX_SUGGESTIONS = 3
 _MAX_PATH_CHARACTERS = 150
@@ -155,16 +168,17 @@ def leaf_keys(root: type) -> list[str]:
     ]
 
 
-def unknown_key_text(kind: Kind, path: str) -> str:
-    """Return the message for an unknown key of a `kind` config, with similar keys or the section's
-    keys.
-    """
-    root = RUN_CONFIGS[kind]
+def unknown_key_text(job: JobSchema, path: str) -> str:
+    """Return the message for an unknown key, with similar keys or the keys of its section."""
+    root = job.run_config
     if len(path) > _MAX_PATH_CHARACTERS:
         return f"unknown key {shortened(path)}"
-    for other, config in RUN_CONFIGS.items():
-        if other != kind and type_at(config, path) is not None:
-            return f"unknown key {path} in a config for `{kind}`: it belongs to `nemo-like {other}`"
+    for other, config in job.jobs.items():
+        if type_at(config, path) is not None:
+            return (
+                f"unknown key {path} in a config for `{job.kind}`: it belongs to"
+                f" `nemo-like {other}`"
+            )
     unknown, rest = _split_at_unknown(root, path)
     nearest = []
     for key in suggest_keys(root, unknown):
@@ -191,13 +205,13 @@ def _split_at_unknown(root: type, path: str) -> tuple[str, str]:
     return path, ""
 
 
-def misspelled_key(kind: Kind, path: str) -> str | None:
+def misspelled_key(job: JobSchema, path: str) -> str | None:
     """Return the key of the same section whose name is almost equal to that of `path`.
 
     The similarity ratio of `difflib` is at least 0.85; None if there is no such key.
     """
     parent, _, name = path.rpartition(".")
-    siblings = child_types(type_at(RUN_CONFIGS[kind], parent))
+    siblings = child_types(type_at(job.run_config, parent))
     if not siblings or len(path) > _MAX_PATH_CHARACTERS:
         return None
     nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)

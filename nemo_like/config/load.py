@@ -7,10 +7,10 @@ are relative to the file that names them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import yaml
 
@@ -26,14 +26,14 @@ from nemo_like.config.compose import (
 from nemo_like.config.errors import ConfigError, Problem, raise_problems, shown_path
 from nemo_like.config.foreign import find_foreign, guess_kind
 from nemo_like.config.foreign_report import foreign_text
-from nemo_like.config.keys import RUN_CONFIGS, Kind, field_types
+from nemo_like.config.keys import JobSchema, field_types, type_at
 from nemo_like.config.overrides import (
     check_override_keys,
     parse_overrides,
     record_overrides,
     set_in_tree,
 )
-from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.config.yaml_locations import (
     Sources,
@@ -44,87 +44,88 @@ from nemo_like.config.yaml_locations import (
     record,
 )
 
-__all__ = ["Kind", "detect_kind", "load_config", "to_dict", "to_yaml"]
+__all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
 
 
-@overload
-def load_config(
-    kind: Literal["sft"], path: Path, overrides: Sequence[str] = ()
-) -> SftRunConfig: ...
-@overload
-def load_config(
-    kind: Literal["grpo"], path: Path, overrides: Sequence[str] = ()
-) -> GrpoRunConfig: ...
-@overload
-def load_config(
-    kind: Kind, path: Path, overrides: Sequence[str] = ()
-) -> SftRunConfig | GrpoRunConfig: ...
-
-
-def load_config(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(job: JobSchema, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose the file and the overrides over the schema's defaults, check and build the config.
 
     Overrides are Hydra's: `key=value`, `+key=value`, `~key` (back to its default), `group=file`.
     Everything is checked that needs neither data nor a model. Raises ConfigError.
+    `algorithms.registry.load_config` takes the name of the job instead.
     """
     path = _config_file(path)
     # Checked before Hydra reads the files: Hydra recurses without end on a cycle, and its message
     # about a missing file has no location.
     defaults_chain(path)
     parsed = parse_overrides(overrides, path.parent)
-    texts = [override.for_hydra(kind) for override in parsed]
+    texts = [override.for_hydra(job) for override in parsed]
     group_choices = [override.text for override in parsed if override.chooses_file]
     sources = Sources()
     tree: dict[str, Any] = {}
-    with hydra_session(kind, path):
-        unknown = [*check_override_keys(kind, parsed)]
+    with hydra_session(job, path):
+        unknown = [*check_override_keys(job, parsed)]
         for layer in find_layers(path, group_choices):
             root = read_yaml(layer.path)
             if root is not None:
-                unknown += check_keys(kind, root, layer.prefix, layer.path)
+                unknown += check_keys(job, root, layer.prefix, layer.path)
                 record(sources, root, layer.prefix, layer.path)
                 tree = merged_trees(tree, plain_tree(root, layer.prefix))
         record_overrides(sources, parsed)
         if unknown:
             set_in_tree(tree, parsed)
-            _raise_foreign(kind, path, tree, unknown, sources)
+            _raise_foreign(job, path, tree, unknown, sources)
         raise_problems(unknown)
         plain = compose_plain(texts, sources)
-    config, problems = build_config(RUN_CONFIGS[kind], plain, sources)
+    config, problems = build_config(job.run_config, plain, sources)
     raise_problems(problems)
     assert config is not None
     raise_problems([_located(problem, sources) for problem in find_problems(config)])
     return config
 
 
-def detect_kind(path: Path, overrides: Sequence[str] = ()) -> Kind:
-    """Return the job that a config is for, by the sections that only one job has.
+def detect_kind(
+    jobs: Mapping[str, type[RunConfig]], path: Path, overrides: Sequence[str] = ()
+) -> str:
+    """Return the job that a config is for, by the keys that only one of `jobs` has.
 
     A config of another tool is recognized by the keys of that tool, so that `load_config` can list
     what to change. Raises ConfigError if the job is ambiguous.
     """
     path = _config_file(path)
-    roots = [read_yaml(file) for file in defaults_chain(path)]
-    names = {key.value for root in roots if root is not None for key, _ in root.value}
-    for override in parse_overrides(overrides, path.parent):
-        names.add(override.key.partition(".")[0])
-    shared = field_types(RunConfig)
-    own: dict[Kind, list[str]] = {}
-    for kind, config in RUN_CONFIGS.items():
-        own[kind] = [name for name in field_types(config) if name not in shared]
-    found: list[Kind] = [kind for kind in RUN_CONFIGS if names & set(own[kind])]
-    if len(found) == 1:
-        return found[0]
     content: dict[str, Any] = {}
-    for root in reversed(roots):
+    for file in reversed(defaults_chain(path)):
+        root = read_yaml(file)
         if root is not None:
             content = merged_trees(content, plain_tree(root, ""))
+    keys = {override.key for override in parse_overrides(overrides, path.parent)}
+    for section, value in content.items():
+        keys.add(section)
+        if isinstance(value, Mapping):
+            keys.update(f"{section}.{name}" for name in value)
+    found = []
+    for kind, config in jobs.items():
+        others = [other for name, other in jobs.items() if name != kind]
+        own_keys = [key for key in keys if type_at(config, key) is not None]
+        if any(all(type_at(other, key) is None for other in others) for key in own_keys):
+            found.append(kind)
+    if len(found) == 1:
+        return found[0]
     guess = None if found else guess_kind(content)
     if guess is not None:
         return guess
-    sections = "; ".join(f"`{kind}` has {', '.join(own[kind])}" for kind in own)
+    sections = "; ".join(f"`{kind}` has {names}" for kind, names in _own_sections(jobs).items())
     problem = "has sections of several jobs" if found else "has no section that only one job has"
     raise ConfigError(f"{shown_path(path)} {problem} ({sections}); pass --kind or change the file")
+
+
+def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
+    """Return job -> the top-level sections that are not in every config."""
+    shared = field_types(RunConfig)
+    own = {}
+    for kind, config in jobs.items():
+        own[kind] = ", ".join(name for name in field_types(config) if name not in shared)
+    return own
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -137,13 +138,13 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _raise_foreign(
-    kind: Kind, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
+    job: JobSchema, path: Path, tree: dict[str, Any], unknown: Sequence[Problem], sources: Sources
 ) -> None:
     """Raise one ConfigError with all findings in groups if the unknown keys are another tool's."""
-    findings = find_foreign(kind, tree)
+    findings = find_foreign(job, tree)
     if findings.are_foreign:
         others = [problem for problem in unknown if not findings.covers(problem.keys[0])]
-        raise ConfigError(foreign_text(kind, shown_path(path), tree, findings, others, sources))
+        raise ConfigError(foreign_text(job, shown_path(path), tree, findings, others, sources))
 
 
 def _config_file(path: Path) -> Path:

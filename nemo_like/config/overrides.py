@@ -17,8 +17,7 @@ from hydra.errors import HydraException
 from nemo_like.config.errors import ConfigError, Location, Problem
 from nemo_like.config.foreign import unknown_text
 from nemo_like.config.keys import (
-    RUN_CONFIGS,
-    Kind,
+    JobSchema,
     is_open_section,
     is_section,
     type_at,
@@ -44,7 +43,7 @@ class ParsedOverride:
     """True for the choice of a file of a Hydra config group (a folder), as in `policy=qwen`."""
     text: str
 
-    def for_hydra(self, kind: Kind) -> str:
+    def for_hydra(self, job: JobSchema) -> str:
         """Return the override in Hydra's syntax.
 
         Every key of the schema has a default, so `+key` and `key` mean the same; `++` is both.
@@ -53,7 +52,7 @@ class ParsedOverride:
             return self.text
         if not self.is_delete:
             return "++" + self.text.lstrip("+")
-        _, may_be_null = without_none(type_at(RUN_CONFIGS[kind], self.key))
+        _, may_be_null = without_none(type_at(job.run_config, self.key))
         # Hydra cannot delete a key whose value is null. The default of every nullable key is null,
         # so assigning null has the same effect as deleting it.
         return f"++{self.key}=null" if may_be_null else self.text
@@ -79,11 +78,11 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
     return parsed
 
 
-def check_override_keys(kind: Kind, overrides: Sequence[ParsedOverride]) -> Iterator[Problem]:
+def check_override_keys(job: JobSchema, overrides: Sequence[ParsedOverride]) -> Iterator[Problem]:
     """Yield a problem for each key that is not in the schema, also inside values like `{lr: 1}`."""
     for override in overrides:
         if not override.chooses_file:
-            yield from _check_key(kind, override.key, override.value)
+            yield from _check_key(job, override.key, override.value)
 
 
 def set_in_tree(tree: dict[str, Any], overrides: Sequence[ParsedOverride]) -> None:
@@ -170,13 +169,13 @@ def _syntax_hint(text: str) -> str:
     )
 
 
-def _check_key(kind: Kind, key: str, value: Any) -> Iterator[Problem]:
-    annotation = type_at(RUN_CONFIGS[kind], key)
+def _check_key(job: JobSchema, key: str, value: Any) -> Iterator[Problem]:
+    annotation = type_at(job.run_config, key)
     if annotation is None:
-        yield Problem((key,), unknown_text(kind, key), COMMAND_LINE)
+        yield Problem((key,), unknown_text(job, key), COMMAND_LINE)
     elif isinstance(value, dict) and (is_section(annotation) or is_open_section(annotation)):
         for name, inner in value.items():
-            yield from _check_key(kind, f"{key}.{name}", inner)
+            yield from _check_key(job, f"{key}.{name}", inner)
 
 
 def _record(

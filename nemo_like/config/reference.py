@@ -17,8 +17,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from nemo_like.config.constraints import joined_text
 from nemo_like.config.keys import (
-    RUN_CONFIGS,
-    Kind,
     field_constraints,
     field_types,
     is_open_section,
@@ -65,12 +63,12 @@ class SectionReference:
     keys: tuple[KeyReference, ...]
 
 
-def section_references(kind: Kind) -> list[SectionReference]:
-    """Return every section of one kind of config in the schema's order, the top level first.
+def section_references(run_config: type[RunConfig]) -> list[SectionReference]:
+    """Return every section of a job's config in the schema's order, the top level first.
 
     A section without keys of its own is left out.
     """
-    return [section for section in _sections(RUN_CONFIGS[kind], "") if section.keys]
+    return [section for section in _sections(run_config, "") if section.keys]
 
 
 def _sections(section: type, path: str) -> Iterator[SectionReference]:

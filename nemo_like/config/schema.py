@@ -1,4 +1,4 @@
-"""Every key of the YAML files: type, default, constraints and description.
+"""The keys that several jobs share: type, default, constraints and description.
 
 A field's description is the string below it; `config.reference` reads it from this source for
 `nemo-like config` and docs/configuration.md. Constraints on one value are annotations of the field;
@@ -8,8 +8,9 @@ budgets in tokens, times in seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.constraints import (
     Above,
@@ -23,6 +24,7 @@ from nemo_like.config.constraints import (
     NotEmpty,
     PromptTemplate,
 )
+from nemo_like.config.errors import Problem
 
 PackingName = Literal[
     "balanced",
@@ -220,8 +222,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
-    """The SFT loop: length of the run and validation."""
+class EpochLoopConfig:
+    """Length of a run over the rows of a file, and validation."""
 
     max_num_steps: Annotated[int | None, AtLeast(1)] = None
     """Max optimizer steps; null leaves the length to `max_num_epochs`. The run ends at the smaller
@@ -233,47 +235,6 @@ class SftConfig:
     `data.validation_path`."""
     val_at_start: bool = False
     """Validate before the first step as well."""
-    val_generate: bool = False
-    """Also generate an answer for each validation prompt and score it with `reward.functions`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """Group-relative advantages from the rewards of one prompt's completions."""
-
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Value that is subtracted from the reward: the mean of the group, or the mean of the group's
-    other completions (RLOO)."""
-    normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
-    """Divisor of the advantage: sample standard deviation (n-1) of the group, or of the group's
-    other completions (NeMo RL with a leave-one-out baseline), or `none` (Dr. GRPO). The advantages
-    of a group with equal rewards are 0."""
-    eps: Annotated[float, Above(0)] = 1e-6
-    """Constant added to the standard deviation before the division."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
-    """The GRPO loop. Rows per step = `num_prompts_per_step` x `num_generations_per_prompt`."""
-
-    num_prompts_per_step: Annotated[int, AtLeast(1)] = 8
-    """Prompts per step."""
-    num_generations_per_prompt: Annotated[
-        int, AtLeast(2, "the advantage compares the completions of one prompt")
-    ] = 4
-    """Group size: completions sampled per prompt. At least 3 with
-    `grpo.advantage.normalize=leave_one_out_std`."""
-    max_num_steps: Annotated[int, AtLeast(1)] = 100
-    """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
-    optimizer steps."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    val_period: Annotated[int, AtLeast(0)] = 0
-    """Validate after every so many steps; 0 validates only at the end. Needs
-    `data.validation_path`."""
-    val_at_start: bool = True
-    """Validate before the first step as well."""
-    val_temperature: Annotated[float, AtLeast(0)] = 0.0
-    """Sampling temperature of validation answers; 0 is greedy decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,17 +382,57 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
+    kind: ClassVar[str] = ""
+    """Name of the job: the command, and the section of its own keys."""
+    example: ClassVar[str] = "row"
+    """Noun for an example of the training file, for messages."""
+    rows_per_example: ClassVar[int] = 1
+    """Rows that one example of the training file becomes and that must share a microbatch. The
+    batch sizes of `policy` count examples."""
 
-@dataclass(frozen=True, kw_only=True)
-class SftRunConfig(RunConfig):
-    """All keys of `nemo-like sft`."""
+    @property
+    def generates(self) -> bool:
+        """True if the run samples completions, which needs a generator and reward workers."""
+        return False
 
-    sft: SftConfig = field(default_factory=SftConfig)
+    @property
+    def needs_reference(self) -> bool:
+        """True if the run compares with the frozen initial policy, which the workers keep."""
+        return False
 
+    @property
+    def has_logprob_pass(self) -> bool:
+        """True if log-probs are computed before each training step."""
+        return self.needs_reference
 
-@dataclass(frozen=True, kw_only=True)
-class GrpoRunConfig(RunConfig):
-    """All keys of `nemo-like grpo`."""
+    @property
+    def examples_per_step(self) -> tuple[str, int]:
+        """Examples of the training file that one step takes: (key, number)."""
+        return "policy.train_global_batch_size", self.policy.train_global_batch_size
 
-    grpo: GrpoConfig = field(default_factory=GrpoConfig)
-    loss_fn: PolicyGradientLossConfig = field(default_factory=PolicyGradientLossConfig)
+    def batch_lines(self) -> list[str]:
+        """Return the arithmetic from the examples of a step to optimizer steps, one line each."""
+        batch = self.policy.train_global_batch_size
+        if self.rows_per_example == 1:
+            return [f"{batch} rows per step = 1 optimizer step"]
+        rows = batch * self.rows_per_example
+        return [
+            f"{batch} {self.example}s x {self.rows_per_example} rows = {rows} rows per step ="
+            " 1 optimizer step"
+        ]
+
+    def job_problems(self) -> Iterator[Problem]:
+        """Yield problems of relations that involve the keys of this job only."""
+        yield from ()
+
+    @property
+    def policy_in_rows(self) -> PolicyConfig:
+        """`policy` with its batch sizes in rows, for planning."""
+        if self.rows_per_example == 1:
+            return self.policy
+        return replace(
+            self.policy,
+            train_global_batch_size=self.policy.train_global_batch_size * self.rows_per_example,
+            train_micro_batch_size=self.policy.train_micro_batch_size * self.rows_per_example,
+            logprob_batch_size=self.policy.logprob_batch_size * self.rows_per_example,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 # C0 without tab and line feed, DEL and C1, the marks that change the direction of text, line and
@@ -48,3 +49,26 @@ def is_possible_path(text: str) -> bool:
     """
     encoded = text.encode("utf-8", "replace")
     return len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))
+
+
+def nearest_multiples(value: int, unit: int) -> list[int]:
+    """Return the positive multiples of `unit` around `value`. Example: 6, 4 -> [4, 8]."""
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def either(values: Sequence[object]) -> str:
+    """Join alternatives. Example: [4, 8] -> `4 or 8`."""
+    return " or ".join(map(str, values))
+
+
+def quotient(value: float) -> str:
+    """Format a quotient. Examples: 1.5, 4, 2.333."""
+    return f"{value:.4g}" if value < 1000 or value % 1 else f"{value:.0f}"
+
+
+def plural(count: int, word: str, plural_word: str | None = None) -> str:
+    """Return `word` for one and its plural, by default with an s, for any other count."""
+    if count == 1:
+        return word
+    return plural_word or f"{word}s"

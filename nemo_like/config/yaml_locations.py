@@ -19,8 +19,7 @@ from yaml.constructor import SafeConstructor
 from nemo_like.config.errors import ConfigError, Location, Problem, shown_path
 from nemo_like.config.foreign import unknown_text
 from nemo_like.config.keys import (
-    RUN_CONFIGS,
-    Kind,
+    JobSchema,
     child_types,
     is_open_section,
     is_section,
@@ -117,23 +116,13 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 
 def check_keys(
-    kind: Kind,
-    root: yaml.MappingNode,
-    prefix: str,
-    path: Path,
+    job: JobSchema, root: yaml.MappingNode, prefix: str, path: Path
 ) -> Iterator[Problem]:
     """Yield a problem for each unknown key of one file and for each section that is not a mapping.
 
     The content of the file is below the dotted `prefix` of the config.
     """
-    yield from _check_section(
-        kind,
-        root,
-        prefix,
-        shown_path(path),
-        itertools.count(),
-        is_root=True,
-    )
+    yield from _check_section(job, root, prefix, shown_path(path), itertools.count(), is_root=True)
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
@@ -174,7 +163,7 @@ def record(
 
 
 def _check_section(
-    kind: Kind,
+    job: JobSchema,
     node: yaml.MappingNode,
     prefix: str,
     source: str,
@@ -188,12 +177,12 @@ def _check_section(
         path = f"{prefix}.{key_node.value}" if prefix else key_node.value
         if is_root and key_node.value == "defaults":
             continue
-        annotation = type_at(RUN_CONFIGS[kind], path) if is_name(key_node) else None
+        annotation = type_at(job.run_config, path) if is_name(key_node) else None
         if annotation is None:
             # The search compares the key with every key of the schema. The error lists only the
             # first problems, so the time is bounded for files with thousands of unknown keys.
             if next(num_unknown) < _MAX_HINTS:
-                text = _unknown_text(kind, prefix, key_node)
+                text = _unknown_text(job, prefix, key_node)
             else:
                 text = f"unknown key {shortened(path)}"
             yield Problem((path,), text, location)
@@ -202,7 +191,7 @@ def _check_section(
         if not (is_section(annotation) or is_open_section(annotation)):
             continue
         if isinstance(value, yaml.MappingNode):
-            yield from _check_section(kind, value, path, source, num_unknown)
+            yield from _check_section(job, value, path, source, num_unknown)
         elif "${" not in str(value.value):
             # A section may be an interpolation of another section; Hydra resolves it later.
             yield Problem(
@@ -212,18 +201,14 @@ def _check_section(
             )
 
 
-def _unknown_text(
-    kind: Kind,
-    prefix: str,
-    key_node: yaml.ScalarNode,
-) -> str:
+def _unknown_text(job: JobSchema, prefix: str, key_node: yaml.ScalarNode) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
-    if "." in key_node.value and type_at(RUN_CONFIGS[kind], path) is not None:
+    if "." in key_node.value and type_at(job.run_config, path) is not None:
         return (
             f"{key_node.value} is one key with dots in it; in YAML write nested sections, dots are"
             " for overrides"
         )
-    return unknown_text(kind, path)
+    return unknown_text(job, path)
 
 
 def _not_a_section_text(

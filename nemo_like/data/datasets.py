@@ -1,9 +1,10 @@
 """Rows of text from a file: the format is recognized from the columns, and errors name the row.
 
-Supported formats: `messages` (optionally `answer`), `prompt` with `completion` or `answer` or
-neither, GSM8K's `question` and `answer` with `####`; each optionally with `tools`, the functions
-that the model may call. Rows are converted to a conversation (for SFT) or a question (for a
-rollout). Nothing is tokenized here; `row_files` reads the files.
+A `RowSchema` has the formats that a job understands. Those of SFT and of rollouts are `messages`
+(optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's `question` and
+`answer` with `####`; each optionally with `tools`, the functions that the model may call. Rows are
+converted to a conversation (for SFT) or a question (for a rollout). Nothing is tokenized here;
+`row_files` reads the files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -30,10 +31,22 @@ from nemo_like.data.tools import (
     tools_problem,
 )
 
-__all__ = ["Message", "Question", "Row", "Rows", "conversation", "load_rows", "question"]
+__all__ = [
+    "PROMPT_ROWS",
+    "SFT_ROWS",
+    "Message",
+    "Question",
+    "Row",
+    "RowSchema",
+    "Rows",
+    "conversation",
+    "load_rows",
+    "question",
+]
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
-# In order of recognition: the columns of the first format that a row has.
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Columns that may have a list of messages."""
 _FORMATS = (
     ("messages",),
     ("prompt", "completion"),
@@ -59,6 +72,28 @@ class Question:
     answer: str | None
     row: Row
     tools: list[Tool] | None = None
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """The row formats that a job understands."""
+
+    formats: tuple[tuple[str, ...], ...]
+    """Columns of each format, in order of recognition: a row has the first that it has all of."""
+    understood: str
+    """The formats in words, for messages."""
+    problem: Callable[[Row, tuple[str, ...]], str | None]
+    """Describes the problem of a row with these columns, or returns None."""
+
+    def recognize(self, row: Row, location: str) -> tuple[str, ...]:
+        """Return the columns of the row's format. Raises ConfigError for no known format."""
+        for columns in self.formats:
+            if all(row.get(column) is not None for column in columns):
+                return columns
+        raise ConfigError(
+            f"{location}: columns {_names(row)} are no format that is understood."
+            f" Understood: {self.understood}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,13 +123,13 @@ class Rows(Sequence[Row]):
 
 def load_rows(
     path: str | Path,
+    schema: RowSchema,
     *,
-    purpose: Literal["sft", "rl"] = "sft",
     max_rows: int | None = None,
     key: str = "data.train_path",
     advance: Callable[[int], None] | None = None,
 ) -> Rows:
-    """Load the first `max_rows` rows (default all) and check each for its format and `purpose`.
+    """Load the first `max_rows` rows (default all) and check each against `schema`.
 
     `advance` is called with the number of rows read since its last call. Raises ConfigError that
     names `key` and the path, or the file, the line and the problem of the row.
@@ -110,8 +145,8 @@ def load_rows(
     columns: tuple[str, ...] = ()
     for location, row, content in islice(read_rows(path, key), max_rows):
         # The first row decides the format of the file.
-        columns = columns or _recognize(row, location)
-        problem = _problem(row, columns, purpose)
+        columns = columns or schema.recognize(row, location)
+        problem = _problem(row, columns, schema)
         if problem:
             raise ConfigError(f"{location}: {problem}")
         rows.append(row)
@@ -142,7 +177,7 @@ def conversation(row: Row) -> list[Message]:
 
     The last is an assistant turn if the row has a completion or an answer.
     """
-    columns = _recognize(row, "row")
+    columns = SFT_ROWS.recognize(row, "row")
     if columns == ("messages",):
         return [clean_message(message) for message in row["messages"]]
     if columns == ("question", "answer"):
@@ -150,10 +185,10 @@ def conversation(row: Row) -> list[Message]:
             {"role": "user", "content": row["question"]},
             {"role": "assistant", "content": row["answer"]},
         ]
-    turns = _turns(row["prompt"], "user")
+    prompt = turns(row["prompt"], "user")
     if len(columns) == 1:
-        return turns
-    return turns + _turns(row[columns[1]], "assistant")
+        return prompt
+    return prompt + turns(row[columns[1]], "assistant")
 
 
 def question(row: Row) -> Question:
@@ -161,7 +196,7 @@ def question(row: Row) -> Question:
 
     The answer of GSM8K is the text after `####`, without thousands separators.
     """
-    columns = _recognize(row, "row")
+    columns = SFT_ROWS.recognize(row, "row")
     answer = row.get("answer")
     if columns == ("question", "answer"):
         messages = [{"role": "user", "content": row["question"]}]
@@ -169,7 +204,7 @@ def question(row: Row) -> Question:
     elif columns == ("messages",):
         messages = _before_last_answer(conversation(row))
     else:
-        messages = _turns(row["prompt"], "user")
+        messages = turns(row["prompt"], "user")
     text = ""
     for message in messages:
         if message["role"] == "user":
@@ -178,22 +213,7 @@ def question(row: Row) -> Question:
     return Question(messages, text, answer, row, row_tools(row))
 
 
-def _recognize(row: Row, location: str) -> tuple[str, ...]:
-    """Return the columns of the row's format. Raises ConfigError for no known format."""
-    for columns in _FORMATS:
-        if all(row.get(column) is not None for column in columns):
-            return columns
-    raise ConfigError(
-        f"{location}: columns {_names(row)} are no format that is understood."
-        f" Understood: {UNDERSTOOD}"
-    )
-
-
-def _problem(
-    row: Row,
-    columns: tuple[str, ...],
-    purpose: str,
-) -> str | None:
+def _problem(row: Row, columns: tuple[str, ...], schema: RowSchema) -> str | None:
     """Describe the problem of a row of this format, or return None."""
     for column in columns:
         if row.get(column) is None:
@@ -207,29 +227,42 @@ def _problem(
     problem = tools_problem(row.get("tools")) or surrogate_problem(row.get("tools"), "tools")
     if problem:
         return problem
-    if _recognize(row, "row") != columns:
+    if schema.recognize(row, "row") != columns:
         return (
             f"columns {_names(row)} are another format than {' + '.join(columns)}, which the rows"
             f" before have"
         )
+    return schema.problem(row, columns)
+
+
+def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     if columns == ("question", "answer"):
-        if not isinstance(row["answer"], str) or "####" not in row["answer"]:
-            return (
-                "the answer has no '#### result'; for plain answers name the columns prompt and"
-                " answer"
-            )
+        return _gsm8k_problem(row)
+    if any(message["role"] == "assistant" for message in conversation(row)):
         return None
-    # GSM8K rows always have a question and an answer; the other formats may lack a turn.
-    if purpose == "sft" and not any(
-        message["role"] == "assistant" for message in conversation(row)
-    ):
-        return (
-            f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs"
-            f" {UNDERSTOOD}"
-        )
-    if purpose == "rl" and not question(row).messages:
+    return (
+        f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
+    )
+
+
+def _prompt_problem(row: Row, columns: tuple[str, ...]) -> str | None:
+    if columns == ("question", "answer"):
+        return _gsm8k_problem(row)
+    if not question(row).messages:
         return "there is no turn before the assistant's, so nothing to ask the model"
     return None
+
+
+def _gsm8k_problem(row: Row) -> str | None:
+    if isinstance(row["answer"], str) and "####" in row["answer"]:
+        return None
+    return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
+
+
+SFT_ROWS = RowSchema(_FORMATS, UNDERSTOOD, _sft_problem)
+"""Conversations with an assistant turn to learn from."""
+PROMPT_ROWS = RowSchema(_FORMATS, UNDERSTOOD, _prompt_problem)
+"""Prompts of rollouts, with or without a reference answer."""
 
 
 def _text_problem(value: Any, column: str) -> str | None:
@@ -238,7 +271,7 @@ def _text_problem(value: Any, column: str) -> str | None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
         return None
-    if column not in ("messages", "prompt", "completion"):
+    if column not in _MESSAGE_COLUMNS:
         return f"column {column!r} is {shown_json(value)}, not a text"
     if not isinstance(value, list) or not value:
         wanted = "a list of messages" if column == "messages" else "a text or a list of messages"
@@ -289,7 +322,7 @@ def surrogate_problem(value: Any, name: str) -> str | None:
     return None
 
 
-def _turns(value: Any, role: str) -> list[Message]:
+def turns(value: Any, role: str) -> list[Message]:
     """Convert a text to one turn of `role`, or clean a list of messages."""
     if isinstance(value, list):
         return [clean_message(message) for message in value]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import GrpoRunConfig, RunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, question
@@ -19,7 +19,11 @@ from nemo_like.data.tools import row_tools
 from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
 
-WORKER_MODULE = "nemo_like.training.encoding_worker"
+EncodeRow = Callable[[ChatEncoder, RunConfig, Row], EncodedRow | None]
+"""Encodes one row of a file. None drops the row; raises ConfigError for a bad row."""
+
+_WORKER_MODULE = "nemo_like.algorithms.encoding_worker"
+"""Program of the encoding processes. It finds the `EncodeRow` of a job by the name of the job."""
 _POLICY_KEYS = (
     "model_name",
     "tokenizer_name",
@@ -34,7 +38,14 @@ def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> En
 
     Raises ConfigError if it is too long and `policy.oversize_rows` is error.
     """
-    encoded = encoder.encode_sft(conversation(row), row_tools(row))
+    return fit_row(encoder.encode_sft(conversation(row), row_tools(row)), config)
+
+
+def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
+    """Apply `policy.oversize_rows` to a row: return it, its beginning, or None to drop it.
+
+    Raises ConfigError if it is too long and `policy.oversize_rows` is error.
+    """
     length = len(encoded.input_ids)
     limit = config.policy.max_total_sequence_length
     # The planner gives a singleton a microbatch of its own.
@@ -111,7 +122,7 @@ class PromptRows:
 def encoding_setup(config: RunConfig) -> dict[str, Any]:
     """Return the part of a config that the encoding of a row depends on, as JSON values."""
     return {
-        "purpose": "rl" if isinstance(config, GrpoRunConfig) else "sft",
+        "kind": config.kind,
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
         "max_new_tokens": config.policy.generation.max_new_tokens,
         # JSON, because the encoding processes get the setup through a pipe.
@@ -119,13 +130,14 @@ def encoding_setup(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def open_training_rows(config: RunConfig, encoder: ChatEncoder, rows: Rows) -> EncodedRows:
+def open_training_rows(
+    config: RunConfig, encoder: ChatEncoder, rows: Rows, encode: EncodeRow
+) -> EncodedRows:
     """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes."""
-    encode = encode_question if isinstance(config, GrpoRunConfig) else encode_conversation
     return EncodedRows(
         rows,
         partial(encode, encoder, config),
-        module=WORKER_MODULE,
+        module=_WORKER_MODULE,
         setup=encoding_setup(config),
         num_processes=config.data.num_encoding_workers,
     )

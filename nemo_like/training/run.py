@@ -1,6 +1,6 @@
 """The parts that every training run shares: directory, workers, resume, checkpoints and logging.
 
-The loops are in `algorithms.sft` and `algorithms.grpo`.
+The loops are in `algorithms`, one package per job.
 """
 
 from __future__ import annotations
@@ -318,8 +318,6 @@ def open_training_run(
     config: RunConfig,
     encoder: ChatEncoder,
     *,
-    generates: bool,
-    needs_reference: bool,
     num_steps: int,
     num_optimizer_steps: int,
 ) -> Iterator[TrainingRun]:
@@ -354,8 +352,6 @@ def open_training_run(
         with start_workers(
             config,
             progress,
-            generates=generates,
-            needs_reference=needs_reference,
             logs=directory.logs / "ray",
             end_token_ids=encoder.end_token_ids,
         ) as workers:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import GrpoRunConfig, RunConfig, SftRunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.data.datasets import Rows, conversation
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -19,34 +19,25 @@ def config_warnings(config: RunConfig) -> Iterator[str]:
     yield from precision_warnings(config)
     yield from _directory_warnings(config)
     yield from _replica_warnings(config)
-    if isinstance(config, GrpoRunConfig):
-        rows = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-        updates_per_step = rows // config.policy.train_global_batch_size
-        yield from _warmup_warnings(config, config.grpo.max_num_steps * updates_per_step)
 
 
 def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
     """Yield the warnings that follow from the training rows."""
-    key = "policy.train_global_batch_size"
-    batch_size = config.policy.train_global_batch_size
-    if isinstance(config, GrpoRunConfig):
-        key = "grpo.num_prompts_per_step"
-        batch_size = config.grpo.num_prompts_per_step
+    key, batch_size = config.examples_per_step
     if len(rows) < batch_size:
         yield (
             f"{config.data.train_path} has {len(rows)} rows, fewer than one batch"
             f" ({key} {batch_size}); set {key} to {len(rows)} or less, or add rows"
         )
-    if isinstance(config, SftRunConfig) and not any(map(_has_answer, rows.rows)):
+
+
+def answer_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
+    """Warn if every assistant turn of the training rows is empty."""
+    if not any(map(_has_answer, rows.rows)):
         yield (
             f"every assistant turn of {config.data.train_path} is empty, so the model learns to"
             " give empty answers; check which columns have the answers"
         )
-
-
-def step_warnings(config: SftRunConfig, num_steps: int) -> Iterator[str]:
-    """Yield the warnings that follow from the number of optimizer steps of an SFT run."""
-    yield from _warmup_warnings(config, num_steps)
 
 
 def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> Iterator[str]:
@@ -74,7 +65,8 @@ def _has_answer(row: dict) -> bool:
     return False
 
 
-def _warmup_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+def step_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a warm-up that is longer than the run of `num_steps` optimizer steps."""
     warmup = config.policy.scheduler.warmup_steps
     # The schedule is legal: the learning rate just never reaches its maximum.
     if warmup > num_steps:

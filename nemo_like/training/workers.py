@@ -76,8 +76,6 @@ def start_workers(
     config: RunConfig,
     progress: Progress,
     *,
-    generates: bool,
-    needs_reference: bool,
     logs: Path | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Iterator[RunWorkers]:
@@ -89,21 +87,25 @@ def start_workers(
     cluster has too few resources.
     """
     # Only the check: the workers import the functions themselves.
-    if generates:
+    if config.generates:
         load_reward_functions(config.reward.functions)
     is_colocated = (
-        generates and config.cluster.gpus_per_node > 0 and config.cluster.generation_workers == 0
+        config.generates
+        and config.cluster.gpus_per_node > 0
+        and config.cluster.generation_workers == 0
     )
     with ExitStack() as closing:
-        with progress.phase("starting workers", 3 if generates else 1, unit="groups") as phase:
-            start = _group_starter(config, closing, progress, generates=generates, logs=logs)
-            policy = _start_policy(config, start, needs_reference=needs_reference)
+        with progress.phase(
+            "starting workers", 3 if config.generates else 1, unit="groups"
+        ) as phase:
+            start = _group_starter(config, closing, progress, logs=logs)
+            policy = _start_policy(config, start)
             if is_colocated:
                 # The generator is loaded onto the same device next.
                 call_all(policy.group, PolicyWorkerProtocol.offload)
             phase.advance()
             rollout_workers = None
-            if generates:
+            if config.generates:
                 generator = _start_generator(config, start, end_token_ids)
                 if is_colocated:
                     call_all(generator.group, HFGenerationWorker.offload)
@@ -128,18 +130,18 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
     return MegatronPolicyWorker
 
 
-def _start_policy(config: RunConfig, start: _StartGroup, *, needs_reference: bool) -> Policy:
+def _start_policy(config: RunConfig, start: _StartGroup) -> Policy:
     group = start(
         "policy",
         policy_worker_class(config),
         config=config.policy,
         parallel=config.parallel,
         seed=config.seed,
-        needs_reference=needs_reference,
+        needs_reference=config.needs_reference,
     )
     return Policy(
         group,
-        config.policy,
+        config.policy_in_rows,
         open_model_spec(config),
         seed=config.seed,
     )
@@ -162,7 +164,7 @@ def _start_generator(
 
 
 def _group_starter(
-    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
+    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
 ) -> _StartGroup:
     """Return `start(name, worker_class, **kwargs)`, which starts a group on `cluster.backend`.
 
@@ -170,7 +172,7 @@ def _group_starter(
     """
     if config.cluster.backend == "local":
         return _local_starter(config, closing)
-    return _ray_starter(config, closing, progress, generates=generates, logs=logs)
+    return _ray_starter(config, closing, progress, logs=logs)
 
 
 def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
@@ -190,7 +192,7 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
 
 
 def _ray_starter(
-    config: RunConfig, closing: ExitStack, progress: Progress, *, generates: bool, logs: Path | None
+    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
 ) -> _StartGroup:
     # Imported on demand: a run on the local backend does not need Ray.
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
@@ -198,7 +200,7 @@ def _ray_starter(
 
     cluster = closing.enter_context(
         RayVirtualCluster(
-            config.cluster, generates=generates, report=progress.print_line, logs=logs
+            config.cluster, generates=config.generates, report=progress.print_line, logs=logs
         )
     )
     groups: dict[str, tuple[BundleSet, ParallelLayout]] = {

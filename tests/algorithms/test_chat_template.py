@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from nemo_like.algorithms.grpo.data import open_source
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.worker_protocol import SamplingParams
-from nemo_like.training.dataset import PromptSource
 from nemo_like.training.run import open_training_run
 from tests.recipe import Recipe
 
@@ -30,21 +30,19 @@ def test_a_run_knows_the_end_of_a_turn_and_reports_how_prompts_differ(
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE)
     config = recipe.grpo(f"policy.chat_template={path}")
-    source = PromptSource.open(config)
+    source = open_source(config)
     num_rows, sampling = 32, SamplingParams(max_new_tokens=24, temperature=2.0)
     with (
         caplog.at_level(logging.WARNING),
         open_training_run(
             config,
-            source.encoder,
-            generates=True,
-            needs_reference=False,
+            source.data.encoder,
             num_steps=1,
             num_optimizer_steps=1,
         ) as run,
     ):
         prompts = Jagged.from_rows(
-            [source.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,
+            [source.data.encoder.encode_prompt([{"role": "user", "content": "1+1"}])] * num_rows,
             np.int32,
         )
         seeds = np.arange(num_rows, dtype=np.uint64)

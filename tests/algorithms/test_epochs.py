@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.grpo import data as grpo_data
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.sft import data as sft_data
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from nemo_like.progress import Progress
-from nemo_like.training.dataset import PromptSource, SftSource
 from tests.recipe import Recipe
 
 NUM_ROWS = 30
@@ -44,8 +45,8 @@ def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
         "grpo.max_num_steps=50",
     )
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:{LONG + 1}: "):
-        source = PromptSource.open(config)
-        source.start_encoding(source.loader())
+        source = grpo_data.open_source(config)
+        source.start_encoding(source.loader(), config.grpo.max_num_steps)
         source.finish_encoding(Progress())
     if num_workers == 0:
         report = validate(config)
@@ -56,12 +57,12 @@ def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
 
 def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Recipe):
     options = ("grpo.max_num_steps=1", "data.num_encoding_workers=0", "seed=1")
-    source = PromptSource.open(recipe.grpo(prompts_file(recipe), *options))
+    source = grpo_data.open_source(recipe.grpo(prompts_file(recipe), *options))
     loader = source.loader()
     assert LONG not in loader.order[:8].tolist(), (
         "with this seed the bad prompt is not in the first step"
     )
-    source.start_encoding(loader)
+    source.start_encoding(loader, 1)
     source.finish_encoding(Progress())
     assert len(next(loader)) == 8
 
@@ -74,18 +75,17 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
         "policy.oversize_rows=truncate",
         "policy.sequence_packing.enabled=false",
     )
-    full_row = PromptSource.open(without_limit).rows.fetch([LONG])[0]
-    truncated = PromptSource.open(recipe.grpo(file, "policy.oversize_rows=truncate"))
+    full_row = grpo_data.open_source(without_limit).rows.fetch([LONG])[0]
+    truncated = grpo_data.open_source(recipe.grpo(file, "policy.oversize_rows=truncate"))
     row = truncated.rows.fetch([LONG])[0]
     assert full_row is not None and row is not None
     assert np.array_equal(row.input_ids, full_row.input_ids[-(96 - 24) :]), (
         "max_new_tokens 24 fit behind it"
     )
-    dropped = PromptSource.open(
-        recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
-    )
+    config = recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
+    dropped = grpo_data.open_source(config)
     loader = dropped.loader()
-    dropped.start_encoding(loader)
+    dropped.start_encoding(loader, 10)
     assert dropped.rows.num_kept == NUM_ROWS - 1
     batches = [next(loader) for _ in range(4)]
     assert [len(batch) for batch in batches] == [8, 8, 8, 5]
@@ -93,7 +93,7 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
         f"{index}+{index}" for index in range(NUM_ROWS) if index != LONG
     )
     # 32 rows / 16 rows per optimizer step = 2; the fourth step of each epoch has 20 rows.
-    assert dropped.num_optimizer_steps == 20
+    assert grpo_data.num_optimizer_steps(config, dropped) == 20
 
 
 def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
@@ -128,11 +128,11 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
     """The rows of two epochs, with the real tokenizer in a process of its own."""
     batches = []
     for num_workers in (0, 2):
-        source = SftSource.open(
+        source = sft_data.open_source(
             recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40")
         )
         loader = source.loader()
-        source.start_encoding(loader)
+        source.start_encoding(loader, 6)
         batches.append([next(loader) for _ in range(6)])
         source.finish_encoding(Progress())
         source.rows.close()
@@ -175,7 +175,7 @@ def test_a_bad_row_that_is_found_during_the_run_saves_what_was_done(recipe: Reci
     for number in range(100):  # until the bad row has its place in the third step of 16 rows
         bad = json.dumps({"prompt": f"{number}+1", "completion": "1" * 200})
         path.write_text("\n".join([*good, bad]) + "\n")
-        order = SftSource.open(recipe.sft(*options)).loader().order.tolist()
+        order = sft_data.open_source(recipe.sft(*options)).loader().order.tolist()
         if 32 <= order.index(63) < 48:
             break
     with pytest.raises(

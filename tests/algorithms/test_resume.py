@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from nemo_like import cli, shared_directory
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.checkpoint import CheckpointError
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_yaml

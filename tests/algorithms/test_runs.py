@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from tests.recipe import Recipe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.rollout.rollout import Rollout, collect
 from nemo_like.training import evaluation as validation
 from tests.algorithms.test_runs import interrupt_at, read_metrics
@@ -68,7 +68,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return rollout
 
     score_answers = validation.score_answers
-    monkeypatch.setattr("nemo_like.algorithms.sft.score_answers", checked_scores)
+    monkeypatch.setattr("nemo_like.algorithms.sft.loop.score_answers", checked_scores)
     monkeypatch.setattr("nemo_like.training.evaluation.collect", recorded)
     return found
 

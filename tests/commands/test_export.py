@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from tests.recipe import Recipe
 

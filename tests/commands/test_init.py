@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.cli import main
-from nemo_like.config.load import detect_kind, load_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "configs"

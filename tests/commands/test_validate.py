@@ -16,15 +16,10 @@ from typing import Any
 import pytest
 import ray
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
-from nemo_like.config.schema import (
-    DataConfig,
-    GrpoRunConfig,
-    PolicyConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    SftRunConfig,
-)
+from nemo_like.config.schema import DataConfig, PolicyConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress

@@ -12,11 +12,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import job_schema
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.compose import compose_plain, hydra_session
 from nemo_like.config.keys import field_types, is_open_section, is_section, without_none
 from nemo_like.config.load import to_yaml
-from nemo_like.config.schema import GrpoRunConfig, RewardFunctionConfig, SftRunConfig
+from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.config.yaml_locations import Sources, read_yaml, record
 
 NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(
@@ -78,7 +81,7 @@ def read_back(text: str, config_class: type, kind: Literal["sft", "grpo"]) -> An
         root = read_yaml(path)
         assert root is not None
         record(sources, root, "", path)
-        with hydra_session(kind, path):
+        with hydra_session(job_schema(kind), path):
             plain = compose_plain([], sources)
     config, problems = build_config(config_class, plain, sources)
     assert problems == []

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import (
     ClusterConfig,
     DataConfig,
-    GrpoRunConfig,
     PolicyConfig,
     RewardConfig,
     RewardFunctionConfig,
     RunConfig,
-    SftRunConfig,
 )
 from tests.recipe import Recipe
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nemo_like.algorithms.registry import RUN_CONFIGS, detect_kind, job_schema, load_config
 from nemo_like.cli import main
 from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.build import build_config
@@ -19,12 +20,11 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.foreign import TABLE, TOOLS, find_foreign, unknown_text
 from nemo_like.config.foreign_entries import Entry, Renamed, Unsupported
 from nemo_like.config.foreign_nemo_rl import SAME_KEYS
-from nemo_like.config.keys import RUN_CONFIGS, Kind, child_types, type_at
-from nemo_like.config.load import detect_kind, load_config
+from nemo_like.config.keys import child_types, type_at
 from nemo_like.config.yaml_locations import Sources
 
 CONFIGS = Path(__file__).parent / "foreign"
-CASES: dict[str, Kind] = {
+CASES: dict[str, str] = {
     "nemo_rl_grpo": "grpo",
     "nemo_rl_sft": "sft",
     "verl_grpo": "grpo",
@@ -63,7 +63,7 @@ def leaves(values: Any, prefix: str = "") -> list[str]:
     ]
 
 
-def unknown_leaves(kind: Kind, values: dict[str, Any]) -> list[str]:
+def unknown_leaves(kind: str, values: dict[str, Any]) -> list[str]:
     return [leaf for leaf in leaves(values) if type_at(RUN_CONFIGS[kind], leaf) is None]
 
 
@@ -247,11 +247,15 @@ def test_a_misspelled_key_is_not_taken_for_a_disabled_section(tmp_path: Path) ->
 
 
 def test_a_single_foreign_key_is_answered_with_the_right_hint() -> None:
-    assert unknown_text("grpo", "grpo.seed") == "unknown key grpo.seed; did you mean seed?"
-    assert "prompt and completion together" in unknown_text("grpo", "data.max_prompt_length")
-    assert "no meaning here" in unknown_text("sft", "logger.log_dir")
+    assert (
+        unknown_text(job_schema("grpo"), "grpo.seed") == "unknown key grpo.seed; did you mean seed?"
+    )
+    assert "prompt and completion together" in unknown_text(
+        job_schema("grpo"), "data.max_prompt_length"
+    )
+    assert "no meaning here" in unknown_text(job_schema("sft"), "logger.log_dir")
     for path in ("critic.optim.lr", "env.math.num_workers", "nothing.num_workers"):
-        assert "did you mean" not in unknown_text("grpo", path), path
+        assert "did you mean" not in unknown_text(job_schema("grpo"), path), path
 
 
 def test_every_entry_of_the_tables_fits_the_schema() -> None:
@@ -291,7 +295,7 @@ def is_key(path: str) -> bool:
 
 def is_legal(path: str, value: str) -> bool:
     """Whether the schema takes the value for the key."""
-    kind: Kind = "grpo" if type_at(RUN_CONFIGS["grpo"], path) is not None else "sft"
+    kind: str = "grpo" if type_at(RUN_CONFIGS["grpo"], path) is not None else "sft"
     plain: dict[str, Any] = {}
     for key in ("run_name", "policy.model_name", "data.train_path"):
         put(plain, key, "x")
@@ -308,14 +312,14 @@ VALUES = st.sampled_from([None, True, False, *TEXTS, {}, {"enabled": False}, {"x
     kind=st.sampled_from(["sft", "grpo"]),
     chosen=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=40),
 )
-def test_every_unknown_key_is_in_exactly_one_finding(kind: Kind, chosen: dict[str, Any]) -> None:
+def test_every_unknown_key_is_in_exactly_one_finding(kind: str, chosen: dict[str, Any]) -> None:
     tree: dict[str, Any] = {}
     for path, value in chosen.items():
         if not any(
             path.startswith(f"{other}.") or other.startswith(f"{path}.") for other in chosen
         ):
             put(tree, path, value)
-    found = find_foreign(kind, tree).found
+    found = find_foreign(job_schema(kind), tree).found
     for leaf in unknown_leaves(kind, tree) if tree else []:
         section = leaf.split(".")[0]
         if is_key(section) and type_at(RUN_CONFIGS[kind], section) is None:

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import detect_kind, load_config
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.arithmetic import register_arithmetic
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.load import detect_kind, load_config
 
 BASE = """
 run_name: base
@@ -54,7 +56,7 @@ def test_a_file_inherits_by_a_path_relative_to_itself_or_absolute(tmp_path: Path
         "policy: {train_micro_batch_size: 8}\n"
     )
     path = write(tmp_path, base=BASE, folder__child=child)
-    config = load_config("sft", path)
+    config = load_config(SftRunConfig, path)
     assert detect_kind(path) == "sft"
     assert (config.run_name, config.seed, config.sft.max_num_steps) == ("child", 1, 7)
     assert config.policy.logprob_batch_size == 4
@@ -71,7 +73,7 @@ def test_later_files_come_over_earlier_ones_through_several_levels(tmp_path: Pat
         b="seed: 3\npolicy: {precision: bfloat16}\n",
         child="defaults: [a.yaml, b.yaml]\noutput_dir: out\n",
     )
-    config = load_config("sft", path, ["policy.train_micro_batch_size=2"])
+    config = load_config(SftRunConfig, path, ["policy.train_micro_batch_size=2"])
     assert (config.run_name, config.seed, config.output_dir, config.policy.precision) == (
         "a",
         3,
@@ -84,7 +86,7 @@ def test_later_files_come_over_earlier_ones_through_several_levels(tmp_path: Pat
 def test_a_config_of_hydras_form_can_be_inherited_by_path(tmp_path: Path):
     files = {"base": BASE, "inner": "defaults: [base, _self_]\nseed: 5\n"}
     path = write(tmp_path, **files, other__child="defaults: ../inner.yaml\nrun_name: child\n")
-    config = load_config("sft", path)
+    config = load_config(SftRunConfig, path)
     assert (config.seed, config.run_name) == (5, "child")
 
 
@@ -94,7 +96,10 @@ def test_the_examples_can_be_inherited_by_an_absolute_path(tmp_path: Path):
         tmp_path,
         mine=f"defaults: {examples}/demo_grpo.yaml\nrun_name: mine\ngrpo: {{max_num_steps: 3}}\n",
     )
-    config, original = load_config("grpo", path), load_config("grpo", examples / "demo_grpo.yaml")
+    config, original = (
+        load_config(GrpoRunConfig, path),
+        load_config(GrpoRunConfig, examples / "demo_grpo.yaml"),
+    )
     assert (config.run_name, config.grpo.max_num_steps) == ("mine", 3)
     assert config.policy == original.policy and config.reward == original.reward
 
@@ -148,7 +153,7 @@ def test_what_is_wrong_is_one_message_with_key_and_line(
 ):
     path = write(tmp_path, base=BASE, **files)
     with pytest.raises(ConfigError) as raised:
-        load_config("sft", path)
+        load_config(SftRunConfig, path)
     for word in words:
         assert word in str(raised.value)
     assert len(str(raised.value)) < 700

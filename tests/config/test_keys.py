@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import RUN_CONFIGS, job_schema
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.keys import (
     _FOREIGN_NAMES,
-    RUN_CONFIGS,
     all_keys,
     leaf_keys,
     suggest_keys,
     type_at,
     unknown_key_text,
 )
-from nemo_like.config.schema import GrpoRunConfig, RewardFunctionConfig, SftRunConfig
+from nemo_like.config.schema import RewardFunctionConfig
 
 MAX_KEYS = 150
 
@@ -57,15 +59,21 @@ def test_what_was_meant(written: str, meant: list[str]) -> None:
 
 
 def test_where_nothing_is_like_it_the_keys_of_the_section_are_listed() -> None:
-    assert unknown_key_text("sft", "policy.optimizer.zzz") == (
+    assert unknown_key_text(job_schema("sft"), "policy.optimizer.zzz") == (
         "unknown key policy.optimizer.zzz; policy.optimizer has lr, weight_decay, beta1, beta2, eps"
     )
-    assert "the top level has output_dir, run_name" in unknown_key_text("sft", "zzz.lrr")
+    assert "the top level has output_dir, run_name" in unknown_key_text(
+        job_schema("sft"), "zzz.lrr"
+    )
 
 
 def test_a_key_of_another_job_is_sent_there() -> None:
-    assert "it belongs to `nemo-like grpo`" in unknown_key_text("sft", "grpo.max_num_steps")
-    assert "it belongs to `nemo-like sft`" in unknown_key_text("grpo", "sft.max_num_epochs")
+    assert "it belongs to `nemo-like grpo`" in unknown_key_text(
+        job_schema("sft"), "grpo.max_num_steps"
+    )
+    assert "it belongs to `nemo-like sft`" in unknown_key_text(
+        job_schema("grpo"), "sft.max_num_epochs"
+    )
 
 
 def test_names_of_other_tools_lead_to_keys_that_exist() -> None:

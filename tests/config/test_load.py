@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import detect_kind, load_config
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.load import detect_kind, load_config, to_yaml
+from nemo_like.config.load import to_yaml
 
 MINIMAL = """
 run_name: test
@@ -50,7 +53,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def message(path: Path, *overrides: str, kind: str = "sft") -> str:
     """What the user is told about a config that does not load."""
     with pytest.raises(ConfigError) as caught:
-        load_config("sft" if kind == "sft" else "grpo", path, overrides)
+        load_config(SftRunConfig if kind == "sft" else "grpo", path, overrides)
     return str(caught.value)
 
 
@@ -58,7 +61,7 @@ def test_schema_defaults_are_the_base_and_every_key_can_be_set_from_the_command_
     write: Write,
 ) -> None:
     path = write(MINIMAL)
-    assert load_config("sft", path).policy.optimizer.lr == 1e-5
+    assert load_config(SftRunConfig, path).policy.optimizer.lr == 1e-5
     config = load_config(
         "sft",
         path,
@@ -85,7 +88,7 @@ def test_the_last_of_file_base_and_command_line_wins(write: Write) -> None:
         "_base.yaml",
     )
     path = write("defaults: [_base, _self_]\n" + MINIMAL + "  max_train_rows: 5\nseed: 2\n")
-    config = load_config("sft", path, ["policy.optimizer.lr=3", "policy.optimizer.lr=4"])
+    config = load_config(SftRunConfig, path, ["policy.optimizer.lr=3", "policy.optimizer.lr=4"])
     assert (config.seed, config.policy.optimizer.lr, config.policy.optimizer.beta1) == (2, 4.0, 0.5)
     assert (config.logger.num_samples_shown, config.data.max_train_rows) == (9, 5)
 
@@ -94,24 +97,30 @@ def test_a_folder_of_files_is_a_choice(write: Write) -> None:
     write("model_name: small\ntrain_micro_batch_size: 2\n", "policy/small.yaml")
     write("model_name: large\n", "policy/large.yaml")
     path = write("defaults: [{policy: small}, _self_]\nrun_name: r\ndata: {train_path: t.jsonl}\n")
-    assert load_config("sft", path).policy.train_micro_batch_size == 2
-    assert load_config("sft", path, ["policy=large"]).policy.model_name == "large"
+    assert load_config(SftRunConfig, path).policy.train_micro_batch_size == 2
+    assert load_config(SftRunConfig, path, ["policy=large"]).policy.model_name == "large"
 
 
 def test_a_base_outside_the_folder(write: Write) -> None:
     write(MINIMAL, "_base.yaml")
     path = write("defaults: [../_base@_global_]\nseed: 3\n", "mine/run.yaml")
-    config = load_config("sft", path)
+    config = load_config(SftRunConfig, path)
     assert (config.run_name, config.seed) == ("test", 3)
-    assert load_config("sft", write("defaults: [../_base]\n", "mine/other.yaml")).run_name == "test"
+    assert (
+        load_config(SftRunConfig, write("defaults: [../_base]\n", "mine/other.yaml")).run_name
+        == "test"
+    )
 
 
 def test_a_tilde_goes_back_to_the_default(write: Write) -> None:
     path = write(MINIMAL + REWARD + "sft: {max_num_steps: 9, val_period: 0}\n")
-    assert load_config("sft", path, ["~sft.max_num_steps"]).sft.max_num_steps is None
-    assert load_config("sft", path, ["~sft"]).sft.max_num_steps is None
-    assert load_config("sft", path, ["~policy.generation.top_k"]).policy.generation.top_k is None
-    assert load_config("sft", path, ["~reward.functions.answer"]).reward.functions == {}
+    assert load_config(SftRunConfig, path, ["~sft.max_num_steps"]).sft.max_num_steps is None
+    assert load_config(SftRunConfig, path, ["~sft"]).sft.max_num_steps is None
+    assert (
+        load_config(SftRunConfig, path, ["~policy.generation.top_k"]).policy.generation.top_k
+        is None
+    )
+    assert load_config(SftRunConfig, path, ["~reward.functions.answer"]).reward.functions == {}
 
 
 def test_interpolation_of_keys_and_of_the_environment(
@@ -121,17 +130,18 @@ def test_interpolation_of_keys_and_of_the_environment(
         MINIMAL.replace("data/train.jsonl", "${oc.env:NEMO_LIKE_DATA,data}/${run_name}.jsonl")
     )
     monkeypatch.delenv("NEMO_LIKE_DATA", raising=False)
-    assert load_config("sft", path).data.train_path == "data/test.jsonl"
+    assert load_config(SftRunConfig, path).data.train_path == "data/test.jsonl"
     monkeypatch.setenv("NEMO_LIKE_DATA", "/big")
-    assert load_config("sft", path, ["run_name=x"]).data.train_path == "/big/x.jsonl"
+    assert load_config(SftRunConfig, path, ["run_name=x"]).data.train_path == "/big/x.jsonl"
     assert (
-        load_config("sft", path, ["sft.max_num_steps=${oc.env:STEPS,20}"]).sft.max_num_steps == 20
+        load_config(SftRunConfig, path, ["sft.max_num_steps=${oc.env:STEPS,20}"]).sft.max_num_steps
+        == 20
     )
 
 
 def test_numbers_as_people_write_them(write: Write) -> None:
     text = "  max_grad_norm: 1\n  optimizer: {lr: 1e-5, eps: '1e-7', weight_decay: 0}\n"
-    policy = load_config("sft", write(MINIMAL.replace("data:", f"{text}data:"))).policy
+    policy = load_config(SftRunConfig, write(MINIMAL.replace("data:", f"{text}data:"))).policy
     assert (policy.max_grad_norm, policy.optimizer.lr, policy.optimizer.eps) == (1.0, 1e-5, 1e-7)
     assert type(policy.optimizer.weight_decay) is float
 
@@ -139,8 +149,8 @@ def test_numbers_as_people_write_them(write: Write) -> None:
 @pytest.mark.parametrize("written", ["007", "1e-3", "no", "2024-01-02", "1_000", "0x1F"])
 def test_a_text_key_means_what_is_written(write: Write, written: str) -> None:
     path = write(MINIMAL.replace("run_name: test", f"run_name: {written}"))
-    assert load_config("sft", path).run_name == written
-    assert load_config("sft", path, [f"run_name={written}"]).run_name == written
+    assert load_config(SftRunConfig, path).run_name == written
+    assert load_config(SftRunConfig, path, [f"run_name={written}"]).run_name == written
 
 
 def test_anchors_and_merge_keys(write: Write) -> None:
@@ -148,7 +158,7 @@ def test_anchors_and_merge_keys(write: Write) -> None:
         MINIMAL
         + "reward:\n  functions:\n    a: &f {path: m.f, weight: 2}\n    b: {<<: *f, path: m.g}\n"
     )
-    functions = load_config("sft", path).reward.functions
+    functions = load_config(SftRunConfig, path).reward.functions
     assert (functions["b"].path, functions["b"].weight) == ("m.g", 2.0)
 
 
@@ -157,14 +167,14 @@ def test_yaml_output_loads_to_the_same_config(write: Write) -> None:
         "grpo", write(MINIMAL + REWARD), [r"policy.generation.stop_strings=['\${','a']"]
     )
     assert config.policy.generation.stop_strings == ("${", "a")
-    assert load_config("grpo", write(to_yaml(config), "again.yaml")) == config
+    assert load_config(GrpoRunConfig, write(to_yaml(config), "again.yaml")) == config
 
 
 @pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
 def test_rare_line_breaks_survive_yaml(write: Write, separator: str) -> None:
-    config = load_config("sft", write(MINIMAL), [f"data.system_prompt='a{separator}b'"])
+    config = load_config(SftRunConfig, write(MINIMAL), [f"data.system_prompt='a{separator}b'"])
     assert config.data.system_prompt == f"a{separator}b"
-    assert load_config("sft", write(to_yaml(config), "again.yaml")) == config
+    assert load_config(SftRunConfig, write(to_yaml(config), "again.yaml")) == config
 
 
 def test_loading_leaves_the_process_as_it_was(write: Write, tmp_path: Path) -> None:
@@ -174,8 +184,8 @@ def test_loading_leaves_the_process_as_it_was(write: Write, tmp_path: Path) -> N
 
     path = write(MINIMAL)
     handlers = list(logging.getLogger().handlers)
-    load_config("sft", path)
-    load_config("sft", path)
+    load_config(SftRunConfig, path)
+    load_config(SftRunConfig, path)
     assert Path.cwd() == tmp_path
     assert sorted(os.listdir()) == ["run.yaml"]
     assert logging.getLogger().handlers == handlers

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local, require_model_directory, resolve_paths
-from nemo_like.config.schema import DataConfig, PolicyConfig, SftRunConfig
+from nemo_like.config.schema import DataConfig, PolicyConfig
 
 
 @pytest.fixture

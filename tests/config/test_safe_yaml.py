@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.config.errors import ConfigError, Problem, raise_problems
-from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.text import printable, shown_value
-from nemo_like.data.datasets import load_rows
+from nemo_like.data.datasets import SFT_ROWS, load_rows
 from tests.fuzz.cases import BASE_CONFIGS, BOMB
 
 DOUBLING = "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x"
@@ -115,4 +115,4 @@ def test_a_path_too_long_for_the_file_system_does_not_exist(name: str, tmp_path:
         with pytest.raises(ConfigError):
             load_config("sft", path)
     with pytest.raises(ConfigError, match="there is no"):
-        load_rows(name)
+        load_rows(name, SFT_ROWS)

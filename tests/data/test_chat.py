@@ -15,7 +15,7 @@ from tokenizers import processors
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, collate
-from nemo_like.data.datasets import Message, conversation, load_rows, question
+from nemo_like.data.datasets import SFT_ROWS, Message, conversation, load_rows, question
 from nemo_like.data.loader import RowLoader
 from tests.data.lazy_rows import LazyRows
 from tests.data.tiny_tokenizer import (
@@ -319,7 +319,7 @@ def test_real_gsm8k_from_file_to_batch() -> None:
     folder = os.environ.get("NEMO_LIKE_DATA")
     if folder is None:
         pytest.skip("NEMO_LIKE_DATA is not set, so there is no GSM8K here")
-    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", max_rows=64)
+    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", SFT_ROWS, max_rows=64)
     encoder = ChatEncoder(tiny_tokenizer(NO_END_OF_TURN))
     encoded = LazyRows(rows, lambda row: encoder.encode_sft(conversation(row)))
     loader = RowLoader(encoded, batch_size=16, seed=1)

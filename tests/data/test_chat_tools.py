@@ -13,7 +13,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import conversation, load_rows, question
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, load_rows, question
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.tools import row_tools
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
@@ -91,7 +91,7 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     lines = [{"prompt": "2+2", "answer": "4", "tools": TOOLS}, {"prompt": "1", "answer": 1}]
     path.write_text("\n".join(map(json.dumps, lines)))
-    rows = load_rows(path, purpose="rl")
+    rows = load_rows(path, PROMPT_ROWS)
     encoder = ChatEncoder(tiny_tokenizer(QWEN))
     texts = []
     for row in rows:
@@ -171,7 +171,7 @@ def test_what_the_template_drops_is_refused_with_its_place(
 ) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n" + json.dumps(row) + "\n")
-    rows = load_rows(path)
+    rows = load_rows(path, SFT_ROWS)
     encoder = ChatEncoder(tiny_tokenizer(template))
     encoded = EncodedRows(rows, lambda row: encoder.encode_sft(conversation(row), row_tools(row)))
     encoded.fetch([0])
@@ -234,7 +234,7 @@ def test_malformed_tools_and_calls_are_named(
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=message) as error:
-        load_rows(path)
+        load_rows(path, SFT_ROWS)
     assert str(error.value).startswith(f"{path}:1: ")
 
 
@@ -251,7 +251,7 @@ def test_columnar_files_fill_in_no_keys(tmp_path: Path) -> None:
     }
     rows = [{"messages": [USER, plain_call]}, {"messages": [USER, other]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    loaded = load_rows(tmp_path / "rows.parquet")
+    loaded = load_rows(tmp_path / "rows.parquet", SFT_ROWS)
     assert [conversation(row) for row in loaded] == [row["messages"] for row in rows]
 
 

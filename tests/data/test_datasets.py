@@ -8,14 +8,21 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.datasets import conversation, load_rows, question
+from nemo_like.data.datasets import (
+    PROMPT_ROWS,
+    SFT_ROWS,
+    RowSchema,
+    conversation,
+    load_rows,
+    question,
+)
 
 USER, ASSISTANT = {"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -57,22 +64,22 @@ def test_formats(
     tmp_path: Path, row: dict, turns: list[dict], asked: list[dict], answer: str | None
 ) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [row, row])
-    rows = load_rows(path, purpose="sft")
+    rows = load_rows(path, SFT_ROWS)
     assert len(rows) == 2
     assert conversation(rows[1]) == turns
-    asking = question(load_rows(path, purpose="rl")[0])
+    asking = question(load_rows(path, PROMPT_ROWS)[0])
     assert (asking.messages, asking.answer, asking.row) == (asked, answer, row)
     assert asking.text == asked[-1]["content"]
 
 
 def test_a_prompt_alone_is_enough_for_rollouts(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "Say something."}])
-    assert question(load_rows(path, purpose="rl")[0]).answer is None
+    assert question(load_rows(path, PROMPT_ROWS)[0]).answer is None
     with pytest.raises(
         ConfigError,
         match=r"train.jsonl:1: there is no assistant turn to learn from in prompt; SFT needs",
     ):
-        load_rows(path, purpose="sft")
+        load_rows(path, SFT_ROWS)
 
 
 def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
@@ -80,7 +87,7 @@ def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "\xc3\xa4", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}'
     )
-    rows = load_rows(path)
+    rows = load_rows(path, SFT_ROWS)
     assert [row["prompt"] for row in rows] == ["ä", "b"]
     assert rows.locations[1].endswith("train.jsonl:3")
     assert rows[0:1] == [rows[0]]
@@ -88,7 +95,7 @@ def test_jsonl_skips_blank_lines_and_counts_them(tmp_path: Path) -> None:
 
 def test_max_rows_stops_reading(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a", "answer": "1"}] * 3 + ["{broken"])
-    assert len(load_rows(path, max_rows=3)) == 3
+    assert len(load_rows(path, SFT_ROWS, max_rows=3)) == 3
 
 
 def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> None:
@@ -106,9 +113,11 @@ def test_json_parquet_and_saved_directories_hold_the_same(tmp_path: Path) -> Non
         )
     expected = [conversation(row) for row in rows]
     for name in ("train.json", "train.parquet", "many"):
-        loaded = load_rows(tmp_path / name)
+        loaded = load_rows(tmp_path / name, SFT_ROWS)
         assert [conversation(row) for row in loaded] == expected, name
-    assert load_rows(tmp_path / "train.parquet").locations[1].endswith("train.parquet row 1")
+    assert (
+        load_rows(tmp_path / "train.parquet", SFT_ROWS).locations[1].endswith("train.parquet row 1")
+    )
 
 
 def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
@@ -119,13 +128,13 @@ def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
     rows = [{"prompt": str(number), "completion": "x"} for number in range(5)]
     whole = datasets.Dataset.from_list(rows)
     whole.save_to_disk(tmp_path / "whole", num_shards=2)
-    assert list(load_rows(tmp_path / "whole")) == rows
+    assert list(load_rows(tmp_path / "whole", SFT_ROWS)) == rows
     datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
     with pytest.raises(
         ConfigError, match=r"splits has several splits; name one: .*splits/train, .*splits/test"
     ):
-        load_rows(tmp_path / "splits")
-    assert len(load_rows(tmp_path / "splits" / "train")) == 5
+        load_rows(tmp_path / "splits", SFT_ROWS)
+    assert len(load_rows(tmp_path / "splits" / "train", SFT_ROWS)) == 5
 
 
 GOOD = {"prompt": "a", "answer": "1"}
@@ -188,19 +197,19 @@ GOOD = {"prompt": "a", "answer": "1"}
 )
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_rows(write_jsonl(tmp_path / "train.jsonl", lines))
+        load_rows(write_jsonl(tmp_path / "train.jsonl", lines), SFT_ROWS)
 
 
 def test_rollouts_need_something_to_ask(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [{"messages": [ASSISTANT]}])
     with pytest.raises(ConfigError, match="nothing to ask the model"):
-        load_rows(path, purpose="rl")
+        load_rows(path, PROMPT_ROWS)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"train.jsonl:1: not UTF-8 text at byte 13"):
-        load_rows(tmp_path / "train.jsonl")
+        load_rows(tmp_path / "train.jsonl", SFT_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -224,15 +233,15 @@ def test_files_that_cannot_be_read(
     elif name == "folder":
         path.mkdir()
     with pytest.raises(ConfigError, match=message):
-        load_rows(path, key="data.validation_path")
+        load_rows(path, SFT_ROWS, key="data.validation_path")
 
 
-@pytest.mark.parametrize("purpose", ["sft", "rl"])
-def test_real_gsm8k(purpose: Literal["sft", "rl"]) -> None:
+@pytest.mark.parametrize("schema", [SFT_ROWS, PROMPT_ROWS])
+def test_real_gsm8k(schema: RowSchema) -> None:
     folder = os.environ.get("NEMO_LIKE_DATA")
     if folder is None:
         pytest.skip("NEMO_LIKE_DATA is not set, so there is no GSM8K here")
-    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", purpose=purpose)
+    rows = load_rows(Path(folder) / "gsm8k" / "train.jsonl", schema)
     assert len(rows) == 7473
     answers = [question(row).answer for row in rows]
     assert answers[0] == "72"

@@ -18,7 +18,7 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data import encoded_rows
-from nemo_like.data.datasets import Rows, load_rows
+from nemo_like.data.datasets import PROMPT_ROWS, Rows, load_rows
 from nemo_like.data.encoded_rows import EncodedRows
 from tests.data.echo_encoding import encode
 
@@ -29,7 +29,7 @@ _REPOSITORY = Path(__file__).parents[2]
 def rows_of(folder: Path, texts: Sequence[str]) -> Rows:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return load_rows(path, purpose="rl")
+    return load_rows(path, PROMPT_ROWS)
 
 
 def opened(rows: Rows, num_processes: int | None) -> EncodedRows:

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import DataConfig, GrpoRunConfig, PolicyConfig, RunConfig
-from nemo_like.data.datasets import load_rows
+from nemo_like.config.schema import DataConfig, PolicyConfig, RunConfig
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
-from nemo_like.training.encoding import open_training_rows
+from nemo_like.training.encoding import encode_conversation, encode_question, open_training_rows
 from nemo_like.training.model_files import open_encoder
 from tests.data.tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
@@ -78,7 +79,9 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(
         policy=PolicyConfig(model_name=str(tmp_path / "model")),
         data=DataConfig(train_path=str(data), num_encoding_workers=num_processes),
     )
-    rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="sft"))
+    rows = open_training_rows(
+        config, open_encoder(config), load_rows(data, SFT_ROWS), encode_conversation
+    )
     before = time.process_time()
     rows.start(np.arange(2))
     with pytest.raises(
@@ -107,7 +110,9 @@ def test_a_template_that_fills_the_memory_for_one_row_is_a_bad_row(tmp_path: Pat
         policy=PolicyConfig(model_name=str(tmp_path / "model")),
         data=DataConfig(train_path=str(data), num_encoding_workers=1),
     )
-    rows = open_training_rows(config, open_encoder(config), load_rows(data, purpose="rl"))
+    rows = open_training_rows(
+        config, open_encoder(config), load_rows(data, PROMPT_ROWS), encode_question
+    )
     rows.start(np.arange(2))
     with pytest.raises(
         ConfigError, match=r"rows\.jsonl:2: the row cannot be encoded \(MemoryError"

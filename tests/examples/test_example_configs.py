@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.config.check import derivation
-from nemo_like.config.load import detect_kind, load_config
 from nemo_like.config.schema import DynamicBatchingConfig, SequencePackingConfig
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.config.load import load_config
+from nemo_like.algorithms.registry import load_config
 from nemo_like.environments.reward import RewardSample
 from nemo_like.environments.rewards import load_reward_functions
 from tests.recipe import Recipe
@@ -41,7 +41,7 @@ def test_brief_is_a_line_between_two_lengths(
 def test_a_run_uses_the_function_and_logs_documented_names_only(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_like.algorithms.grpo import run_grpo
+    from nemo_like.algorithms.grpo.loop import run_grpo
 
     monkeypatch.syspath_prepend(str(EXAMPLES / "rewards"))
     config = recipe.grpo(

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.load import detect_kind, load_config, to_yaml
-from nemo_like.data.datasets import conversation, load_rows, question
+from nemo_like.config.load import to_yaml
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, load_rows, question
 
 MAX_CPU_S = 2.0
 MAX_MESSAGE_CHARACTERS = 2_000
@@ -324,7 +325,7 @@ def data_case(seed: int, folder: Path) -> Callable[[], None]:
 
     def act() -> None:
         purpose = "sft" if seed % 2 else "rl"
-        for row in load_rows(path, purpose="sft" if seed % 2 else "rl"):
+        for row in load_rows(path, SFT_ROWS if seed % 2 else PROMPT_ROWS):
             read = conversation(row) if purpose == "sft" else question(row).messages
             str(read).encode()
 

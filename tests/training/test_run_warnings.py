@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.training import run_warnings

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nemo_like.algorithms.grpo import run_grpo
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
 from nemo_like.environments.reward import RewardSample
 from nemo_like.policy.isolation import _random_rows

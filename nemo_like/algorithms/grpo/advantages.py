@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemo_like.config.schema import AdvantageConfig
+from nemo_like.algorithms.grpo.config import AdvantageConfig
 
 
 def group_advantages(

@@ -9,16 +9,17 @@ from contextlib import closing
 
 import numpy as np
 
-from nemo_like.algorithms.advantages import group_advantages
+from nemo_like.algorithms.grpo.advantages import group_advantages
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
 from nemo_like.config.paths import resolve_paths
-from nemo_like.config.schema import GrpoRunConfig
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds
-from nemo_like.training.dataset import PromptSource
+from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
@@ -27,27 +28,26 @@ from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, tra
 def run_grpo(config: GrpoRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
-    source = PromptSource.open(config)
+    source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader)
+        source.start_encoding(loader, config.grpo.max_num_steps)
         return _train(config, source, loader)
 
 
-def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt]) -> RunResult:
+def _train(
+    config: GrpoRunConfig, source: ExampleSource[Prompt], loader: RowLoader[Prompt]
+) -> RunResult:
     total = config.grpo.max_num_steps
-    validation_prompts = source.validation_prompts()
+    val_prompts = validation_prompts(config, source.data)
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
-    needs_reference = config.loss_fn.reference_policy_kl_penalty > 0
     # The policy's own log-probs, and those of the reference.
-    num_logprob_passes = 1 + needs_reference
+    num_logprob_passes = 1 + config.needs_reference
     with open_training_run(
         config,
-        source.encoder,
-        generates=True,
-        needs_reference=needs_reference,
+        source.data.encoder,
         num_steps=total,
-        num_optimizer_steps=source.num_optimizer_steps,
+        num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
         source.finish_encoding(run.progress)
         step = run.resume(loader)
@@ -57,7 +57,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                 run.sync_weights(step)
         elif config.grpo.val_at_start:
             temperature = config.grpo.val_temperature
-            run.add_metrics(score_answers(run, validation_prompts, step, temperature))
+            run.add_metrics(score_answers(run, val_prompts, step, temperature))
             run.log_metrics(step)
         with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total:
@@ -70,7 +70,7 @@ def _train(config: GrpoRunConfig, source: PromptSource, loader: RowLoader[Prompt
                 # The generator has the weights of `step` since the update.
                 if is_due(step, config.grpo.val_period, total):
                     temperature = config.grpo.val_temperature
-                    run.add_metrics(score_answers(run, validation_prompts, step, temperature))
+                    run.add_metrics(score_answers(run, val_prompts, step, temperature))
                 lengths = rollout.batch["length"]
                 run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
                 stop_if_too_many(run, step, loader)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
+from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.algorithms.sft.data import open_source
 from nemo_like.config.paths import resolve_paths
-from nemo_like.config.schema import SftRunConfig
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.rollout.prompt import Prompt
-from nemo_like.training.dataset import SftSource
+from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
@@ -22,29 +23,26 @@ from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, tra
 def run_sft(config: SftRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
-    source = SftSource.open(config)
+    source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader)
+        source.start_encoding(loader, source.num_steps(config.sft))
         return _train(config, source, loader)
 
 
-def _train(config: SftRunConfig, source: SftSource, loader: RowLoader[EncodedRow]) -> RunResult:
-    total = source.num_steps
+def _train(
+    config: SftRunConfig, source: ExampleSource[EncodedRow], loader: RowLoader[EncodedRow]
+) -> RunResult:
+    total = source.num_steps(config.sft)
     validation_set = ValidationSet.open(config, source)
     loss = NllLoss()
     with open_training_run(
-        config,
-        source.encoder,
-        generates=config.sft.val_generate,
-        needs_reference=False,
-        num_steps=total,
-        num_optimizer_steps=total,
+        config, source.data.encoder, num_steps=total, num_optimizer_steps=total
     ) as run:
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         # The files can have changed since the checkpoint, and the number of steps with them.
-        total = source.last_step(loader, step)
+        total = source.last_step(config.sft, loader, step)
         if step == 0:
             run.show_rows(loader)
             if config.sft.val_at_start:
@@ -85,10 +83,10 @@ class ValidationSet:
     """Empty unless answers are generated."""
 
     @classmethod
-    def open(cls, config: SftRunConfig, source: SftSource) -> ValidationSet:
+    def open(cls, config: SftRunConfig, source: ExampleSource[EncodedRow]) -> ValidationSet:
         """Encode the validation rows. Raises ConfigError for a bad row."""
         batches = list(source.validation_batches())
-        prompts = source.validation_prompts() if config.sft.val_generate else []
+        prompts = validation_prompts(config, source.data) if config.sft.val_generate else []
         return cls(batches, prompts)
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from nemo_like.commands.diagnostics import Diagnostics
 from nemo_like.config.check import batching_section, padding_multiples
-from nemo_like.config.schema import GrpoRunConfig, RunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Row, Rows, question
 from nemo_like.data.encoded_rows import ROW_ERRORS, row_error_text
+from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.progress import Progress
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def encode_sample(
     return encoded
 
 
-def encode_question(encoder: ChatEncoder, row: Row) -> np.ndarray:
+def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
     """Return the token ids of a row's prompt, int [L]."""
     asked = question(row)
     return encoder.encode_prompt(asked.messages, asked.tools)
@@ -73,7 +73,7 @@ def encode_question(encoder: ChatEncoder, row: Row) -> np.ndarray:
 def check_lengths(
     config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
-    """Check SFT rows against `max_total_sequence_length` and the token budgets.
+    """Check rows against `max_total_sequence_length` and the token budgets.
 
     `lengths` is row index -> tokens of the sampled rows.
     """
@@ -110,7 +110,7 @@ def check_lengths(
 
 
 def check_prompts(
-    config: GrpoRunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
 ) -> None:
     """Check that prompts leave tokens for a completion, and rows against the token budgets.
 
@@ -138,7 +138,7 @@ def check_prompts(
 
 
 def _add_long_prompts(
-    config: GrpoRunConfig,
+    config: RunConfig,
     rows: Rows,
     above: list[int],
     lengths: Mapping[int, int],
@@ -206,16 +206,17 @@ def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) 
         ("train_mb_tokens", section.train_mb_tokens),
         ("logprob_mb_tokens", section.logprob_mb_tokens),
     ):
-        needed = multiples.tokens_of_row(max_length)
+        needed = config.rows_per_example * multiples.tokens_of_row(max_length)
         if needed <= budget:
             diagnostics.add_lines(
                 "lengths",
-                f"{name}.{key} {budget:,} fits {budget // needed} of the longest row ({needed:,}"
-                " tokens)",
+                f"{name}.{key} {budget:,} fits {budget // needed} of the longest {config.example}"
+                f" ({needed:,} tokens)",
             )
         elif config.policy.oversize_rows != "error":
             # With `error` the rows are a problem of `check_lengths` or `config.check` already.
             diagnostics.warnings.append(
-                f"the longest row takes {needed} tokens, more than {name}.{key} {budget};"
+                f"the longest {config.example} takes {needed} tokens, more than {name}.{key}"
+                f" {budget};"
                 f" policy.oversize_rows is {config.policy.oversize_rows}"
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from nemo_like.commands.diagnostics import Diagnostics
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Message, Row, Rows, conversation, question
 from nemo_like.data.tools import row_tools
+from nemo_like.diagnostics.report import Diagnostics
 
 _NUM_PROMPTS_COMPARED = 64
 
@@ -16,25 +16,23 @@ _NUM_PROMPTS_COMPARED = 64
 def check_texts(
     encoder: ChatEncoder,
     rows: Rows,
+    messages_of: Callable[[Row], Sequence[Message]],
     diagnostics: Diagnostics,
-    *,
-    trains_answers: bool,
 ) -> None:
     """Warn about control tokens in the texts of `rows`; all rows are read.
 
     The tokenizer converts such a text into the control token itself: in a user's text it ends the
     turn or begins another, and an answer that already contains the end token is rendered with two.
-    With `trains_answers` rows are conversations to train on, otherwise prompts.
+    `messages_of` returns the messages of a row that the model sees.
     """
     ends = list(dict.fromkeys((*encoder.template.end_texts, str(encoder.tokenizer.eos_token))))
     control = re.compile(
         "|".join(re.escape(text) for text in encoder.template.control_texts if text)
     )
-    read: Callable[[Row], Sequence[Message]] = conversation if trains_answers else _questions
     ended: list[int] = []
     forged: list[tuple[int, str]] = []
     for index, row in enumerate(rows):
-        messages = read(row)
+        messages = messages_of(row)
         answers = "\0".join(_texts(messages, assistant=True))
         if any(end in answers for end in ends):
             ended.append(index)
@@ -80,7 +78,8 @@ def check_prompts_agree(
         )
 
 
-def _questions(row: Row) -> Sequence[Message]:
+def prompt_messages(row: Row) -> Sequence[Message]:
+    """Return the messages of a row that a rollout begins with."""
     return question(row).messages
 
 

@@ -1,4 +1,4 @@
-"""Entry point of an encoding process: `python -m nemo_like.training.encoding_worker`.
+"""Entry point of an encoding process: `python -m nemo_like.algorithms.encoding_worker`.
 
 `data.encoding_pool` starts it.
 """
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.config.schema import DataConfig, GenerationConfig, PolicyConfig, RunConfig
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row
 from nemo_like.data.encoded_rows import encode_row
 from nemo_like.data.encoding_pool import serve
 from nemo_like.models.pretrained import import_transformers_without_torch
-from nemo_like.training.encoding import encode_conversation, encode_question
 from nemo_like.training.model_files import open_encoder
 
 
@@ -26,7 +26,7 @@ def open_encode(setup: dict[str, Any]) -> Callable[[Row], tuple[EncodedRow | Non
     generation = GenerationConfig(max_new_tokens=setup["max_new_tokens"])
     policy = PolicyConfig(**setup["policy"], generation=generation)
     config = RunConfig(run_name="encoding", policy=policy, data=DataConfig(**setup["data"]))
-    encode = encode_question if setup["purpose"] == "rl" else encode_conversation
+    encode = ALGORITHMS[setup["kind"]].import_data().encode_row
     # The driver has loaded the same files, so they are in the cache of this machine.
     encoder = open_encoder(config, local_files_only=True)
     return partial(encode_row, partial(encode, encoder, config))

@@ -1,0 +1,172 @@
+"""Keys of `nemo-like grpo` and the checks of their relations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from nemo_like.config.check import batching_section
+from nemo_like.config.constraints import Above, AtLeast
+from nemo_like.config.errors import Problem
+from nemo_like.config.parallel import policy_layout
+from nemo_like.config.schema import PolicyGradientLossConfig, RunConfig
+from nemo_like.config.text import either, nearest_multiples, plural, quotient
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Group-relative advantages from the rewards of one prompt's completions."""
+
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """Value that is subtracted from the reward: the mean of the group, or the mean of the group's
+    other completions (RLOO)."""
+    normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
+    """Divisor of the advantage: sample standard deviation (n-1) of the group, or of the group's
+    other completions (NeMo RL with a leave-one-out baseline), or `none` (Dr. GRPO). The advantages
+    of a group with equal rewards are 0."""
+    eps: Annotated[float, Above(0)] = 1e-6
+    """Constant added to the standard deviation before the division."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """The GRPO loop. Rows per step = `num_prompts_per_step` x `num_generations_per_prompt`."""
+
+    num_prompts_per_step: Annotated[int, AtLeast(1)] = 8
+    """Prompts per step."""
+    num_generations_per_prompt: Annotated[
+        int, AtLeast(2, "the advantage compares the completions of one prompt")
+    ] = 4
+    """Group size: completions sampled per prompt. At least 3 with
+    `grpo.advantage.normalize=leave_one_out_std`."""
+    max_num_steps: Annotated[int, AtLeast(1)] = 100
+    """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
+    optimizer steps."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    val_period: Annotated[int, AtLeast(0)] = 0
+    """Validate after every so many steps; 0 validates only at the end. Needs
+    `data.validation_path`."""
+    val_at_start: bool = True
+    """Validate before the first step as well."""
+    val_temperature: Annotated[float, AtLeast(0)] = 0.0
+    """Sampling temperature of validation answers; 0 is greedy decoding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoRunConfig(RunConfig):
+    """All keys of `nemo-like grpo`."""
+
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    loss_fn: PolicyGradientLossConfig = field(default_factory=PolicyGradientLossConfig)
+
+    kind: ClassVar[str] = "grpo"
+
+    @property
+    def generates(self) -> bool:
+        """True: every step samples completions."""
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.loss_fn.reference_policy_kl_penalty > 0
+
+    @property
+    def has_logprob_pass(self) -> bool:
+        """True: `prev_logprobs` are computed before the first optimizer step of a rollout."""
+        return True
+
+    @property
+    def examples_per_step(self) -> tuple[str, int]:
+        """Prompts of one step: (key, number)."""
+        return "grpo.num_prompts_per_step", self.grpo.num_prompts_per_step
+
+    @property
+    def rows_per_step(self) -> int:
+        """Completions of one step."""
+        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    def batch_lines(self) -> list[str]:
+        """Return the arithmetic from prompts to optimizer steps, one line each."""
+        prompts = self.grpo.num_prompts_per_step
+        group = self.grpo.num_generations_per_prompt
+        batch = self.policy.train_global_batch_size
+        steps = self.grpo.max_num_steps
+        rows = self.rows_per_step
+        updates = rows // batch
+        return [
+            f"{prompts} prompts x {group} generations = {rows} rows per step",
+            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer"
+            f" {plural(updates, 'step')}",
+            f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows",
+        ]
+
+    def job_problems(self) -> Iterator[Problem]:
+        """Yield the problems of groups, sampling and rewards."""
+        yield from _sampling_problems(self)
+        yield from _group_problems(self)
+        yield from _reward_problems(self)
+
+
+def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    if config.policy.generation.temperature == 0:
+        yield Problem(
+            ("policy.generation.temperature",),
+            "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
+            " their advantages are 0; set it above 0, usually to 1 (grpo.val_temperature is for"
+            " validation)",
+        )
+
+
+def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """The group must be large enough, and the rows must divide into optimizer steps."""
+    prompts = config.grpo.num_prompts_per_step
+    group = config.grpo.num_generations_per_prompt
+    if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
+        yield Problem(
+            ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
+            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other"
+            " completions (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at"
+            " least 3, or grpo.advantage.normalize to group_std or none",
+        )
+    batch = config.policy.train_global_batch_size
+    rows = prompts * group
+    if rows % batch == 0:
+        return
+    # The suggested batch sizes must also pass `_worker_shares`.
+    unit = policy_layout(config).dp if batching_section(config) is None else 1
+    divisors = [size for size in range(1, rows + 1) if rows % size == 0]
+    legal = [size for size in divisors if size % unit == 0] or divisors
+    smaller = [size for size in legal if size < batch]
+    larger = [size for size in legal if size > batch]
+    sizes = smaller[-1:] + larger[:1]
+    # prompts x group is a multiple of the batch for multiples of this number of prompts.
+    prompts_unit = batch // math.gcd(batch, group)
+    yield Problem(
+        (
+            "policy.train_global_batch_size",
+            "grpo.num_prompts_per_step",
+            "grpo.num_generations_per_prompt",
+        ),
+        f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} /"
+        f" policy.train_global_batch_size {batch} = {quotient(rows / batch)} optimizer steps, not a"
+        f" whole number: set policy.train_global_batch_size to {either(sizes)}, or"
+        f" grpo.num_prompts_per_step to {either(nearest_multiples(prompts, prompts_unit))}",
+    )
+
+
+def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    functions = config.reward.functions
+    if not functions:
+        yield Problem(
+            ("reward.functions",),
+            "reward.functions is empty, so nothing scores the completions; e.g."
+            " reward.functions.answer.path=nemo_like.environments.math.answer_reward",
+        )
+    elif all(function.weight == 0 for function in functions.values()):
+        yield Problem(
+            ("reward.functions",),
+            "every weight in reward.functions is 0, so the reward is always 0; give one a weight",
+        )

@@ -1,0 +1,147 @@
+"""The training prompts of GRPO, their checks, and guesses of the lengths of rollouts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.datasets import PROMPT_ROWS, Rows
+from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
+from nemo_like.diagnostics.plan_preview import describe_plan
+from nemo_like.diagnostics.report import Diagnostics
+from nemo_like.diagnostics.row_checks import (
+    NUM_SAMPLES,
+    check_prompts,
+    check_vocabulary,
+    encode_prompt_of,
+    encode_sample,
+)
+from nemo_like.prediction.lengths import RowLengths
+from nemo_like.progress import Progress, Sample
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
+from nemo_like.training.encoding import PromptRows, encode_question
+from nemo_like.training.run_warnings import step_warnings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+ROW_SCHEMA = PROMPT_ROWS
+encode_row = encode_question
+
+
+def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
+    """Return the rows whose completions the reward functions score."""
+    return train
+
+
+def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSource[Prompt]:
+    """Return the training rows of a run, from `data` or read from the files of the config.
+
+    Raises ConfigError for a missing or bad file or row.
+    """
+    if data is None:
+        data = open_data(config, ROW_SCHEMA)
+    return ExampleSource(config, data, encode_row, PromptRows)
+
+
+def num_optimizer_steps(config: GrpoRunConfig, source: ExampleSource[Prompt]) -> int:
+    """Return the optimizer steps of the run."""
+    num_prompts = source.rows.num_kept
+    num_full, num_prompts_left = divmod(num_prompts, config.grpo.num_prompts_per_step)
+    per_full_step = _num_updates(config, config.grpo.num_prompts_per_step)
+    per_epoch = num_full * per_full_step
+    if config.data.last_batch == "keep":
+        # The last step of an epoch may have fewer prompts, and so fewer optimizer steps.
+        per_epoch += _num_updates(config, num_prompts_left)
+    num_epochs, num_later_steps = divmod(config.grpo.max_num_steps, source.steps_per_epoch())
+    # The last, incomplete epoch ends before the smaller step at its end.
+    return num_epochs * per_epoch + num_later_steps * per_full_step
+
+
+def _num_updates(config: GrpoRunConfig, num_prompts: int) -> int:
+    """Return the number of optimizer steps on the completions of `num_prompts` prompts."""
+    num_rows = num_prompts * config.grpo.num_generations_per_prompt
+    return math.ceil(num_rows / config.policy.train_global_batch_size)
+
+
+def check_rows(
+    config: GrpoRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
+) -> None:
+    """Check texts, prompt lengths and budgets; if all are fine, plan the first step."""
+    num_problems_before = len(diagnostics.problems)
+    encoder = data.encoder
+    check_texts(encoder, data.train, prompt_messages, diagnostics)
+    check_prompts_agree(encoder, None, diagnostics)
+    num_prompts = config.grpo.num_prompts_per_step
+    epoch = diagnostics.check(
+        lambda: describe_epoch(config, len(data.train), num_prompts, "prompts")
+    )
+    if epoch is not None:
+        diagnostics.add_lines("data", epoch)
+    updates_per_step = config.rows_per_step // config.policy.train_global_batch_size
+    diagnostics.warnings += step_warnings(config, config.grpo.max_num_steps * updates_per_step)
+    for rows in (data.train, data.validation):
+        if rows is None:
+            continue
+        encoded = encode_sample(rows, lambda row: encode_prompt_of(encoder, row), diagnostics)
+        lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
+        check_prompts(config, rows, lengths, diagnostics)
+        if rows is data.train:
+            check_vocabulary(model, encoded.values(), diagnostics)
+    if len(diagnostics.problems) > num_problems_before:
+        return
+    source = open_source(config, data)
+    prompts = diagnostics.check(lambda: next(source.loader())) or []
+    for prompt in prompts[:NUM_SAMPLES]:
+        diagnostics.samples.append(_prompt_sample(config, encoder, prompt))
+    prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
+    uniform, longest = rollout_lengths(config, prompt_lengths)
+    uniform_title = "a step with completions of uniformly random length"
+    describe_plan(config, uniform_title, uniform, model, diagnostics)
+    longest_title = "a step with completions of the max length"
+    describe_plan(config, longest_title, longest, model, diagnostics)
+
+
+def _prompt_sample(config: GrpoRunConfig, encoder: ChatEncoder, prompt: Prompt) -> Sample:
+    text = str(encoder.tokenizer.decode(prompt.token_ids.tolist()))
+    completion = f"up to {config.policy.generation.max_new_tokens} sampled tokens"
+    return Sample(((text, False), (completion, True)), notes={"answer": str(prompt.answer)})
+
+
+def first_lengths(
+    config: GrpoRunConfig, data: RunData, num_rows: int | None, num_steps: int, progress: Progress
+) -> RowLengths:
+    """Return row lengths of the first steps, with completion lengths drawn at random."""
+    if num_rows is not None:
+        num_steps = num_rows // config.rows_per_step
+    prompts = open_source(config, data).first_examples(num_steps, progress)
+    prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
+    lengths, _ = rollout_lengths(config, prompt_lengths)
+    max_new_tokens = config.policy.generation.max_new_tokens
+    description = (
+        f"prompts of {config.data.train_path}, completion lengths drawn uniformly from 1 to"
+        f" {max_new_tokens:,} tokens"
+    )
+    return RowLengths(lengths, description, is_ordered=True)
+
+
+def rollout_lengths(
+    config: GrpoRunConfig, prompt_lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return two guesses of the row lengths of rollouts, int64 [P x G] each.
+
+    `prompt_lengths` is int [P]. In the first guess completion lengths are drawn uniformly from 1 to
+    `max_new_tokens`, or to the tokens left in the row; in the second all have that maximum.
+    """
+    prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
+    tokens_left = config.policy.max_total_sequence_length - prompts
+    max_completions = np.minimum(tokens_left, config.policy.generation.max_new_tokens)
+    rng = np.random.default_rng(config.seed % 2**64)
+    completions = rng.integers(1, max_completions + 1)
+    return prompts + completions, prompts + max_completions

@@ -1,0 +1,47 @@
+"""Keys of `nemo-like sft` and the checks of their relations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from nemo_like.config.errors import Problem
+from nemo_like.config.schema import EpochLoopConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(EpochLoopConfig):
+    """The SFT loop: length of the run and validation."""
+
+    val_generate: bool = False
+    """Also generate an answer for each validation prompt and score it with `reward.functions`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRunConfig(RunConfig):
+    """All keys of `nemo-like sft`."""
+
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    kind: ClassVar[str] = "sft"
+
+    @property
+    def generates(self) -> bool:
+        """True if validation generates answers."""
+        return self.sft.val_generate
+
+    def job_problems(self) -> Iterator[Problem]:
+        """Yield the problems of generated validation answers."""
+        if not self.sft.val_generate:
+            return
+        if self.data.validation_path is None:
+            yield Problem(
+                ("sft.val_generate",),
+                "sft.val_generate is true, but data.validation_path is not set",
+            )
+        if not self.reward.functions:
+            yield Problem(
+                ("sft.val_generate",),
+                "sft.val_generate is true, but reward.functions has nothing to score answers with",
+            )

@@ -1,0 +1,123 @@
+"""Preference pairs: a prompt with a chosen and a rejected completion.
+
+Formats: `prompt`, `chosen` and `rejected`, each a text or a list of messages; or `chosen` and
+`rejected` alone, two conversations as lists of messages that begin with the same prompt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.collate import EncodedRow
+from nemo_like.data.datasets import RowSchema, turns
+from nemo_like.data.row_files import Row
+from nemo_like.data.tools import Message, row_tools
+
+_UNDERSTOOD = (
+    "prompt + chosen + rejected (texts or lists of messages); chosen + rejected (lists of messages"
+    " with the same prompt)"
+)
+_ROW_START = 2
+"""Flag in the token mask of joined rows: the first token of the second row."""
+
+
+class PreferencePair(NamedTuple):
+    """The two rows of a pair; `token_mask` is 1 on the tokens of the completion."""
+
+    chosen: EncodedRow
+    rejected: EncodedRow
+
+
+class PreferenceTexts(NamedTuple):
+    """A pair as messages. `chosen` and `rejected` follow `prompt`."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+def preference(row: Row) -> PreferenceTexts:
+    """Return the messages of a pair. Without a `prompt` column it is the common beginning."""
+    prompt = [] if row.get("prompt") is None else turns(row["prompt"], "user")
+    chosen = turns(row["chosen"], "assistant")
+    rejected = turns(row["rejected"], "assistant")
+    if prompt:
+        return PreferenceTexts(prompt, chosen, rejected)
+    num_common = 0
+    while num_common < min(len(chosen), len(rejected)):
+        if chosen[num_common] != rejected[num_common]:
+            break
+        num_common += 1
+    return PreferenceTexts(chosen[:num_common], chosen[num_common:], rejected[num_common:])
+
+
+def encode_preference(encoder: ChatEncoder, row: Row) -> PreferencePair:
+    """Encode both rows of a pair; only the tokens of the completions are marked.
+
+    Raises ConfigError if the template refuses or drops messages or tools.
+    """
+    texts = preference(row)
+    tools = row_tools(row)
+    # An assistant turn within the prompt is part of both rows and not of the comparison.
+    num_prompt_tokens = 0
+    last_answer = _last_answer(texts.prompt)
+    if last_answer is not None:
+        encoded_prompt = encoder.encode_sft(texts.prompt[: last_answer + 1], tools)
+        num_prompt_tokens = int(encoded_prompt.token_mask.sum())
+    rows = []
+    for completion in (texts.chosen, texts.rejected):
+        encoded = encoder.encode_sft([*texts.prompt, *completion], tools)
+        mask = encoded.token_mask.copy()
+        mask[np.flatnonzero(mask)[:num_prompt_tokens]] = 0
+        rows.append(EncodedRow(encoded.input_ids, mask))
+    return PreferencePair(*rows)
+
+
+def join_pair(pair: PreferencePair) -> EncodedRow:
+    """Join the two rows to one, which can be stored and sent like any other encoded row."""
+    mask = np.concatenate([pair.chosen.token_mask, pair.rejected.token_mask])
+    mask[len(pair.chosen.token_mask)] |= _ROW_START
+    return EncodedRow(np.concatenate([pair.chosen.input_ids, pair.rejected.input_ids]), mask)
+
+
+def split_pair(joined: EncodedRow) -> PreferencePair:
+    """Return the two rows that `join_pair` joined."""
+    start = int(np.flatnonzero(joined.token_mask & _ROW_START)[0])
+    mask = joined.token_mask & ~np.uint8(_ROW_START)
+    chosen = EncodedRow(joined.input_ids[:start], mask[:start])
+    rejected = EncodedRow(joined.input_ids[start:], mask[start:])
+    return PreferencePair(chosen, rejected)
+
+
+def _last_answer(messages: list[Message]) -> int | None:
+    """Return the index of the last assistant turn; None if there is none."""
+    indices = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    return indices[-1] if indices else None
+
+
+def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
+    if "prompt" not in columns:
+        for column in columns:
+            if not isinstance(row[column], list):
+                return (
+                    f"column {column!r} is a text, and there is no column 'prompt'; add it, or"
+                    " write the conversation as a list of messages"
+                )
+    texts = preference(row)
+    if not texts.prompt:
+        return "'chosen' and 'rejected' do not begin with the same turn, so there is no prompt"
+    for column, completion in (("chosen", texts.chosen), ("rejected", texts.rejected)):
+        if not completion or completion[-1]["role"] != "assistant":
+            return f"column {column!r} does not end with an assistant turn after the prompt"
+    if texts.chosen == texts.rejected:
+        return "'chosen' and 'rejected' are equal, so there is no preference; remove the row"
+    return None
+
+
+PREFERENCE_ROWS = RowSchema(
+    (("prompt", "chosen", "rejected"), ("chosen", "rejected")), _UNDERSTOOD, _preference_problem
+)
+"""Pairs of a chosen and a rejected completion of one prompt."""
