@@ -1,1 +1,1 @@
-"""Training algorithms: SFT and GRPO, each with its loop; advantages."""
+"""Training algorithms: one package each, with config, rows, loss and loop, and their registry."""

@@ -416,10 +416,8 @@ class RunConfig:
         if self.rows_per_example == 1:
             return [f"{batch} rows per step = 1 optimizer step"]
         rows = batch * self.rows_per_example
-        return [
-            f"{batch} {self.example}s x {self.rows_per_example} rows = {rows} rows per step ="
-            " 1 optimizer step"
-        ]
+        product = f"{batch} {self.example}s x {self.rows_per_example} rows"
+        return [f"{product} = {rows} rows per step = 1 optimizer step"]
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield problems of relations that involve the keys of this job only."""

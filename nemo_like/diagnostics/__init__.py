@@ -1,0 +1,1 @@
+"""Checks of rows and batches before a run, and their report."""

@@ -2,9 +2,7 @@
 
 from nemo_like.losses.likelihood import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
-from nemo_like.losses.reduce import GlobalCounts, LossInputs, LossTerms
-
-Loss = NllLoss | ClippedPolicyGradientLoss
+from nemo_like.losses.reduce import GlobalCounts, Loss, LossInputs, LossTerms
 
 __all__ = [
     "ClippedPolicyGradientLoss",

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_like.losses.reduce import LossInputs, LossTerms, Normalization, token_weights
+from nemo_like.losses.reduce import (
+    GlobalCounts,
+    LossInputs,
+    LossTerms,
+    Normalization,
+    token_weights,
+)
 from nemo_like.metrics import Mean
 
 
@@ -19,6 +25,14 @@ class NllLoss:
     """A likelihood is that of the model's own distribution: temperature 1, no filters."""
     needs_entropy: bool = False
     entropy_gradient: bool = False
+
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the number of tokens or of sequences of the optimizer step."""
+        return counts.denominator(self.normalization)
+
+    def coupled_rows(self, inputs: LossInputs) -> None:
+        """Return None: the loss is a sum over rows."""
+        return
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Return the summed loss and its mean as metric `policy/loss`."""

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_like.config.schema import PolicyGradientLossConfig
 from nemo_like.losses.reduce import (
+    GlobalCounts,
     LossInputs,
     LossTerms,
     Normalization,
@@ -61,6 +62,14 @@ class ClippedPolicyGradientLoss:
         """True if the loss has an entropy bonus."""
         return self.config.entropy_coefficient > 0
 
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the number of tokens or of sequences of the optimizer step."""
+        return counts.denominator(self.normalization)
+
+    def coupled_rows(self, inputs: LossInputs) -> None:
+        """Return None: the loss is a sum over rows."""
+        return
+
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Compute from `advantages`, `prev_logprobs`, `generation_logprobs`, `reference_logprobs`.
 
@@ -73,7 +82,7 @@ class ClippedPolicyGradientLoss:
         # Masked positions have no sample; their difference is set to 0 so that neither value nor
         # gradient can be NaN.
         delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
-        losses, per_token = self._surrogate(delta, columns["advantages"])
+        losses, per_token = self._surrogate(delta, inputs.per_token("advantages"))
         if self.config.reference_policy_kl_penalty > 0:
             # The reference's log-probs are unfiltered, so the policy's must be as well.
             unfiltered = inputs.unfiltered_logprobs

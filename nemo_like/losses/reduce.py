@@ -1,4 +1,4 @@
-"""Inputs and results of a loss: sums and counts, independent of the split into microbatches.
+"""The interface of a loss: sums and counts, independent of the split into microbatches.
 
 A loss never divides by the counts of its microbatch. It returns the sum over the microbatch; the
 worker divides by `GlobalCounts`, which are known before the first backward of the optimizer step.
@@ -7,9 +7,9 @@ Packing, microbatch size, row order and dp size therefore cannot change the grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from torch import Tensor
 from nemo_like.metrics import Mean, Metrics
 
 Normalization = Literal["token", "sequence"]
+
+
+def _identity(values: Tensor) -> Tensor:
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,9 @@ class LossInputs:
     row_num_tokens: Tensor
     """float32 [R]: trained tokens of each row over all context-parallel ranks."""
     columns: Mapping[str, Tensor]
-    """float32 [T] each: `advantages`, `prev_logprobs`, `generation_logprobs`,
-    `reference_logprobs`.
-    """
+    """float32 [T] each: columns per token, such as `prev_logprobs` and `reference_logprobs`."""
+    row_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[R] each: columns per row, such as `advantages`."""
     entropy: Tensor | None = None
     """float32 [T]: entropy of the policy's unfiltered distribution, with gradient if the loss needs
     it.
@@ -49,11 +53,30 @@ class LossInputs:
     """float32 [T], with gradient: `policy_logprobs` under the unfiltered distribution; None where
     nothing is filtered.
     """
+    sum_over_cp: Callable[[Tensor], Tensor] = _identity
+    """All-reduces partial sums over the context-parallel ranks; the backward is the identity."""
+
+    def per_token(self, name: str) -> Tensor:
+        """Return a column as float32 [T]; the values of a row column are repeated per token."""
+        if name in self.columns:
+            return self.columns[name]
+        return self.row_columns[name].float()[self.row_ids]
+
+    def sum_over_row(self, values: Tensor) -> Tensor:
+        """Sum `values` [T] over the trained tokens of each row, [R], over all cp ranks.
+
+        A loss may be any function of the result. Every context-parallel rank then computes the
+        same loss, and its backward reaches the rank's own tokens, so that the gradients of the
+        ranks add up to that of the loss.
+        """
+        masked = torch.where(self.token_mask, values, 0.0)
+        sums = masked.new_zeros(len(self.row_num_tokens)).index_add(0, self.row_ids, masked)
+        return self.sum_over_cp(sums)
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Result of a loss. The worker alone divides `loss_sum` by `GlobalCounts.denominator`."""
+    """Result of a loss. The worker alone divides `loss_sum` by `Loss.denominator`."""
 
     loss_sum: Tensor
     """float32 [], with gradient."""
@@ -77,6 +100,40 @@ class GlobalCounts:
         count = self.num_tokens if normalization == "token" else self.num_rows
         # At least 1, so that the gradient of a step without trained tokens is 0 and not NaN.
         return max(count, 1.0)
+
+
+class Loss(Protocol):
+    """A function of a microbatch that returns sums; it never divides by counts of its microbatch.
+
+    Instances are sent to the workers, so a loss is a small picklable value.
+    """
+
+    @property
+    def uses_sampling_distribution(self) -> bool:
+        """True if `policy_logprobs` are at the sampling temperature and with its filters."""
+        ...
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True if the loss reads `LossInputs.entropy`."""
+        ...
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """True if the gradient of the entropy is needed."""
+        ...
+
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the divisor of the summed loss of an optimizer step, above 0."""
+        ...
+
+    def coupled_rows(self, inputs: LossInputs) -> Tensor | None:
+        """Return group ids int64 [R] of rows whose loss is not a sum over rows; None for a sum."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Return the loss of one microbatch, summed, and its metrics."""
+        ...
 
 
 def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:

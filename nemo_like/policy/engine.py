@@ -118,6 +118,10 @@ class Engine(Protocol):
         """All-gather [cp x T] from this rank's `values` [T], in cp-rank order; no gradient."""
         ...
 
+    def sum_over_cp(self, values: Tensor) -> Tensor:
+        """All-reduce `values` over the context-parallel ranks; the backward is the identity."""
+        ...
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> full shape of each distinct weight, in a fixed order.
 

@@ -15,7 +15,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_export import write_hf
-from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats
+from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 
@@ -166,6 +166,12 @@ class EngineBase(ABC, Generic[OptimizerT]):
         if self._axes.cp is None:
             return values
         return gather_rows(self._axes.cp, values.detach())
+
+    def sum_over_cp(self, values: Tensor) -> Tensor:
+        """See `Engine.sum_over_cp`."""
+        if self._axes.cp is None:
+            return values
+        return sum_over(self._axes.cp, values)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

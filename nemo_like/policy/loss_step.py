@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,8 @@ class LossStep:
 
     loss: Loss
     denominator: float
+    sum_over_cp: Callable[[Tensor], Tensor]
+    """See `LossInputs.sum_over_cp`."""
     finite: Tensor | None = None
     """bool []: True while the loss of every microbatch so far was finite; None before the first."""
 
@@ -40,7 +43,9 @@ class LossStep:
             row_ids=inputs.row_ids,
             row_num_tokens=inputs.row_columns[NUM_TRAINED],
             columns=_loss_columns(inputs),
+            row_columns=inputs.row_columns,
             entropy=entropy,
+            sum_over_cp=self.sum_over_cp,
         )
         terms = self.loss(loss_inputs)
         # A tensor on the device: reading it here would wait for the device in each microbatch.
@@ -65,13 +70,9 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _loss_columns(inputs: ModelInputs) -> dict[str, Tensor]:
-    """Return every floating-point column as float32 [T]; row columns are repeated per position."""
+    """Return every floating-point column per token as float32 [T]."""
     columns = {}
     for name, column in inputs.columns.items():
         if column.is_floating_point():
             columns[name] = column.float()
-    for name, column in inputs.row_columns.items():
-        # The counts are an argument of their own, `LossInputs.row_num_tokens`.
-        if column.is_floating_point() and name != NUM_TRAINED:
-            columns[name] = column.float()[inputs.row_ids]
     return columns

@@ -83,11 +83,17 @@ class Policy:
         """Speed of one worker's device."""
         return call_all(self.group, PolicyWorkerProtocol.device_info)[0]
 
-    def plan(self, lengths: Sequence[int] | np.ndarray, purpose: Purpose = "train") -> BatchPlan:
+    def plan(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        purpose: Purpose = "train",
+        groups: np.ndarray | None = None,
+    ) -> BatchPlan:
         """Assign rows to microbatches and microbatches to dp ranks, from row lengths alone.
 
         Everything else that a plan depends on is known to the driver; no worker is called.
-        With purpose `evaluate` the batch is one step under the log-prob budget. Raises ValueError
+        With purpose `evaluate` the batch is one step under the log-prob budget. Rows with an equal
+        id in `groups` int [B] share a microbatch. Raises ValueError
         for a row above the token limit where `policy.oversize_rows` is `error`.
         """
         spec = plan_spec(
@@ -97,7 +103,7 @@ class Policy:
             model=self.model,
             seed=self._seed,
         )
-        return plan_batch(np.asarray(lengths, dtype=np.int64), spec)
+        return plan_batch(np.asarray(lengths, dtype=np.int64), spec, groups)
 
     def shard(self, batch: BatchedDataDict, plan: BatchPlan) -> ShardedBatch:
         """Store each dp rank's rows of `batch`, unpadded.
@@ -109,15 +115,24 @@ class Policy:
         return ShardedBatch(plan, handles, frozenset(batch))
 
     def compute_logprobs(
-        self, sharded: ShardedBatch, names: Sequence[LogprobName] | None = None
+        self,
+        sharded: ShardedBatch,
+        names: Sequence[LogprobName] | None = None,
+        *,
+        as_sampled: bool = True,
     ) -> Logprobs:
         """Compute log-probs, which stay on the workers; see `PolicyWorkerProtocol`.
 
         `names` None means `prev_logprobs`, and with a reference also `reference_logprobs`. Those of
-        the previous call are released, so one call must name all that `train` needs.
+        the previous call are released, so one call must name all that `train` needs. Without
+        `as_sampled` they are at temperature 1 and unfiltered.
         """
         handles = call_sharded(
-            self.group, PolicyWorkerProtocol.compute_logprobs, sharded.shards, names=names
+            self.group,
+            PolicyWorkerProtocol.compute_logprobs,
+            sharded.shards,
+            names=names,
+            as_sampled=as_sampled,
         )
         assert len(set(handles)) == 1, "every rank takes part in every pass"
         return Logprobs(sharded, handles[0])

@@ -57,7 +57,11 @@ class PolicyWorker:
         return DeviceInfo(peak_flops=peak, peak_flops_source=source)
 
     def compute_logprobs(
-        self, shard: SlicedDataDict, names: Sequence[LogprobName] | None = None
+        self,
+        shard: SlicedDataDict,
+        names: Sequence[LogprobName] | None = None,
+        *,
+        as_sampled: bool = True,
     ) -> LogprobHandle:
         """See `PolicyWorkerProtocol.compute_logprobs`."""
         sources: dict[LogprobName, tuple[Engine, SamplingFilter | None]] = {
@@ -78,9 +82,13 @@ class PolicyWorker:
         columns: dict[str, Jagged] = {}
         for name in names:
             engine, token_filter = sources[name]
+            temperature = self._sampling_temperature
+            if not as_sampled:
+                token_filter = None
+                temperature = 1.0
             inputs = map(rows.inputs, plan.microbatches)
             parts = compute_row_logprobs(
-                engine, inputs, temperature=self._sampling_temperature, token_filter=token_filter
+                engine, inputs, temperature=temperature, token_filter=token_filter
             )
             # Pipeline stages but the last have no parts.
             if parts:
@@ -119,7 +127,7 @@ class PolicyWorker:
         plan = _logprob_plan(shard)
         rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec)
         # Only the metrics are used, so the loss is not normalized.
-        step_fn = LossStep(loss, denominator=1.0)
+        step_fn = LossStep(loss, 1.0, self._policy.sum_over_cp)
         results = self._policy.run(
             map(rows.inputs, plan.microbatches),
             step_fn,
@@ -228,7 +236,7 @@ class PolicyWorker:
         engine = self._policy
         counts = GlobalCounts(*engine.sum_over_dp(rows.count(microbatches)))
         lr = learning_rate(engine.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
-        step_fn = LossStep(loss, counts.denominator(loss.normalization))
+        step_fn = LossStep(loss, loss.denominator(counts), engine.sum_over_cp)
         reset_peak_memory(engine.device)
         # Drops intervals that were measured outside of training, for example in evaluation.
         engine.clock.pop_seconds()
@@ -277,13 +285,18 @@ class PolicyWorker:
     ) -> None:
         """Append to `skipped_steps`, with the loss of each row of this dp rank."""
         losses: dict[int, float] = {}
+        is_coupled = False
         # `loss_inputs` is empty on all pipeline stages but the last.
         for microbatch, inputs in zip(microbatches, loss_inputs, strict=bool(loss_inputs)):
             losses |= dict(zip(microbatch.rows, row_loss_sums(loss, inputs), strict=False))
+            is_coupled |= loss.coupled_rows(inputs) is not None
         dp_rank = self._policy.parallel_layout.dp_rank(self._policy.rank)
         gathered = self._policy.gather_over_dp_cp((dp_rank, losses))
-        # Each context-parallel rank has the loss of its share of every row.
+        # Each context-parallel rank has the loss of its share of every row, or that of coupled rows
+        # in full.
         shares = [rank_losses for rank, rank_losses in gathered if rank == dp_rank]
+        if is_coupled:
+            shares = shares[:1]
         sums = {row: sum((share[row] for share in shares), 0.0) for row in losses}
         self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
 

@@ -42,14 +42,17 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         self,
         shard: SlicedDataDict,
         names: Sequence[LogprobName] | None = None,
+        *,
+        as_sampled: bool = True,
     ) -> LogprobHandle:
         """Compute the log-probs `names` and keep them on this rank; returns their handle.
 
         None means `prev_logprobs`, and with a reference also `reference_logprobs`. They are at the
         sampling temperature and 0 for tokens that are not trained; `prev_logprobs` are under the
         distribution that is sampled from, `reference_logprobs` under the reference's unfiltered
-        distribution. The log-probs of the previous call are released. Raises ValueError for
-        `reference_logprobs` without a reference.
+        distribution. Without `as_sampled` all are those of the models' own distributions, at
+        temperature 1 and unfiltered. The log-probs of the previous call are released. Raises
+        ValueError for `reference_logprobs` without a reference.
         """
         ...
 

@@ -153,10 +153,15 @@ class TrainingRun:
         """
         push(self.policy.group, self.workers.rollout.generator.group, version)
 
-    def plan_and_shard(self, batch: BatchedDataDict, step: int) -> tuple[BatchPlan, ShardedBatch]:
-        """Plan the batch from its lengths and send each data-parallel rank its rows once."""
+    def plan_and_shard(
+        self, batch: BatchedDataDict, step: int, groups: np.ndarray | None = None
+    ) -> tuple[BatchPlan, ShardedBatch]:
+        """Plan the batch from its lengths and send each data-parallel rank its rows once.
+
+        Rows with an equal id in `groups` int [B] share a microbatch.
+        """
         with self.timers("plan"):
-            plan = self.policy.plan(batch["length"])
+            plan = self.policy.plan(batch["length"], groups=groups)
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(str(plan))

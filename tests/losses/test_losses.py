@@ -61,7 +61,7 @@ def loss_and_grad(
     total, parts = 0.0, []
     for group in partition:
         terms = loss(to_inputs([rows[i] for i in group], [leaves[i] for i in group]))
-        value = terms.loss_sum / counts.denominator(loss.normalization)
+        value = terms.loss_sum / loss.denominator(counts)
         value.backward()
         total += float(value.detach())
         parts.append(terms.metrics)

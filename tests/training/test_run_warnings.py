@@ -81,7 +81,7 @@ def test_warmup_longer_than_the_run(recipe: Recipe):
     [warning] = validate(recipe.sft("policy.scheduler.warmup_steps=5")).warnings
     assert "warmup_steps is 5" in warning and "4 optimizer steps" in warning and "80%" in warning
     assert validate(recipe.sft("policy.scheduler.warmup_steps=4")).warnings == ()
-    [warning] = config_warnings(recipe.grpo("policy.scheduler.warmup_steps=9"))
+    [warning] = validate(recipe.grpo("policy.scheduler.warmup_steps=9")).warnings
     assert "8 optimizer steps" in warning  # 4 steps of 32 rows in batches of 16
 
 

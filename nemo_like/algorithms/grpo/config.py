@@ -96,10 +96,10 @@ class GrpoRunConfig(RunConfig):
         steps = self.grpo.max_num_steps
         rows = self.rows_per_step
         updates = rows // batch
+        steps_noun = plural(updates, "step")
         return [
             f"{prompts} prompts x {group} generations = {rows} rows per step",
-            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer"
-            f" {plural(updates, 'step')}",
+            f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {steps_noun}",
             f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows",
         ]
 
