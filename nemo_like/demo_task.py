@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 NUM_SFT_ROWS = 20_000
 NUM_GRPO_ROWS = 4_000
+NUM_DPO_ROWS = 1_000
 NUM_VALIDATION_ROWS = 200
 MAX_DIGITS = 4
 WORKED_SHARE = 0.4
@@ -80,8 +81,9 @@ def build_demo(directory: Path, seed: int) -> None:
 
     Files of an earlier demo are replaced.
     `model/` is a Hugging Face directory with tokenizer and chat template; `sft_train.jsonl` has
-    prompt and completion, `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three. No
-    validation prompt is in the training data.
+    prompt and completion, `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three.
+    `dpo_train.jsonl` and `dpo_validation.jsonl` have prompt, chosen and rejected. No validation
+    prompt is in the training data.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -101,6 +103,11 @@ def build_demo(directory: Path, seed: int) -> None:
     _write(directory / "sft_train.jsonl", sft_rows)
     _write(directory / "grpo_train.jsonl", grpo_rows)
     _write(directory / "validation.jsonl", validation_rows)
+    # Drawn last, so that the other files do not depend on them.
+    dpo_problems = [_draw(rng, validation) for _ in range(NUM_DPO_ROWS)]
+    _write(directory / "dpo_train.jsonl", [_preference_row(each, rng) for each in dpo_problems])
+    dpo_validation = [_preference_row(problem, rng) for problem in validation.values()]
+    _write(directory / "dpo_validation.jsonl", dpo_validation)
     build_tokenizer().save_pretrained(directory / "model")
     build_model(seed).save_pretrained(directory / "model")
 
@@ -153,6 +160,16 @@ def build_model(seed: int) -> LlamaForCausalLM:
 def _supervised_row(problem: Problem, rng: random.Random) -> dict[str, str]:
     is_worked = rng.random() < WORKED_SHARE
     return {"prompt": problem.prompt, "completion": problem.completion(is_worked=is_worked)}
+
+
+def _preference_row(problem: Problem, rng: random.Random) -> dict[str, str]:
+    """Return a pair: the steps with the answer, and a wrong answer without steps."""
+    wrong = Problem(problem.left, problem.right + rng.randint(1, 9))
+    return {
+        "prompt": problem.prompt,
+        "chosen": problem.completion(is_worked=True),
+        "rejected": wrong.completion(is_worked=False),
+    }
 
 
 def _draw(rng: random.Random, excluded: Collection[str]) -> Problem:

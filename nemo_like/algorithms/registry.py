@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nemo_like.algorithms.algorithm import Algorithm, AlgorithmData
+from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.keys import JobSchema
@@ -45,6 +46,18 @@ def _grpo_run() -> Callable[[Any], RunResult]:
     return run_grpo
 
 
+def _dpo_data() -> AlgorithmData:
+    from nemo_like.algorithms.dpo import data
+
+    return data
+
+
+def _dpo_run() -> Callable[[Any], RunResult]:
+    from nemo_like.algorithms.dpo.loop import run_dpo
+
+    return run_dpo
+
+
 ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm("supervised fine-tuning", SftRunConfig, _sft_data, _sft_run),
     "grpo": Algorithm(
@@ -53,6 +66,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         _grpo_data,
         _grpo_run,
     ),
+    "dpo": Algorithm("direct preference optimization", DpoRunConfig, _dpo_data, _dpo_run),
 }
 """Algorithms by the name of their command, which is the `kind` of their config."""
 

@@ -1,0 +1,1 @@
+"""Preference optimization on pairs of completions: DPO, IPO and SimPO."""

@@ -1,0 +1,70 @@
+"""Keys of `nemo-like dpo` and the checks of their relations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from nemo_like.config.constraints import Above, AtLeast, Below
+from nemo_like.config.errors import Problem
+from nemo_like.config.schema import EpochLoopConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(EpochLoopConfig):
+    """The DPO loop: length of the run and validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossConfig:
+    """The loss of a pair. Its margin is the difference of the rewards of the two completions."""
+
+    kind: Literal["dpo", "ipo", "simpo"] = "dpo"
+    """`dpo`: logistic loss of the margin of summed log-probs relative to the reference. `ipo`:
+    squared error of the margin of mean log-probs relative to the reference. `simpo`: logistic loss
+    of the margin of mean log-probs, without a reference."""
+    beta: Annotated[float, Above(0)] = 0.1
+    """Factor of the log-probs in the reward. Common values: 0.1 for `dpo` and `ipo`, 2 to 10 for
+    `simpo`."""
+    label_smoothing: Annotated[float, AtLeast(0), Below(0.5)] = 0.0
+    """Assumed probability that the two completions of a pair are labeled the wrong way round
+    (conservative DPO). Must be 0 for `ipo`."""
+    simpo_gamma: Annotated[float, AtLeast(0)] = 0.5
+    """Margin of rewards that `simpo` asks for; the other kinds do not use it."""
+    sft_loss_weight: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the negative log-likelihood of the chosen completion, averaged over its tokens
+    (RPO), which keeps its probability from falling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoRunConfig(RunConfig):
+    """All keys of `nemo-like dpo`."""
+
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    loss_fn: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+
+    kind: ClassVar[str] = "dpo"
+    example: ClassVar[str] = "pair"
+    rows_per_example: ClassVar[int] = 2
+
+    @property
+    def needs_reference(self) -> bool:
+        """True except for SimPO, which has no reference."""
+        return self.loss_fn.kind != "simpo"
+
+    def job_problems(self) -> Iterator[Problem]:
+        """Yield the problems of loss and data keys."""
+        loss = self.loss_fn
+        if loss.kind == "ipo" and loss.label_smoothing > 0:
+            yield Problem(
+                ("loss_fn.label_smoothing", "loss_fn.kind"),
+                f"loss_fn.label_smoothing is {loss.label_smoothing:g}, but the loss of ipo is not"
+                " defined for smoothed labels: set it to 0, or loss_fn.kind to dpo",
+            )
+        if self.data.train_on != "assistant":
+            yield Problem(
+                ("data.train_on",),
+                f"data.train_on is {self.data.train_on}, but a preference compares completions"
+                " only: set it to assistant",
+            )

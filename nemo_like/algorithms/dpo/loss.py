@@ -1,0 +1,122 @@
+"""Preference losses: DPO, IPO and SimPO on pairs of rows in one microbatch.
+
+With the log-prob l(y) of a completion, summed over its tokens for DPO and averaged for IPO and
+SimPO, and that of the reference, r(y), 0 for SimPO, the reward of a completion is
+`beta * (l(y) - r(y))` and the margin of a pair `reward(chosen) - reward(rejected)`. Loss of a pair:
+
+* `dpo` (Rafailov et al. 2023): `-log sigmoid(margin)`; with label smoothing e (conservative DPO,
+  Mitchell 2023) `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`.
+* `ipo` (Azar et al. 2023): `(margin / beta - 1 / (2 beta))^2`. The log-probs are averaged, as in
+  TRL, whose authors confirmed it with those of the paper: summed ones grow with the length.
+* `simpo` (Meng et al. 2024): that of DPO with `margin - gamma`.
+
+`sft_loss_weight` adds the mean negative log-likelihood of the chosen completion (RPO, Pang et al.
+2024). The loss of a batch is the mean over its pairs, over all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_like.algorithms.dpo.config import PreferenceLossConfig
+from nemo_like.losses import GlobalCounts, LossInputs, LossTerms
+from nemo_like.metrics import Mean, Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss:
+    """Loss of pairs. Row columns: `pair` (equal for the two rows of a pair) and `is_chosen`."""
+
+    config: PreferenceLossConfig
+    uses_sampling_distribution: bool = False
+    """A likelihood is that of the model's own distribution: temperature 1, no filters."""
+    needs_entropy: bool = False
+    entropy_gradient: bool = False
+
+    def denominator(self, counts: GlobalCounts) -> float:
+        """Return the number of pairs of the optimizer step."""
+        return max(counts.num_rows / 2, 1.0)
+
+    def coupled_rows(self, inputs: LossInputs) -> Tensor:
+        """Return the pair of each row, int64 [R]."""
+        return inputs.row_columns["pair"]
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Compute from the columns `pair`, `is_chosen` and, but for SimPO, `reference_logprobs`.
+
+        Raises ValueError if a pair is not complete in the microbatch.
+        """
+        logprobs = self._completion_logprobs(inputs, inputs.policy_logprobs)
+        if self.config.kind == "simpo":
+            ratios = logprobs
+        else:
+            reference = inputs.columns["reference_logprobs"]
+            ratios = logprobs - self._completion_logprobs(inputs, reference)
+        chosen, rejected = _pair_rows(inputs)
+        rewards = self.config.beta * ratios
+        margins = rewards[chosen] - rewards[rejected]
+        losses = self._pair_losses(margins)
+        metrics: dict[str, Tensor] = {
+            "rewards/chosen": rewards[chosen],
+            "rewards/rejected": rewards[rejected],
+            "rewards/margins": margins,
+            "rewards/accuracies": (margins > 0).float(),
+            "logprobs/chosen": logprobs[chosen],
+            "logprobs/rejected": logprobs[rejected],
+        }
+        if self.config.sft_loss_weight > 0:
+            sums = inputs.sum_over_row(inputs.policy_logprobs)
+            nll = -sums / inputs.row_num_tokens.clamp(min=1.0)
+            metrics["policy/preference_loss"] = losses
+            metrics["policy/chosen_nll"] = nll[chosen]
+            losses = losses + self.config.sft_loss_weight * nll[chosen]
+        metrics["policy/loss"] = losses
+        return LossTerms(losses.sum(), _means(metrics))
+
+    def _completion_logprobs(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
+        """Return the summed (DPO) or mean log-prob of each row, [R], from `logprobs` [T]."""
+        sums = inputs.sum_over_row(logprobs)
+        if self.config.kind == "dpo":
+            return sums
+        return sums / inputs.row_num_tokens.clamp(min=1.0)
+
+    def _pair_losses(self, margins: Tensor) -> Tensor:
+        """Return the loss of each pair, [P], from `margins` [P]."""
+        if self.config.kind == "ipo":
+            return (margins / self.config.beta - 1 / (2 * self.config.beta)).square()
+        if self.config.kind == "simpo":
+            margins = margins - self.config.simpo_gamma
+        smoothing = self.config.label_smoothing
+        return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+
+
+def _pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return the rows of the chosen and of the rejected completions, int64 [P] each.
+
+    A dummy microbatch has no pairs. Raises ValueError for an incomplete pair.
+    """
+    # A dummy has one row without tokens.
+    rows = inputs.row_num_tokens.nonzero().squeeze(1)
+    pair = inputs.row_columns["pair"][rows]
+    is_chosen = inputs.row_columns["is_chosen"][rows].bool()
+    chosen = rows[is_chosen][pair[is_chosen].argsort()]
+    rejected = rows[~is_chosen][pair[~is_chosen].argsort()]
+    pairs = inputs.row_columns["pair"]
+    if len(chosen) != len(rejected) or not torch.equal(pairs[chosen], pairs[rejected]):
+        raise ValueError(
+            "a microbatch has one row of a preference pair without the other; plan the batch with"
+            " groups=batch['pair']"
+        )
+    return chosen, rejected
+
+
+def _means(values: dict[str, Tensor]) -> Metrics:
+    """Return the means over pairs of [P] tensors, fetched from the device in one transfer."""
+    names = list(values)
+    count = len(values[names[0]])
+    totals = torch.stack([values[name].detach().float().sum() for name in names]).tolist()
+    return {name: Mean(total, count) for name, total in zip(names, totals, strict=True)}
