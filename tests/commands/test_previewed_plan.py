@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nemo_like import parallel_layout
-from nemo_like.algorithms.sft import run_sft
+from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands import validate as validate_module
 from nemo_like.commands.first_step import first_lengths
 from nemo_like.commands.plan_arguments import add_arguments
@@ -104,7 +104,7 @@ def test_the_previewed_plan_is_that_of_the_run(
         *LAYOUTS[layout],
     )
     config = recipe.sft(*overrides)
-    lengths, _ = first_lengths(config, BATCH_SIZE, 1)
+    lengths = first_lengths(config, BATCH_SIZE, 1).values
     plan = plan_of_run(config, lengths)
     assert len(lengths) == BATCH_SIZE
     waits_often = "pp 2" in layout or (is_large and "megatron" not in layout)
@@ -115,7 +115,7 @@ def test_the_previewed_plan_is_that_of_the_run(
 
 def test_a_run_makes_the_previewed_plan(recipe: Recipe) -> None:
     config = recipe.sft("sft.max_num_steps=1", "sft.val_at_start=false", "sft.val_period=0")
-    lengths, _ = first_lengths(config, BATCH_SIZE, 1)
+    lengths = first_lengths(config, BATCH_SIZE, 1).values
     result = run_sft(config)
     saved = (result.directory.path / "plan" / "step_0.json").read_text()
     assert BatchPlan.from_json(saved).to_json() == plan_of_run(config, lengths).to_json()
