@@ -39,11 +39,14 @@ def length_histogram(
     The budget is left out if it is far above the longest row.
     """
     longest = int(lengths.max())
+    # A distant budget would leave most of the chart empty.
     shows_budget = max_tokens <= 1.6 * longest
     high = 1.02 * max(longest, max_tokens if shows_budget else 0)
     counts, edges = np.histogram(lengths, bins=num_bins, range=(0, high))
     drawing = Drawing(WIDTH, 236, f"Histogram of {len(lengths)} row lengths")
-    x, y = Scale(high, _LEFT, WIDTH - 8), Scale(float(counts.max()), 196, 34)
+    x = Scale(high, _LEFT, WIDTH - 8)
+    # SVG counts y downward, so the axis starts at the bottom.
+    y = Scale(float(counts.max()), 196, 34)
     _value_axis(
         drawing,
         y,
@@ -74,35 +77,32 @@ def length_histogram(
         ("median", float(np.median(lengths))),
         ("mean", float(lengths.mean())),
         ("p99", float(np.percentile(lengths, 99))),
+        ("longest", float(longest)),
     ]
-    marks += [("longest", float(longest))] + (
-        [("budget", float(max_tokens))] if shows_budget else []
-    )
+    if shows_budget:
+        marks.append(("budget", float(max_tokens)))
+    _draw_marks(drawing, x, marks)
+    return drawing
+
+
+def _draw_marks(
+    drawing: Drawing,
+    x: Scale,
+    marks: list[tuple[str, float]],
+) -> None:
+    """Draw a vertical line with a label for each (name, value), labels without overlap."""
+    # `spread_labels` needs positions from left to right.
     marks.sort(key=lambda mark: mark[1])
     labels = [f"{name} {value:,.0f}" for name, value in marks]
-    places = spread_labels(
-        [x(value) for _, value in marks],
-        [len(label) * _CHARACTER + 10 for label in labels],
-        _LEFT,
-        WIDTH,
-    )
-    for (name, value), label, place in zip(marks, labels, places, strict=True):
-        drawing.line(
-            x(value),
-            30,
-            x(value),
-            196,
-            "budget" if name == "budget" else "mark",
-        )
-        drawing.line(
-            place,
-            18,
-            x(value),
-            30,
-            "budget" if name == "budget" else "mark",
-        )
-        drawing.text(place, 13, label, "label", "middle")
-    return drawing
+    positions = [x(value) for _, value in marks]
+    widths = [len(label) * _CHARACTER + 10 for label in labels]
+    centers = spread_labels(positions, widths, _LEFT, WIDTH)
+    for (name, value), label, center in zip(marks, labels, centers, strict=True):
+        kind = "budget" if name == "budget" else "mark"
+        drawing.line(x(value), 30, x(value), 196, kind)
+        # A short line leads from the label to its mark, because labels are moved apart.
+        drawing.line(center, 18, x(value), 30, kind)
+        drawing.text(center, 13, label, "label", "middle")
 
 
 def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
@@ -110,14 +110,18 @@ def bin_fill(panels: Sequence[Microbatches], capacity: int) -> Drawing:
 
     Two panels are side by side.
     """
-    width, height, gap = (WIDTH - 32) / 2, 112, 56
+    width = (WIDTH - 32) / 2
+    height = 112
+    gap = 56
     drawing = Drawing(
         WIDTH,
         (height + gap) * ceil_div(len(panels), 2) - 8,
         "Tokens of each microbatch against the budget",
     )
     for index, panel in enumerate(panels):
-        left, top = (index % 2) * (width + 32), (index // 2) * (height + gap) + 26
+        row, column = divmod(index, 2)
+        left = column * (width + 32)
+        top = row * (height + gap) + 26
         drawing.text(left, top - 10, panel.title, "name")
         drawing.text(
             left + width,
@@ -139,17 +143,21 @@ def _fill_panel(
     width: float,
     height: float,
 ) -> None:
-    real, padding = panel.real.ravel(), panel.padding.ravel()
+    """Draw the microbatches of one panel into a rectangle of the drawing."""
+    real = panel.real.ravel()
+    padding = panel.padding.ravel()
+    # Fullest first; of equally full ones those with less padding.
     order = np.lexsort((padding, -real - padding))
-    real, padding = real[order], padding[order]
+    real = real[order]
+    padding = padding[order]
     # More bars than can be seen are thinned out evenly.
-    shown = np.linspace(0, len(real) - 1, min(len(real), int(width))).round().astype(int)
-    y = Scale(
-        max(float((real + padding).max()), capacity),
-        top + height,
-        top,
-    )
+    num_shown = min(len(real), int(width))
+    shown = np.linspace(0, len(real) - 1, num_shown).round().astype(int)
+    # A single row above the budget may make a microbatch larger than the capacity.
+    largest = float((real + padding).max())
+    y = Scale(max(largest, capacity), top + height, top)
     pitch = width / len(shown)
+    # A gap is only visible between wide bars.
     bar = pitch - (1 if pitch > 3 else 0)
     drawing.rect(
         left,
@@ -158,14 +166,16 @@ def _fill_panel(
         y(0) - y(capacity),
         "room",
     )
-    places = [
-        (left + place * pitch, float(real[i]), float(padding[i])) for place, i in enumerate(shown)
-    ]
-    drawing.rects(((x, y(tokens), bar, y(0) - y(tokens)) for x, tokens, _ in places), "real")
-    drawing.rects(
-        ((x, y(tokens + empty), bar, y(tokens) - y(tokens + empty)) for x, tokens, empty in places),
-        "padding",
-    )
+    real_boxes = []
+    padding_boxes = []
+    for position, i in enumerate(shown):
+        x = left + position * pitch
+        real_top = y(float(real[i]))
+        padding_top = y(float(real[i] + padding[i]))
+        real_boxes.append((x, real_top, bar, y(0) - real_top))
+        padding_boxes.append((x, padding_top, bar, real_top - padding_top))
+    drawing.rects(real_boxes, "real")
+    drawing.rects(padding_boxes, "padding")
     drawing.line(
         left,
         y(capacity),
@@ -201,15 +211,15 @@ def timeline(
     line is the work of the mean rank, the solid line the end of the step.
     """
     num_ranks = min(panels[0].real.shape[0], max_ranks)
+    # Few ranks get thick bars, many ranks thin ones that are still visible.
     pitch = max(2.4, min(11.0, 96 / num_ranks))
-    height, gap = num_ranks * pitch, 42.0
+    height = num_ranks * pitch
+    gap = 42.0
     drawing = Drawing(WIDTH, len(panels) * (height + gap) + 26, "Work of each rank over time")
     ends = [_ends(panel, waits_at_microbatch) for panel in panels]
-    x = Scale(
-        max(float(end.max()) for end in ends) / ideal * 1.01,
-        2,
-        WIDTH - 2,
-    )
+    # One scale for all panels, so that their lengths can be compared.
+    last_end = max(float(end.max()) for end in ends)
+    x = Scale(last_end / ideal * 1.01, 2, WIDTH - 2)
     for index, (panel, end) in enumerate(zip(panels, ends, strict=True)):
         top = index * (height + gap) + 26
         drawing.text(2, top - 10, panel.title, "name")
@@ -238,7 +248,9 @@ def _ends(panel: Microbatches, waits_at_microbatch: bool) -> np.ndarray:
     work = panel.real + panel.padding
     if not waits_at_microbatch:
         return np.cumsum(work, axis=1)
-    starts = np.concatenate([[0.0], np.cumsum(work.max(axis=0))[:-1]])
+    # A microbatch starts when the slowest rank has finished the one before.
+    slowest = work.max(axis=0)
+    starts = np.concatenate([[0.0], np.cumsum(slowest)[:-1]])
     return starts + work
 
 
@@ -252,7 +264,9 @@ def _rank_bars(
     pitch: float,
     num_ranks: int,
 ) -> None:
+    """Draw one bar per rank; `ends` float64 [R, M] are the end times of the microbatches."""
     work = panel.real + panel.padding
+    # A sample of the ranks, evenly spaced, if there are more than bars.
     ranks = np.linspace(0, len(work) - 1, num_ranks).round().astype(int)
     bar = pitch - (1.0 if pitch > 4 else 0.4)
     finish = float(ends.max())
@@ -263,35 +277,30 @@ def _rank_bars(
         num_ranks * pitch,
         "room",
     )
-    real, padding = [], []
-    for place, rank in enumerate(ranks):
-        y = top + place * pitch
-        for end, whole, share in zip(
+    real = []
+    padding = []
+    for position, rank in enumerate(ranks):
+        y = top + position * pitch
+        microbatches = zip(
             ends[rank].tolist(), work[rank].tolist(), panel.real[rank].tolist(), strict=True
-        ):
-            start, middle, stop = (
-                x(value / ideal) for value in (end - whole, end - whole + share, end)
-            )
+        )
+        for end_time, total_work, real_work in microbatches:
+            # Real work is drawn first and work on padding after it, although they are mixed.
+            start_time = end_time - total_work
+            start = x(start_time / ideal)
+            middle = x((start_time + real_work) / ideal)
+            stop = x(end_time / ideal)
+            # A gap separates microbatches; a very short one keeps most of its length.
             inset = min(0.6, (stop - start) / 4)
             real.append((start, y, max(middle - start - inset, 0.2), bar))
             padding.append((middle, y, stop - middle - inset, bar))
     drawing.rects(real, "real")
     drawing.rects(padding, "padding")
-    mean = x(float(work.sum()) / len(work) / ideal)
-    drawing.line(
-        mean,
-        top - 3,
-        mean,
-        top + num_ranks * pitch + 1,
-        "mean",
-    )
-    drawing.line(
-        x(finish / ideal),
-        top - 3,
-        x(finish / ideal),
-        top + num_ranks * pitch + 1,
-        "budget",
-    )
+    mean_work = float(work.sum()) / len(work)
+    bottom = top + num_ranks * pitch + 1
+    for kind, value in (("mean", mean_work), ("budget", finish)):
+        position = x(value / ideal)
+        drawing.line(position, top - 3, position, bottom, kind)
 
 
 def memory_stack(
@@ -305,13 +314,10 @@ def memory_stack(
     """
     pitch = 58
     max_total = max(sum(parts.values()) for _, parts in bars)
+    max_limit = max((limit for _, limit in limits), default=0.0)
     height = pitch * len(bars) + 54
     drawing = Drawing(WIDTH, height, "Memory of one device by part")
-    x = Scale(
-        1.02 * max(max_total, *(limit for _, limit in limits), 0.0),
-        2,
-        WIDTH - 2,
-    )
+    x = Scale(1.02 * max(max_total, max_limit), 2, WIDTH - 2)
     for index, (label, parts) in enumerate(bars):
         top = 44 + index * pitch
         drawing.text(
@@ -320,27 +326,7 @@ def memory_stack(
             f"{label}: {sum(parts.values()):.1f} {unit}",
             "name",
         )
-        start = 0.0
-        for name, size in parts.items():
-            left, right = x(start), x(start + size)
-            drawing.rect(
-                left,
-                top,
-                max(right - left - 1, 0.3),
-                26,
-                f"part-{part_class(name)}",
-                f"{name}: {size:.2f} {unit}",
-            )
-            text = f"{name} {size:.1f}"
-            if len(text) * _CHARACTER + 8 < right - left:
-                drawing.text(
-                    (left + right) / 2,
-                    top + 17,
-                    text,
-                    "on-part",
-                    "middle",
-                )
-            start += size
+        _memory_bar(drawing, x, top, parts, unit)
     for name, limit in limits:
         drawing.line(
             x(limit),
@@ -368,6 +354,41 @@ def memory_stack(
     return drawing
 
 
+def _memory_bar(
+    drawing: Drawing,
+    x: Scale,
+    top: float,
+    parts: Mapping[str, float],
+    unit: str,
+) -> None:
+    """Draw the parts of one device side by side, labelled where the label fits."""
+    start = 0.0
+    for name, size in parts.items():
+        left = x(start)
+        right = x(start + size)
+        tooltip = f"{name}: {size:.2f} {unit}"
+        # A part too small to see keeps a thin line, so that its tooltip can be found.
+        width = max(right - left - 1, 0.3)
+        drawing.rect(
+            left,
+            top,
+            width,
+            26,
+            f"part-{part_class(name)}",
+            tooltip,
+        )
+        text = f"{name} {size:.1f}"
+        if len(text) * _CHARACTER + 8 < right - left:
+            drawing.text(
+                (left + right) / 2,
+                top + 17,
+                text,
+                "on-part",
+                "middle",
+            )
+        start += size
+
+
 def part_class(name: str) -> str:
     """Return the color class of a memory part. Example: `gathered weights` -> `gathered`."""
     return name.split(maxsplit=1)[0]
@@ -380,7 +401,9 @@ def _value_axis(
     labels: Sequence[str],
     ticks: Sequence[float],
 ) -> None:
+    """Draw horizontal grid lines at the ticks, with their labels at the left."""
     for label, tick in zip(labels, ticks, strict=True):
+        # The line at 0 is the axis, which is drawn over the bars.
         if tick:
             drawing.line(x.start, y(tick), x.stop, y(tick), "grid")
             drawing.text(x.start - 8, y(tick) + 4, label, anchor="end")

@@ -99,11 +99,8 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     marks = []
     for color, meaning in entries:
         name = color.lstrip("-")
-        kind = {
-            0: "",
-            1: "thin",
-            2: "thin dashed",
-        }[len(color) - len(name)]
+        num_dashes = len(color) - len(name)
+        kind = ("", "thin", "thin dashed")[num_dashes]
         style = f"border-color:var(--{name})" if kind else f"background:var(--{name})"
         marks.append(f'<span><i class="{kind}" style="{style}"></i>{escape(meaning)}</span>')
     return f'<div class="legend">{"".join(marks)}</div>'
@@ -122,11 +119,11 @@ def table(heads: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> s
 
 def meter(share: float) -> str:
     """Return a small bar behind a number, for a share from 0 to 1."""
-    return (
-        f'<span class="meter"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
-    )
+    percent = 100 * min(max(share, 0.0), 1.0)
+    return f'<span class="meter"><i style="width:{percent:.1f}%"></i></span>'
 
 
 def bullets(lines: Iterable[str]) -> str:
     """Return a list with one item per line."""
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>"

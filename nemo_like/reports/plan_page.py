@@ -61,6 +61,7 @@ def _body(report: PlanReport) -> Iterator[str]:
     request = report.request
     lines = headline(report)
     yield "<h1>Batch plan</h1>"
+    # The second line is the caption of the length histogram.
     yield f'<p class="lead">{escape(lines[0])}. {escape(lines[2])}.</p>'
     yield from (f'<p class="note">{escape(_sentence(note))}</p>' for note in report.notes)
     yield figures(_figures(report))
@@ -114,8 +115,10 @@ def _body(report: PlanReport) -> Iterator[str]:
 
 
 def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
-    comparison, recommendation = report.comparison, report.recommendation
-    chosen, baseline = comparison.chosen, comparison.baseline
+    comparison = report.comparison
+    recommendation = report.recommendation
+    chosen = comparison.chosen
+    baseline = comparison.baseline
     yield f"{comparison.speedup(chosen):.2f}x", f"speed of {baseline.strategy.title}"
     yield (
         f"{comparison['padded/batch'].padding_share:.0%}",
@@ -125,10 +128,8 @@ def _figures(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield f"{max(chosen.step_time - 1, 0):.1%}", "of a step spent on padding and idle time"
     if report.memory is not None:
         unit, size = memory_unit(report)
-        yield (
-            f"{report.memory.peak(chosen.largest_microbatch) / size:.1f} {unit}",
-            "predicted peak memory of one device",
-        )
+        peak = report.memory.peak(chosen.largest_microbatch)
+        yield f"{peak / size:.1f} {unit}", "predicted peak memory of one device"
     if recommendation is not None and recommendation.max_tokens:
         yield (
             f"{recommendation.max_tokens:,}",
@@ -148,10 +149,12 @@ def _comparison(report: PlanReport) -> str:
         "rank FLOPs",
         "over bound",
         "speed",
+        "step time",
     ]
-    heads.append("step time")
-    unit, size = memory_unit(report) if report.memory is not None else ("", 1)
+    unit, size = "", 1
     if report.memory is not None:
+        unit, size = memory_unit(report)
+        # Step time stays last: its cells have a bar.
         heads.insert(-1, f"peak {unit}")
     slowest = max(outcome.step_time for outcome in comparison.outcomes)
     rows = []
@@ -169,31 +172,35 @@ def _comparison(report: PlanReport) -> str:
             f"{outcome.step_time:.3f}{meter(outcome.step_time / slowest)}",
         ]
         if report.memory is not None:
-            cells.insert(-1, f"{report.memory.peak(outcome.largest_microbatch) / size:.1f}")
+            peak = report.memory.peak(outcome.largest_microbatch)
+            cells.insert(-1, f"{peak / size:.1f}")
         rows.append((cells, outcome is comparison.chosen))
     return table(heads, rows)
 
 
 def _drawn(report: PlanReport) -> list[Outcome]:
+    """Return the four outcomes that are drawn, the chosen one among them."""
     chosen = report.comparison.chosen_key
-    keys = [*_DRAWN, "packed/balanced/flops" if chosen in _DRAWN else chosen]
-    return [report.comparison[key] for key in keys]
+    # If the chosen strategy is drawn for comparison anyway, the scheduler is the fourth.
+    last = "packed/balanced/flops" if chosen in _DRAWN else chosen
+    return [report.comparison[key] for key in (*_DRAWN, last)]
 
 
 def _tokens(outcome: Outcome) -> Microbatches:
+    """Return the tokens of each microbatch of the step that is drawn."""
     start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
     positions = outcome.plan.num_tokens[:, start:stop]
     real = outcome.real_tokens[:, start:stop]
-    note = f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding"
     return Microbatches(
-        outcome.strategy.title,
-        note,
-        real.astype(float),
-        (positions - real).astype(float),
+        title=outcome.strategy.title,
+        note=f"{outcome.utilization:.1%} filled, {outcome.padding_share:.1%} padding",
+        real=real.astype(float),
+        padding=(positions - real).astype(float),
     )
 
 
 def _work(outcome: Outcome) -> Microbatches:
+    """Return the work of each microbatch of the step that is drawn."""
     start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
     work = outcome.work[:, start:stop]
     real = outcome.real_work[:, start:stop]
@@ -205,22 +212,22 @@ def _work(outcome: Outcome) -> Microbatches:
     note = (
         f"max-loaded rank {outcome.rank_flops:.3f} of the mean, all steps {outcome.step_time:.3f}"
     )
-    return Microbatches(
-        outcome.strategy.title,
-        note,
-        real,
-        np.maximum(work - real, 0.0),
-    )
+    # Rounding errors of sums may make the difference slightly negative.
+    padding = np.maximum(work - real, 0.0)
+    return Microbatches(outcome.strategy.title, note, real, padding)
 
 
 def _ideal(outcome: Outcome) -> float:
+    """Return the real work of the step that is drawn, spread evenly over the ranks."""
     start, stop = outcome.plan.step_offsets[_STEP : _STEP + 2]
-    return float(outcome.real_work[:, start:stop].sum()) / outcome.plan.spec.num_ranks
+    step_work = outcome.real_work[:, start:stop]
+    return float(step_work.sum()) / outcome.plan.spec.num_ranks
 
 
 def _memory(report: PlanReport) -> str:
     assert report.memory is not None
-    recommendation, gib = report.recommendation, report.request.memory_gib
+    recommendation = report.recommendation
+    gib = report.request.memory_gib
     unit, size = memory_unit(report)
     scaled: list[tuple[str, dict[str, float]]] = []
     names: dict[str, None] = {}
@@ -241,12 +248,18 @@ def _memory(report: PlanReport) -> str:
         for _, parts in scaled:
             cells.append(f"{parts[name]:.2f}" if name in parts else "&ndash;")
         rows.append((cells, False))
+    # Limits are given in GiB; the chart may be in MiB.
+    scaled_limits = [(name, limit * GIB / size) for name, limit in limits]
+    heads = [f"{unit}, microbatches of"]
+    for label, _ in scaled:
+        num_tokens, _, _ = label.partition(", ")
+        heads.append(num_tokens)
     return section(
         "Memory of one device",
         " ".join(map(_sentence, lines)),
         legend([(part_class(name), name) for name in names]),
-        memory_stack(scaled, [(name, limit * GIB / size) for name, limit in limits], unit),
-        table([f"{unit}, microbatches of", *(label.split(", ")[0] for label, _ in scaled)], rows),
+        memory_stack(scaled, scaled_limits, unit),
+        table(heads, rows),
     )
 
 
@@ -256,9 +269,8 @@ def _sentence(line: str) -> str:
 
 
 def _logged(report: PlanReport) -> str:
-    logged = report.request.logged.items()
-    rows = [
-        ([escape(name), f"{measured:.4f}", f"{planned:.4f}"], False)
-        for name, (measured, planned) in logged
-    ]
+    rows = []
+    for name, (measured, planned) in report.request.logged.items():
+        cells = [escape(name), f"{measured:.4f}", f"{planned:.4f}"]
+        rows.append((cells, False))
     return table(["metric", "logged", "from the lengths alone"], rows)

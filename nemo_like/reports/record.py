@@ -19,7 +19,22 @@ FORMAT = 1
 
 def to_record(report: PlanReport) -> dict[str, Any]:
     """Return everything that the table and the page show."""
-    request, comparison, lengths = report.request, report.comparison, report.lengths
+    request = report.request
+    comparison = report.comparison
+    lengths = report.lengths
+    model = None
+    if request.model is not None:
+        model = {"name": request.model.name, "num_params": request.model.num_params}
+    percentiles = {}
+    for share in (50, 90, 99):
+        # JSON has no numbers of NumPy.
+        percentiles[f"p{share}"] = float(np.percentile(lengths, share))
+    outcomes = {}
+    for outcome in comparison.outcomes:
+        outcomes[outcome.strategy.key] = _outcome(outcome, report)
+    logged = {}
+    for name, (logged_value, planned_value) in request.logged.items():
+        logged[name] = {"logged": logged_value, "planned": planned_value}
     return {
         "format": FORMAT,
         "rows": {
@@ -27,7 +42,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "num_rows": len(lengths),
             "num_tokens": int(lengths.sum()),
             "mean": float(lengths.mean()),
-            **{f"p{share}": float(np.percentile(lengths, share)) for share in (50, 90, 99)},
+            **percentiles,
             "max": int(lengths.max()),
         },
         "setting": {
@@ -45,19 +60,14 @@ def to_record(report: PlanReport) -> dict[str, Any]:
             "precision": request.placement.precision,
             "activation_checkpointing": request.placement.activation_checkpointing,
             "cost": asdict(report.spec.cost),
-            "model": None
-            if request.model is None
-            else {"name": request.model.name, "num_params": request.model.num_params},
+            "model": model,
         },
+        # The key keeps the name it had in the first version of the format.
         "least_microbatches": comparison.min_microbatches,
         "chosen": comparison.chosen_key,
-        "strategies": {
-            outcome.strategy.key: _outcome(outcome, report) for outcome in comparison.outcomes
-        },
+        "strategies": outcomes,
         "memory": _memory(report),
-        "logged": {
-            name: {"logged": pair[0], "planned": pair[1]} for name, pair in request.logged.items()
-        },
+        "logged": logged,
         "notes": list(report.notes),
         "assumptions": report.assumptions(),
     }
@@ -81,7 +91,9 @@ def _outcome(outcome: Outcome, report: PlanReport) -> dict[str, Any]:
 
 
 def _memory(report: PlanReport) -> dict[str, Any] | None:
-    memory, recommendation = report.memory, report.recommendation
+    memory = report.memory
+    recommendation = report.recommendation
+    # Without a model there is nothing to predict memory from.
     if memory is None:
         return None
     largest = report.comparison.chosen.largest_microbatch
@@ -92,17 +104,24 @@ def _memory(report: PlanReport) -> dict[str, Any] | None:
     }
     if recommendation is None or report.request.memory_gib is None:
         return record
+    # A budget of 0 means that nothing fits; then there are no bytes to show.
+    recommended_bytes = None
+    if recommendation.max_tokens:
+        recommended_bytes = memory.parts(recommendation.max_tokens)
+    step_time = None
+    num_microbatches = None
     outcome = recommendation.outcome
+    if outcome is not None:
+        step_time = outcome.step_time
+        num_microbatches = outcome.num_microbatches
     return {
         **record,
         "device_gib": report.request.memory_gib,
         "usable_bytes": usable_bytes(report.request.memory_gib),
         "recommended_max_tokens": recommendation.max_tokens,
         "enough_max_tokens": recommendation.max_useful_tokens,
-        "recommended_bytes": memory.parts(recommendation.max_tokens)
-        if recommendation.max_tokens
-        else None,
-        "recommended_step_time": None if outcome is None else outcome.step_time,
-        "recommended_microbatches_per_step": None if outcome is None else outcome.num_microbatches,
+        "recommended_bytes": recommended_bytes,
+        "recommended_step_time": step_time,
+        "recommended_microbatches_per_step": num_microbatches,
         "other_checkpointing_max_tokens": recommendation.other_max_tokens,
     }

@@ -27,12 +27,16 @@ class Scale:
 
         Example: high 14089 gives 0, 2500, ... 12500.
         """
-        rough = self.high / max_ticks
-        magnitude = 10.0 ** math.floor(math.log10(rough))
-        step = magnitude * next(
-            factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * (1 - 1e-9)
-        )
-        return [index * step for index in range(int(self.high / step * (1 + 1e-9)) + 1)]
+        min_step = self.high / max_ticks
+        magnitude = 10.0 ** math.floor(math.log10(min_step))
+        # The factors tolerate rounding errors: 0.3 / 3 is slightly more than 0.1.
+        step = 10 * magnitude
+        for factor in (1, 2, 2.5, 5):
+            if factor * magnitude >= min_step * (1 - 1e-9):
+                step = factor * magnitude
+                break
+        num_steps = int(self.high / step * (1 + 1e-9))
+        return [index * step for index in range(num_steps + 1)]
 
 
 class Drawing:
@@ -47,7 +51,9 @@ class Drawing:
         height: float,
         label: str,
     ) -> None:
-        self.width, self.height, self.label = width, height, label
+        self.width = width
+        self.height = height
+        self.label = label
         self._parts: list[str] = []
 
     def rect(
@@ -73,9 +79,11 @@ class Drawing:
 
     def rects(self, boxes: Iterable[tuple[float, float, float, float]], kind: str) -> None:
         """Add many rectangles (x, y, width, height) as one path, which is much shorter text."""
-        path = "".join(
-            f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in boxes if w > 0 and h > 0
-        )
+        path = ""
+        for x, y, width, height in boxes:
+            # Browsers draw an outline for an empty rectangle.
+            if width > 0 and height > 0:
+                path += f"M{_n(x)} {_n(y)}h{_n(width)}v{_n(height)}h{_n(-width)}z"
         if path:
             self._parts.append(f'<path class="{kind}" d="{path}"/>')
 
@@ -87,6 +95,7 @@ class Drawing:
         y2: float,
         kind: str,
     ) -> None:
+        """Add a line from (x1, y1) to (x2, y2)."""
         self._parts.append(
             f'<line class="{kind}" x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"/>'
         )
@@ -99,6 +108,7 @@ class Drawing:
         kind: str = "tick",
         anchor: str = "start",
     ) -> None:
+        """Add a text; `anchor` is the side of it that is at x: start, middle or end."""
         self._parts.append(
             f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">'
             f"{escape(text)}</text>"
@@ -138,4 +148,5 @@ def spread_labels(
 
 
 def _n(value: float) -> str:
+    """Format a coordinate briefly: a page has thousands of them. Example: 2.50 is `2.5`."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

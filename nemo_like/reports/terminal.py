@@ -22,6 +22,7 @@ _MAX_WIDTH = 120
 def show(report: PlanReport, console: Console | None = None) -> None:
     """Print the report."""
     console = console or Console(highlight=False)
+    # Rich assumes 80 columns for a pipe, in which the tables do not fit.
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     for line in headline(report):
@@ -48,6 +49,7 @@ def _say(
     style: str = "",
 ) -> None:
     width = min(console.width, _MAX_WIDTH)
+    # Names of files and models may have characters that the terminal cannot show.
     line = printable(line, console.encoding)
     text = textwrap.fill(
         line,
@@ -61,7 +63,9 @@ def _say(
 
 def headline(report: PlanReport) -> list[str]:
     """Return the lines about what was planned: rows, lengths, model and layout."""
-    lengths, comparison, request = report.lengths, report.comparison, report.request
+    lengths = report.lengths
+    comparison = report.comparison
+    request = report.request
     placement = request.placement
     median, p99 = np.percentile(lengths, (50, 99))
     model = ""
@@ -87,13 +91,16 @@ def headline(report: PlanReport) -> list[str]:
 
 def format_count(number: float) -> str:
     """Format a number of parameters. Example: 7615616512 is `7.62 B`, 134515008 is `134.5 M`."""
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.1f} M"
 
 
 def memory_unit(report: PlanReport) -> tuple[str, int]:
     """Return (name, bytes) of the unit in which memory is shown."""
     assert report.memory is not None
     peak = report.memory.peak(report.comparison.chosen.largest_microbatch)
+    # A tiny model on the CPU would be 0.0 GiB.
     return ("GiB", GIB) if peak >= GIB else ("MiB", 1 << 20)
 
 
@@ -101,6 +108,7 @@ def memory_budgets(report: PlanReport) -> dict[int, str]:
     """Return max tokens -> description of the microbatches whose memory is shown."""
     budgets = {report.comparison.chosen.largest_microbatch: "the largest microbatch planned"}
     if report.recommendation is not None and report.recommendation.max_tokens:
+        # If both are the same number of tokens it is one column, named by what was planned.
         budgets.setdefault(report.recommendation.max_tokens, "the max that fits")
     return budgets
 
@@ -135,7 +143,8 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
             f" whose peak fits into {usable}"
         )
     ]
-    outcome, chosen = recommendation.outcome, report.comparison.chosen
+    outcome = recommendation.outcome
+    chosen = report.comparison.chosen
     if outcome is None:
         lines.append(f"the longest row ({report.lengths.max():,} tokens) does not fit into it")
     elif outcome.max_tokens != report.max_tokens:
@@ -166,9 +175,11 @@ def _other_checkpointing(recommendation: Recommendation, report: PlanReport) -> 
 
 
 def _strategies(report: PlanReport) -> Table:
+    """Return the table with one strategy per row."""
     comparison = report.comparison
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("rows to microbatches", no_wrap=True)
+    # Heads have two lines, so that ten columns fit into the width of a pipe.
     heads = [
         "pad-\nding",
         "micro-\nbatches",
@@ -177,10 +188,12 @@ def _strategies(report: PlanReport) -> Table:
         "rank\ntokens",
         "rank\nFLOPs",
         "over\nbound",
+        "step\ntime",
+        "\nspeed",
     ]
-    heads += ["step\ntime", "\nspeed"]
-    unit, size = memory_unit(report) if report.memory is not None else ("", 1)
+    unit, size = "", 1
     if report.memory is not None:
+        unit, size = memory_unit(report)
         heads.append(f"peak\n{unit}")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
@@ -198,13 +211,15 @@ def _strategies(report: PlanReport) -> Table:
             f"{comparison.speedup(outcome):.2f}x",
         ]
         if report.memory is not None:
-            cells.append(f"{report.memory.peak(outcome.largest_microbatch) / size:.1f}")
+            peak = report.memory.peak(outcome.largest_microbatch)
+            cells.append(f"{peak / size:.1f}")
         style = "bold" if outcome is comparison.chosen else None
         table.add_row(outcome.strategy.title, *cells, style=style)
     return table
 
 
 def _memory(report: PlanReport) -> Table:
+    """Return the table with one part of the memory per row and one budget per column."""
     assert report.memory is not None
     budgets = list(memory_budgets(report))
     columns = [report.memory.parts(budget) for budget in budgets]
@@ -213,19 +228,25 @@ def _memory(report: PlanReport) -> Table:
     table.add_column(f"memory of one device, {unit}", no_wrap=True)
     for budget in budgets:
         table.add_column(f"{budget:,} tokens", justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for parts in columns for name in parts):
-        table.add_row(
-            name, *(f"{parts[name] / size:.2f}" if name in parts else "-" for parts in columns)
-        )
+    # A part may be missing for one budget: the peak is in the logits or in the backward pass.
+    names = dict.fromkeys(name for parts in columns for name in parts)
+    for name in names:
+        cells = []
+        for parts in columns:
+            cells.append(f"{parts[name] / size:.2f}" if name in parts else "-")
+        table.add_row(name, *cells)
     table.add_section()
-    table.add_row("peak", *(f"{sum(parts.values()) / size:.2f}" for parts in columns), style="bold")
+    peaks = [sum(parts.values()) for parts in columns]
+    table.add_row("peak", *(f"{peak / size:.2f}" for peak in peaks), style="bold")
     return table
 
 
 def _logged(report: PlanReport) -> Table:
+    """Return the table of logged and planned metrics of a past run."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for head in ("the run", "logged", "from its lengths"):
-        table.add_column(head, justify="left" if head == "the run" else "right", no_wrap=True)
+    table.add_column("the run", no_wrap=True)
+    for head in ("logged", "from its lengths"):
+        table.add_column(head, justify="right", no_wrap=True)
     for name, (measured, planned) in report.request.logged.items():
         table.add_row(name, f"{measured:.4f}", f"{planned:.4f}")
     return table

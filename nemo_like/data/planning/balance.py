@@ -211,7 +211,12 @@ def schedule(
             work=work,
         )
     item_of, items = sorted_items(groups, lengths, work)
-    check_token_limit(item_of, items.tokens, max_tokens, groups is not None)
+    check_token_limit(
+        item_of,
+        items.tokens,
+        max_tokens,
+        groups is not None,
+    )
 
     num_needed_bins = l2_bound(items.tokens, max_tokens)
     bound = max(min_microbatches, ceil_div(num_needed_bins, num_ranks))

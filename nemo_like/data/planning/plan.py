@@ -351,7 +351,12 @@ class BatchPlan:
         tokens = self.num_tokens[dp_rank].tolist()
         microbatches = []
         for m, (a, b) in enumerate(pairwise(offsets)):
-            microbatch = Microbatch(rows[a:b], lengths[a:b], padded_lengths[a:b], tokens[m])
+            microbatch = Microbatch(
+                rows[a:b],
+                lengths[a:b],
+                padded_lengths[a:b],
+                tokens[m],
+            )
             microbatches.append(microbatch)
         return tuple(microbatches)
 

@@ -99,7 +99,11 @@ def plan_rank(
         return _empty_bins(0)
     if spec.max_tokens is None:
         # Limited by rows: with one token per row the capacity is a number of rows.
-        bins = concatenative(np.ones_like(lengths), spec.max_rows or 1, len(lengths))
+        bins = concatenative(
+            np.ones_like(lengths),
+            spec.max_rows or 1,
+            len(lengths),
+        )
         return Packing(rows[bins.perm], bins.offsets)
     is_padded = spec.layout == "padded"
     if is_padded:
