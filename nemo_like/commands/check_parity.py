@@ -73,6 +73,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
+        """True within `LIMIT`; False for NaN."""
         return self.difference <= LIMIT
 
 
@@ -130,21 +131,13 @@ def check_parity(config: RunConfig) -> ParityReport:
         batch = _random_batch(model.config.vocab_size)
         expected = _train_with_transformers(model, batch, tiny)
         num_workers = policy_layout(tiny).world_size
-        with ProcessPoolExecutor(
-            num_workers, mp_context=multiprocessing.get_context("spawn")
-        ) as pool:
-            findings = [
-                finding
-                for mode in MODES
-                for finding in _check_mode(
-                    tiny,
-                    mode,
-                    batch,
-                    expected,
-                    Path(folder),
-                    pool,
-                )
-            ]
+        # A forked process would inherit the threads of torch in an undefined state.
+        spawn = multiprocessing.get_context("spawn")
+        findings: list[Comparison] = []
+        # One pool for all modes: starting a process imports torch, which takes seconds.
+        with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
+            for mode in MODES:
+                findings += _check_mode(tiny, mode, batch, expected, Path(folder), pool)
     layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
@@ -192,9 +185,8 @@ def _in_mode(config: RunConfig, mode: str) -> RunConfig:
         train_mb_tokens=_BUDGET,
         logprob_mb_tokens=_BUDGET,
     )
-    return replace(
-        config, policy=replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic)
-    )
+    policy = replace(config.policy, sequence_packing=packing, dynamic_batching=dynamic)
+    return replace(config, policy=policy)
 
 
 def _check_mode(
@@ -205,69 +197,47 @@ def _check_mode(
     folder: Path,
     pool: ProcessPoolExecutor,
 ) -> list[Comparison]:
-    config, parallel_layout = _in_mode(config, mode), policy_layout(config)
-    contexts = _contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous")
-    futures = [
-        pool.submit(
-            _train_rank,
-            context,
-            config,
-            batch,
-            folder / mode,
-        )
-        for context in contexts
-    ]
+    """Train in one mode on the ranks of the layout and compare with `expected`."""
+    config = _in_mode(config, mode)
+    parallel_layout = policy_layout(config)
+    checkpoints = folder / mode
+    futures = []
+    for context in _contexts(parallel_layout.world_size, folder / f"{mode}.rendezvous"):
+        futures.append(pool.submit(_train_rank, context, config, batch, checkpoints))
     results = [future.result(timeout=_TIMEOUT_S) for future in futures]
-    isolation = next((leak for *_, leak in results if leak), "")
+    # Any rank may find a leak; the message of one is enough.
+    leak = next((message for *_, message in results if message), "")
     losses, _, _ = results[parallel_layout.output_rank(0)]
-    plan = _plan(config, batch)
-    outputs = [
-        results[parallel_layout.output_rank(dp_rank)][1] for dp_rank in range(parallel_layout.dp)
-    ]
-    logprobs = unshard([part["prev_logprobs"] for part in outputs], plan)
+    # The other ranks of a replica have no outputs, or the same ones.
+    parts = []
+    for dp_rank in range(parallel_layout.dp):
+        _, outputs, _ = results[parallel_layout.output_rank(dp_rank)]
+        parts.append(outputs["prev_logprobs"])
+    logprobs = unshard(parts, _plan(config, batch))
     assert isinstance(logprobs, Jagged)
-    gradient_difference, worst_gradient = _worst(
-        _saved(folder / mode / "first", "exp_avg"), expected.gradients
-    )
-    weight_difference, worst_weight = _worst(
-        _saved(folder / mode / "last", "weight"), expected.weights
-    )
-    elsewhere = _resume_on_one_rank(
-        config,
-        batch,
-        folder / mode / "last",
-        folder / f"{mode}.alone",
-    )
-    return [
-        Comparison(
-            mode,
-            "isolation of rows",
-            np.inf if isolation else 0.0,
-            isolation,
-        ),
-        Comparison(mode, "loss", abs(losses[0] / expected.losses[0] - 1)),
-        Comparison(
-            mode,
-            "gradient of every parameter",
-            gradient_difference,
-            f"worst at {worst_gradient}",
-        ),
-        Comparison(
-            mode, "log-probs of every token", _relative(logprobs.values, expected.logprobs.values)
-        ),
-        Comparison(
-            mode,
-            f"losses of {NUM_STEPS} optimizer steps",
-            _relative(losses, expected.losses),
-        ),
-        Comparison(
-            mode,
+    gradients = _saved(checkpoints / "first", "exp_avg")
+    weights = _saved(checkpoints / "last", "weight")
+    # Another layout reads the same blocks only if they are in Hugging Face coordinates.
+    rendezvous = folder / f"{mode}.alone"
+    resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
+
+    gradient_difference, worst_gradient = _worst(gradients, expected.gradients)
+    weight_difference, worst_weight = _worst(weights, expected.weights)
+    logprob_difference = _relative(logprobs.values, expected.logprobs.values)
+    compared = (
+        ("isolation of rows", np.inf if leak else 0.0, leak),
+        ("loss", abs(losses[0] / expected.losses[0] - 1), ""),
+        ("gradient of every parameter", gradient_difference, f"worst at {worst_gradient}"),
+        ("log-probs of every token", logprob_difference, ""),
+        (f"losses of {NUM_STEPS} optimizer steps", _relative(losses, expected.losses), ""),
+        (
             f"weights after {NUM_STEPS} optimizer steps",
             weight_difference,
             f"worst at {worst_weight}",
         ),
-        Comparison(mode, "resume of the checkpoint on one rank", abs(elsewhere / losses[-1] - 1)),
-    ]
+        ("resume of the checkpoint on one rank", abs(resumed_loss / losses[-1] - 1), ""),
+    )
+    return [Comparison(mode, what, difference, detail) for what, difference, detail in compared]
 
 
 def _train_rank(
@@ -281,6 +251,7 @@ def _train_rank(
     Checkpoints after the first and the last step are saved in `folder`.
     """
     transformers_logging.disable_progress_bar()
+    # The differences are to come from the layout, not from the order of atomic additions.
     torch.use_deterministic_algorithms(True)
     worker = policy_worker_class(config)(context, config=config.policy, parallel=config.parallel)  # type: ignore[call-arg]
     try:
@@ -293,6 +264,7 @@ def _train_rank(
             leak = str(error)
         outputs = worker.fetch_logprobs(shard, worker.compute_logprobs(shard))
         losses = [_loss(worker, shard, train=True)]
+        # After one step Adam's first moment is the gradient, see `_tiny_run`.
         worker.save(folder / "first")
         losses += [_loss(worker, shard, train=True) for _ in range(NUM_STEPS - 1)]
         losses.append(_loss(worker, shard, train=False))
@@ -348,22 +320,25 @@ def _train_with_transformers(
 ) -> _Trained:
     """Run the same steps with transformers and AdamW, one unpadded row at a time."""
     optimizer = build_optimizer(model.parameters(), config.policy.optimizer)
-    logprobs = Jagged.from_rows(
-        [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]], np.float32
-    )
-    masked = Jagged(logprobs.values * (batch["token_mask"].values != 0), logprobs.offsets)
-    losses, gradients = [], {}
+    rows = [_row_logprobs(model, ids).detach().numpy() for ids in batch["input_ids"]]
+    logprobs = Jagged.from_rows(rows, np.float32)
+    # The workers return 0 for tokens that are not trained.
+    is_trained = batch["token_mask"].values != 0
+    masked = Jagged(logprobs.values * is_trained, logprobs.offsets)
+    losses = []
+    gradients: dict[str, Tensor] = {}
     for step in range(NUM_STEPS + 1):
         loss = _transformers_loss(model, batch)
         losses.append(loss.item())
+        # The last loss is that after the last step, which is not followed by another one.
         if step == NUM_STEPS:
             break
         loss.backward()
         if step == 0:
-            found = {name: parameter.grad for name, parameter in model.named_parameters()}
-            gradients = {
-                name: gradient.clone() for name, gradient in found.items() if gradient is not None
-            }
+            for name, parameter in model.named_parameters():
+                # An expert that no token is routed to has no gradient.
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone()
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -382,10 +357,12 @@ def _transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor
 
 
 def _row_logprobs(model: PreTrainedModel, ids: np.ndarray) -> Tensor:
-    """Return the log-prob of each token of one row, float32 [L]; 0 for the first token."""
+    """Return the log-prob of each token of one row int [L], float32 [L]; 0 for the first token."""
     input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+    # The logits at a position predict the next token.
     logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
-    logprobs = logits.log_softmax(-1).gather(1, input_ids[0, 1:, None]).squeeze(1)
+    labels = input_ids[0, 1:, None]
+    logprobs = logits.log_softmax(-1).gather(1, labels).squeeze(1)
     return torch.cat([torch.zeros(1), logprobs])
 
 
@@ -396,9 +373,8 @@ def _random_batch(vocab_size: int) -> BatchedDataDict:
     """
     rng = np.random.default_rng(0)
     lengths = np.array(_LENGTHS, dtype=np.int64)
-    input_ids = Jagged.from_lengths(
-        rng.integers(0, vocab_size, lengths.sum()).astype(np.int32), lengths
-    )
+    token_ids = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
+    input_ids = Jagged.from_lengths(token_ids, lengths)
     mask = (rng.random(lengths.sum()) < 0.67).astype(np.uint8)
     mask[input_ids.offsets[:-1]] = 0
     return BatchedDataDict(
@@ -435,10 +411,11 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the max relative difference over all tensors, and the tensor's name."""
     if found.keys() != expected.keys():
-        return np.inf, f"the names differ: {sorted(found.keys() ^ expected.keys())[:3]}"
-    differences = {
-        name: _relative(found[name].numpy(), expected[name].numpy()) for name in expected
-    }
+        differing = sorted(found.keys() ^ expected.keys())
+        return np.inf, f"the names differ: {differing[:3]}"
+    differences = {}
+    for name, tensor in expected.items():
+        differences[name] = _relative(found[name].numpy(), tensor.numpy())
     worst = max(differences, key=differences.__getitem__)
     return differences[worst], worst
 
@@ -452,4 +429,6 @@ def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | n
     expected = np.asarray(expected, dtype=np.float64)
     if found.shape != expected.shape or not np.isfinite(found).all():
         return np.inf
-    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+    # The smallest norm only avoids 0 / 0 for a gradient that is exactly 0 on both sides.
+    norm = max(np.linalg.norm(expected), 1e-30)
+    return float(np.linalg.norm(found - expected) / norm)

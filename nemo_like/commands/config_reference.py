@@ -65,8 +65,12 @@ def reference_text(kind: str, key: str, *, markdown: bool) -> str:
     kinds_of = _select(_sections(kinds), kinds, key)
     if markdown:
         return _markdown(kinds_of, kinds)
+    # Longer lines are hard to read, however wide the terminal is.
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    entries = [_text_entry(reference, width) for section in kinds_of for reference in section.keys]
+    entries = []
+    for section in kinds_of:
+        for reference in section.keys:
+            entries.append(_text_entry(reference, width))
     return "\n".join(entries)
 
 
@@ -104,6 +108,7 @@ def _is_below(key: str, ancestor: str) -> bool:
     wanted = ancestor.split(".")
     if len(wanted) > len(names):
         return False
+    # The names after those of the ancestor are free, hence not strict.
     pairs = zip(names, wanted, strict=False)
     return all(name in (other, USER_NAME) for name, other in pairs)
 
@@ -131,6 +136,7 @@ def _markdown(kinds_of: dict[SectionReference, list[str]], kinds: list[str]) -> 
     commands = " and ".join(f"`nemo-like {kind}`" for kind in kinds)
     parts = [_MARKDOWN_HEADER.format(commands=commands)]
     for section, kinds_of_section in kinds_of.items():
+        # A section that every job has needs no remark.
         only = kinds_of_section if len(kinds_of_section) < len(kinds) else []
         parts.append(_markdown_section(section, only))
     return "\n".join(parts).rstrip("\n")

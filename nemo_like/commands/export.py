@@ -38,19 +38,17 @@ class SavedWeights:
         self._reader = reader
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the full shape of each weight by Hugging Face name."""
         return self._reader.shapes
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight of its full shape)."""
         for name in names:
             shape = self._reader.shapes[name]
-            yield (
-                name,
-                self._reader.read(
-                    f"{WEIGHT}/{name}",
-                    [0] * len(shape),
-                    shape,
-                ),
-            )
+            # A block that starts at 0 and has the full shape is the complete tensor.
+            start = [0] * len(shape)
+            weight = self._reader.read(f"{WEIGHT}/{name}", start, shape)
+            yield name, weight
 
 
 def export_checkpoint(
@@ -83,6 +81,7 @@ def export_checkpoint(
                 )
         unfinished.rename(target)
     except NonFiniteError as error:
+        # Repeating the export would fail in the same way, so its files have no use.
         shutil.rmtree(target.with_name(target.name + ".tmp"), ignore_errors=True)
         raise ConfigError(
             f"{shown_path(step_folder)}: {error}; export an earlier checkpoint"
@@ -99,6 +98,7 @@ def export_checkpoint(
 def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
     """Return the step folder and the config of its run."""
     is_step = (source / "policy").is_dir()
+    # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.
     run = source.resolve().parent.parent if is_step else source
     if not (run / _CONFIG).is_file():
         raise ConfigError(

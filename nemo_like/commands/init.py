@@ -35,12 +35,13 @@ def write_examples(directory: Path) -> list[Path]:
     """
     examples = example_configs()
     targets = [directory / example.name for example in examples]
+    # A broken link does not exist, and writing to it would create a file elsewhere.
     existing = [target for target in targets if target.exists() or target.is_symlink()]
     if existing:
         num_others = len(existing) - 1
-        subject = (
-            f"{existing[0]} and {num_others} more exist" if num_others else f"{existing[0]} exists"
-        )
+        subject = f"{existing[0]} exists"
+        if num_others:
+            subject = f"{existing[0]} and {num_others} more exist"
         raise ConfigError(
             f"{subject} already; nothing was written: choose another directory, or move the"
             " existing files"

@@ -29,15 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     report = make_plan(plan_request(arguments))
     if arguments.html is not None:
         _write(arguments.html, plan_page(report), "--html")
+    # JSON on the standard output must not be mixed with the table.
     if arguments.json == "-":
         print(json.dumps(to_record(report), indent=1))
         return 0
     if arguments.json is not None:
-        _write(
-            Path(arguments.json),
-            json.dumps(to_record(report), indent=1) + "\n",
-            "--json",
-        )
+        text = json.dumps(to_record(report), indent=1)
+        _write(Path(arguments.json), f"{text}\n", "--json")
     show(report)
     for name, path in (("page", arguments.html), ("JSON", arguments.json)):
         if path is not None:

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
+    # The group only gives a heading to the help; the flags exclude each other in the inner one.
     group = parser.add_argument_group("source of the row lengths, one of")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -193,6 +194,7 @@ def _size(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
+    # Written so that NaN and infinity are refused as well.
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB above 0")
     return value

@@ -81,7 +81,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 def _from_lengths(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.prediction.lengths import read_lengths
 
-    columns = [name.strip() for name in (arguments.column or "").split(",") if name.strip()]
+    names = (arguments.column or "").split(",")
+    columns = [name.strip() for name in names if name.strip()]
     rows = read_lengths(
         arguments.lengths,
         columns=columns,
@@ -96,6 +97,7 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.commands.first_step import file_config, first_lengths
     from nemo_like.models.pretrained import import_transformers_without_torch
 
+    # Only in a process of its own: a library user may need torch afterwards.
     if arguments.owns_process:
         import_transformers_without_torch()
     config = file_config(
@@ -127,6 +129,7 @@ def _from_config(arguments: argparse.Namespace) -> PlanRequest:
     try:
         rows = first_lengths(config, arguments.limit, NUM_STEPS)
     except ConfigError as error:
+        # A shape of the model is known by its size, its tokenizer is not.
         has_hint = "no tokenizer" in str(error)
         hint = "; or name one for this plan with --tokenizer" if has_hint else ""
         raise ConfigError(f"{error}{hint}") from error
@@ -183,7 +186,7 @@ def _configured(
     if not spec.max_tokens:
         # Without a token budget the largest possible microbatch takes its place.
         max_length = config.policy.max_total_sequence_length
-        max_tokens = spec.max_rows and spec.max_rows * max_length
+        max_tokens = (spec.max_rows or 1) * max_length
         budget_name = "policy.train_micro_batch_size x policy.max_total_sequence_length"
     return replace(
         request,

@@ -26,9 +26,10 @@ def save_tiny_copy(
     directory: Path,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """Write a random model of the same architecture (heads shared as far, biases, norms, ties,
-    positions, windows) that divides by `parallel`, and return it in float32 with eager
-    attention.
+    """Write a small random model of the same architecture that divides by `parallel`.
+
+    It keeps the grouping of key-value heads, biases, norms, tied embeddings, positions and windows.
+    Returns the model in float32 with eager attention.
     """
     torch.manual_seed(seed)
     config = tiny_config(model_config, parallel)
@@ -37,24 +38,24 @@ def save_tiny_copy(
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            if (
-                parameter.ndim == 1
-            ):  # norms and biases start at constants; what is done to them should show
+            # Norms and biases are initialized to constants, with which a mistake in their
+            # placement would not change the result.
+            if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model
 
 
 def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """`model_config` with few and narrow layers; everything that is not a size stays."""
+    """Return `model_config` with few and narrow layers; what is not a size does not change."""
     config: Any = copy.deepcopy(model_config)
-    heads, kv_heads = (
-        config.num_attention_heads,
-        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-    )
-    group = min(heads // kv_heads, _MAX_GROUP)
+    num_heads = config.num_attention_heads
+    num_old_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    group = min(num_heads // num_old_kv_heads, _MAX_GROUP)
+    # Two key-value heads per tensor-parallel rank, so that a wrong order of heads is visible.
     num_kv_heads = 2 * parallel.tensor
     layers = max(2, parallel.pipeline)
+    max_positions = getattr(config, "max_position_embeddings", 4096)
     sizes: dict[str, Any] = {
         "hidden_size": group * num_kv_heads * _HEAD_DIM,
         "intermediate_size": 24 * parallel.tensor,
@@ -62,30 +63,37 @@ def tiny_config(model_config: PretrainedConfig, parallel: ParallelConfig) -> Pre
         "num_key_value_heads": num_kv_heads,
         "num_hidden_layers": layers,
         "vocab_size": _VOCABULARY,
-        "max_position_embeddings": min(getattr(config, "max_position_embeddings", 4096), 4096),
-        "initializer_range": 0.1,  # distributions far from uniform, so that a mistake shows
+        "max_position_embeddings": min(max_positions, 4096),
+        # The predicted distributions are then far from uniform, so that a mistake is visible.
+        "initializer_range": 0.1,
+        # The ids of the real vocabulary are outside of the small one.
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
     }
     if getattr(config, "head_dim", None) is not None:
-        sizes["head_dim"] = 2 * _HEAD_DIM  # not hidden size / heads, which some models confuse
+        # Different from hidden size / heads, so that code which confuses the two fails.
+        sizes["head_dim"] = 2 * _HEAD_DIM
     if getattr(config, "sliding_window", None) is not None:
         sizes["sliding_window"] = _WINDOW
     if getattr(config, "layer_types", None) is not None:
         sizes["layer_types"] = _kinds(list(config.layer_types), layers)
-        sizes["max_window_layers"] = min(getattr(config, "max_window_layers", layers), layers // 2)
+        # Windows start in the middle, so that there are layers with and without one.
+        max_window_layers = getattr(config, "max_window_layers", layers)
+        sizes["max_window_layers"] = min(max_window_layers, layers // 2)
     if getattr(config, "num_experts", None):
-        sizes |= _mixture_sizes(config, parallel)
+        sizes |= _moe_sizes(config, parallel)
     for name, value in sizes.items():
+        # Only what the architecture knows: transformers would save any other attribute as well.
         if hasattr(config, name):
             setattr(config, name, value)
     return config
 
 
-def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
-    """Few experts, two for each worker that shares them, and a dense layer where the model has
-    some.
+def _moe_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the sizes of MoE layers: two experts per expert-parallel rank, at least four.
+
+    One layer is dense if the model has dense layers.
     """
     num_experts = max(4, 2 * parallel.expert)
     return {
@@ -98,10 +106,6 @@ def _mixture_sizes(config: Any, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _kinds(layer_types: list[str], num_layers: int) -> list[str]:
-    """As many of the given kinds as there are layers for, the ones that occur first and last among
-    them.
-    """
+    """Return the kind of each of `num_layers` layers, the given kinds spread evenly over them."""
     kinds = list(dict.fromkeys(layer_types))
-    return [
-        kinds[min(layer * len(kinds) // num_layers, len(kinds) - 1)] for layer in range(num_layers)
-    ]
+    return [kinds[layer * len(kinds) // num_layers] for layer in range(num_layers)]

@@ -27,15 +27,16 @@ def register_arithmetic() -> None:
 
 def _resolver(name: str, operation: Callable[[Any, Any], Number]) -> Callable[..., Number]:
     def resolve(*arguments: Any) -> Number:
-        shown = f"${{{name}:{','.join(str(argument)[:_MAX_DIGITS] for argument in arguments)}}}"
+        texts = [str(argument)[:_MAX_DIGITS] for argument in arguments]
+        shown = f"${{{name}:{','.join(texts)}}}"
         if len(arguments) != 2:
             raise ValueError(f"{shown} has {len(arguments)} arguments, and takes two numbers")
-        for argument in arguments:
+        for argument, text in zip(arguments, texts, strict=True):
+            # bool is a subclass of int, and `true` is no number for a user.
             is_number = isinstance(argument, int | float) and not isinstance(argument, bool)
+            # Written so that NaN is refused as well: every comparison with it is False.
             if not is_number or not abs(argument) < 10**_MAX_DIGITS:
-                raise ValueError(
-                    f"{shown} takes two finite numbers, and {str(argument)[:_MAX_DIGITS]!r} is none"
-                )
+                raise ValueError(f"{shown} takes two finite numbers, and {text!r} is none")
         if name == "div" and arguments[1] == 0:
             raise ValueError(f"{shown} divides by zero")
         result = operation(*arguments)
@@ -47,6 +48,7 @@ def _resolver(name: str, operation: Callable[[Any, Any], Number]) -> Callable[..
 
 
 def _quotient(left: Number, right: Number) -> Number:
+    # An integer key such as a batch size would refuse the float 4.0.
     if isinstance(left, int) and isinstance(right, int) and left % right == 0:
         return left // right
     return left / right

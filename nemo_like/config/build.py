@@ -52,7 +52,9 @@ def build_config(
     """Return (config, problems); the config is None if there is a problem."""
     builder = _Builder(sources)
     config = builder.section(section, values, "")
-    return (None if builder.problems else config), builder.problems
+    if builder.problems:
+        return None, builder.problems
+    return config, []
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -71,8 +73,9 @@ class _Builder:
 
     def section(self, section: type, values: Any, path: str) -> Any:
         """Build an instance of the dataclass `section`; return None after adding a problem."""
+        types = field_types(section)
         if not isinstance(values, Mapping):
-            keys = ", ".join(list(field_types(section))[:4])
+            keys = ", ".join(list(types)[:4])
             return self._reject(
                 path, f"{path} is {_shown(values)}; it is a section with keys ({keys}, ...)"
             )
@@ -80,21 +83,20 @@ class _Builder:
         built = {}
         for field in dataclasses.fields(section):
             key = f"{path}.{field.name}" if path else field.name
-            annotation = field_types(section)[field.name]
-            if field.name in values and values[field.name] != MISSING:
-                built[field.name] = self.value(annotation, values[field.name], key)
+            annotation = types[field.name]
+            value = values.get(field.name, MISSING)
+            if value != MISSING:
+                built[field.name] = self.value(annotation, value, key)
             elif is_section(annotation):
                 # Built from an empty mapping instead of its default factory, so that its required
                 # keys are reported by name.
                 built[field.name] = self.section(annotation, {}, key)
-            elif (
-                field.default is dataclasses.MISSING
-                and field.default_factory is dataclasses.MISSING
-            ):
+            elif not _has_default(field):
                 self._reject(
                     key,
                     f"{key} is not set and has no default; set it in the YAML or with {key}=VALUE",
                 )
+        # The constructor would fail for the missing fields.
         if len(self.problems) > num_problems_before:
             return None
         return section(**built)
@@ -113,8 +115,9 @@ class _Builder:
         try:
             return _scalar(inner, value, self._sources.raw_text(path))
         except _Rejected as rejected:
-            expected = f"{rejected}{' or null' if may_be_null else ''}"
-            return self._reject(path, f"{path} is {_shown(value)}; it must be {expected}")
+            or_null = " or null" if may_be_null else ""
+            text = f"{path} is {_shown(value)}; it must be {rejected}{or_null}"
+            return self._reject(path, text)
 
     def _open_section(
         self,
@@ -126,13 +129,14 @@ class _Builder:
             return self._reject(
                 path, f"{path} is {_shown(value)}; it must be a mapping from names to sections"
             )
-        for name in value:
+        built = {}
+        for name, inner in value.items():
+            # A dot would make the name two levels of a key; the name is also part of metric names.
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 rule = "names start with a letter and go on with letters, digits, '_' and '-'"
                 self._reject(path, f"{path} has the name {shown_value(name)}; {rule}")
-        return {
-            name: self.value(annotation, inner, f"{path}.{name}") for name, inner in value.items()
-        }
+            built[name] = self.value(annotation, inner, f"{path}.{name}")
+        return built
 
     def _tuple(
         self,
@@ -140,16 +144,24 @@ class _Builder:
         value: Any,
         path: str,
     ) -> tuple[Any, ...] | None:
+        # A single text is not split into characters, although it is a sequence.
         if not isinstance(value, list | tuple):
             return self._reject(
                 path, f"{path} is {_shown(value)}; it must be a list, e.g. [{_shown(value)}]"
             )
-        return tuple(
-            self.value(annotation, item, f"{path}[{index}]") for index, item in enumerate(value)
-        )
+        items = []
+        for index, item in enumerate(value):
+            items.append(self.value(annotation, item, f"{path}[{index}]"))
+        return tuple(items)
 
     def _reject(self, path: str, text: str) -> None:
-        self.problems.append(Problem((path,), text, self._sources.locate(path)))
+        location = self._sources.locate(path)
+        self.problems.append(Problem((path,), text, location))
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    has_value = field.default is not dataclasses.MISSING
+    return has_value or field.default_factory is not dataclasses.MISSING
 
 
 def _scalar(annotation: Any, value: Any, raw_text: str | None) -> Any:
@@ -178,6 +190,7 @@ def _integer(value: Any) -> int:
     # before.
     if isinstance(value, str) and len(value) <= _MAX_INTEGER_DIGITS and _INT.fullmatch(value):
         return int(value)
+    # 4.0 is often the result of a division; the message has the integer to write.
     if isinstance(value, float) and value.is_integer():
         raise _Rejected(f"an integer: write {_shown(int(value))}")
     raise _Rejected(_TYPE_NAMES[int])
@@ -185,6 +198,7 @@ def _integer(value: Any) -> int:
 
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # YAML 1.1 parses `1e-4`, without a dot, as a text.
     is_number_text = isinstance(value, str) and _FLOAT.fullmatch(value) is not None
     if not (is_number or is_number_text):
         raise _Rejected(_TYPE_NAMES[float])
@@ -216,6 +230,7 @@ def _choice(choices: tuple[Any, ...], value: Any) -> Any:
     # Abbreviations of packing algorithms are common: ffd, mffd, bfd.
     nearest = [choice for choice in choices if text.lower() == _initials(choice)]
     if not nearest:
+        # The default cutoff of 0.6 misses abbreviations of one word.
         nearest = difflib.get_close_matches(text, choices, n=1, cutoff=0.5)
     expected = f"one of {', '.join(choices)}"
     if nearest:
@@ -242,6 +257,7 @@ def _to_plain(value: Any) -> Any:
         return to_dict(value)
     if isinstance(value, Mapping):
         return {name: _to_plain(inner) for name, inner in value.items()}
+    # YAML has lists, and no tuples.
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     return _escaped(value) if isinstance(value, str) else value

@@ -40,7 +40,9 @@ def _section_problems(section: Any, prefix: str) -> Iterator[Problem]:
             for name, inner in value.items():
                 yield from _section_problems(inner, f"{key}.{name}.")
         elif value is not None:
-            violated = [rule for rule in constraints[field.name] if not rule.accepts(value)]
-            if violated:
-                text = joined_text(constraints[field.name])
+            # Null has no bounds: a key that may be null states what that means.
+            rules = constraints[field.name]
+            if not all(rule.accepts(value) for rule in rules):
+                # All rules are named, so that the next value is right at once.
+                text = joined_text(rules)
                 yield Problem((key,), f"{key} is {shown_value(value)}; it must be {text}")

@@ -91,18 +91,21 @@ def hydra_session(job: JobSchema, path: Path) -> Iterator[None]:
     primary = path.name.removesuffix(".yaml")
     register_arithmetic()
     if inherits_by_path(path, read_yaml(path)):
+        # Hydra finds files by name in one folder only, so inherited files are merged before.
         primary = _MERGED_NAME
         with _hydra_errors(path):
             store.store(name=_MERGED_NAME, node=merged(merge_order(path)))
+    # Later entries override earlier ones: the file overrides the defaults of the schema.
     store.store(name=_PRIMARY_NAME, node={"defaults": [_DEFAULTS_NAME, primary, "_self_"]})
+    # Hydra is a singleton, which a caller of this library may have initialized.
     GlobalHydra.instance().clear()
+    config_dir = str(path.parent)
     try:
-        with initialize_config_dir(str(path.parent), job_name="nemo_like", version_base="1.3"):
+        with initialize_config_dir(config_dir, job_name="nemo_like", version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{shown_path(path)}: {shortened(_first_paragraph(error), 500)}"
-        ) from error
+        text = shortened(_first_paragraph(error), 500)
+        raise ConfigError(f"{shown_path(path)}: {text}") from error
 
 
 @contextmanager
@@ -117,9 +120,8 @@ def _hydra_errors(path: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         name = "the config" if path is None else shown_path(path)
-        raise ConfigError(
-            f"{name} cannot be composed: {shortened(_first_paragraph(error), 500)}"
-        ) from error
+        text = shortened(_first_paragraph(error), 500)
+        raise ConfigError(f"{name} cannot be composed: {text}") from error
 
 
 def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
@@ -127,16 +129,16 @@ def find_layers(path: Path, overrides: Sequence[str]) -> list[Layer]:
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoader)
     with _hydra_errors(path):
-        defaults = loader.compute_defaults_list(
-            _PRIMARY_NAME, list(overrides), RunMode.RUN
-        ).defaults
+        found = loader.compute_defaults_list(_PRIMARY_NAME, list(overrides), RunMode.RUN)
     layers = []
     if inherits_by_path(path, read_yaml(path)):
         layers += [Layer(file, "") for file in merge_order(path)]
-    for default in defaults:
+    for default in found.defaults:
         file = path.parent / f"{default.config_path.removesuffix('.yaml')}.yaml"
+        # Entries of the config store, such as the schema's defaults, are not files.
         if file.is_file():
-            layers.append(Layer(file, (default.package or "").replace("_global_", "").strip(".")))
+            package = default.package or ""
+            layers.append(Layer(file, package.replace("_global_", "").strip(".")))
     return layers
 
 
@@ -147,6 +149,7 @@ def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
     """
     with _hydra_errors(None):
         config = compose(_PRIMARY_NAME, list(overrides))
+        # Before anything is resolved, which could take exponential time.
         check_interpolations(OmegaConf.to_container(config, resolve=False))
     try:
         with _hydra_errors(None):
@@ -160,9 +163,8 @@ def compose_plain(overrides: Sequence[str], sources: Sources) -> dict[str, Any]:
 def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
     key = str(error.full_key or "the config")
     place = sources.locate(key)
-    problem = re.sub(
-        r"^(Key|Value)Error raised while resolving interpolation: ", "", _first_paragraph(error)
-    ).strip('"')
+    prefix = r"^(Key|Value)Error raised while resolving interpolation: "
+    problem = re.sub(prefix, "", _first_paragraph(error)).strip('"')
     hint = ""
     if problem.startswith("Environment variable"):
         hint = "; set it, or write ${oc.env:NAME,default}"
@@ -174,14 +176,14 @@ def _interpolation_text(error: OmegaConfBaseException, sources: Sources) -> str:
 
 def _first_paragraph(error: Exception) -> str:
     """Return the message and that of its cause, without Hydra's search paths, links and keys."""
-    texts = [str(error), str(error.__cause__ or "")]
-    paragraphs = [re.split(r"\n\s*\n|\n\s+full_key:", text.strip())[0] for text in texts]
-    lines = [
-        line.strip()
-        for paragraph in dict.fromkeys(filter(None, paragraphs))
-        for line in paragraph.splitlines()
-    ]
-    return ": ".join(line for line in lines if "https://" not in line) or type(error).__name__
+    lines = []
+    for text in (str(error), str(error.__cause__ or "")):
+        paragraph, *_ = re.split(r"\n\s*\n|\n\s+full_key:", text.strip())
+        for line in paragraph.splitlines():
+            # The cause often repeats the message; links lead to documentation of Hydra.
+            if line.strip() not in lines and "https://" not in line:
+                lines.append(line.strip())
+    return ": ".join(lines) or type(error).__name__
 
 
 def _chain(
@@ -191,14 +193,17 @@ def _chain(
     *,
     by_path: bool = False,
 ) -> list[Path]:
+    # Resolved, so that a cycle through a symbolic link is found as well.
     path = path.resolve()
     if path in trail:
-        circle = " -> ".join(shown_path(file) for file in (*trail[trail.index(path) :], path))
+        cycle = (*trail[trail.index(path) :], path)
+        circle = " -> ".join(shown_path(file) for file in cycle)
         raise ConfigError(f"defaults lists name each other in a circle: {circle}")
     root = read_yaml(path)
     files = [path]
     if by_path or inherits_by_path(path, root):
         for target, line in inherited_files(path, root):
+            # None is the file itself, which is in the list already.
             if target is None:
                 continue
             if not target.is_file():
@@ -240,6 +245,8 @@ def _targets(
     for entry in defaults.value:
         place = f"{shown_path(path)}:{entry.start_mark.line + 1}"
         for keywords, name, package in _names(entry, place):
+            # An override changes the choice of another list, and an interpolation is only known
+            # after composition; neither names a file here.
             if name == "_self_" or "override" in keywords or "${" in name:
                 continue
             if name.startswith("../") and not package:
@@ -247,6 +254,7 @@ def _targets(
                     f"{place} defaults entry {name}: for a file outside the folder write"
                     f" {name}@_global_"
                 )
+            # In Hydra a leading slash is the folder of the primary config, not the root.
             folder = config_dir if name.startswith("/") else path.parent
             target = folder / f"{name.lstrip('/').removesuffix('.yaml')}.yaml"
             if target.is_file():
@@ -262,11 +270,11 @@ def _names(entry: yaml.Node, place: str) -> Iterator[tuple[str, str, str]]:
     elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
         group, options = entry.value[0]
         chosen = options.value if isinstance(options, yaml.SequenceNode) else [options]
-        pairs = [
-            (group.value, f"/{option.value}")
-            for option in chosen
-            if option.value not in ("null", "~", "")
-        ]
+        pairs = []
+        for option in chosen:
+            # A null option of a group chooses no file.
+            if option.value not in ("null", "~", ""):
+                pairs.append((group.value, f"/{option.value}"))
     else:
         raise ConfigError(f"{place} defaults entry is neither `name` nor `group: name`")
     for text, suffix in pairs:
@@ -280,13 +288,9 @@ def missing_file_text(path: Path) -> str:
     """Return the message about a missing config file, with the nearest name in its folder."""
     if path.is_dir():
         return f"{shown_path(path)} is a directory; name a YAML file in it"
-    stems = [file.stem for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(
-        path.stem,
-        sorted(stems),
-        n=1,
-        cutoff=0.6,
-    )
+    # Sorted, so that the suggestion does not depend on the file system.
+    stems = sorted(file.stem for file in path.parent.glob("*.yaml"))
+    nearest = difflib.get_close_matches(path.stem, stems, n=1, cutoff=0.6)
     if nearest:
         suggestion = shown_path(path.with_name(f"{nearest[0]}.yaml"))
         return f"{shown_path(path)} does not exist; did you mean {suggestion}?"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from nemo_like.config.durations import DURATION_FORMS, parse_duration
 
+# Not starting with a dot, so that a run is no hidden directory, nor `..`.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -141,6 +142,7 @@ class PromptTemplate:
         try:
             fields = [field for _, field, _, _ in string.Formatter().parse(value)]
         except ValueError:
+            # A single brace.
             return False
         # The parser yields None as the field of literal text at the end of the string.
         return {field for field in fields if field is not None} == {"prompt"}

@@ -17,8 +17,11 @@ def parse_duration(text: str) -> float:
     """
     clock = _CLOCK.fullmatch(text)
     if clock is not None:
+        # Days are optional, so their group may be None.
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        total = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        num_hours = days * 24 + hours
+        num_minutes = num_hours * 60 + minutes
+        total = float(num_minutes * 60 + seconds)
     elif _SECONDS.fullmatch(text):
         total = float(text)
     else:

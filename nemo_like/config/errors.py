@@ -57,8 +57,10 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         raise ConfigError(shortened(str(problems[0]), MAX_LISTED_CHARACTERS))
     if not problems:
         return
-    shown, num_characters = [], 0
+    shown = []
+    num_characters = 0
     for problem in problems:
+        # One long problem must not hide all others.
         line = f"  - {shortened(str(problem), MAX_LISTED_CHARACTERS // 2)}"
         num_characters += len(line)
         if num_characters > MAX_LISTED_CHARACTERS:
@@ -69,6 +71,6 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """`path` as a user would type it: relative where it lies under the working directory."""
+    """Return `path` as a user would type it: relative if it is in the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

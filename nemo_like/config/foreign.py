@@ -31,7 +31,7 @@ TOOLS: dict[str, dict[str, Entry]] = {
     "TRL": TRL,
     "Cosmos-RL": COSMOS_RL,
 }
-TABLE: dict[str, Entry] = {path: entry for table in TOOLS.values() for path, entry in table.items()}
+TABLE: dict[str, Entry] = {**NEMO_RL, **VERL, **TRL, **COSMOS_RL}
 """Dotted key of another tool -> its entry."""
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
@@ -82,12 +82,12 @@ class Findings:
 
     def covers(self, path: str) -> bool:
         """Return True if the findings contain the key `path` or a part of it."""
-        return any(
-            finding.path == path
-            or path.startswith(f"{finding.path}.")
-            or finding.path.startswith(f"{path}.")
-            for finding in self.found
-        )
+        for finding in self.found:
+            is_below = path.startswith(f"{finding.path}.")
+            is_above = finding.path.startswith(f"{path}.")
+            if finding.path == path or is_below or is_above:
+                return True
+        return False
 
 
 def guess_kind(tree: Mapping[str, Any]) -> str | None:
@@ -136,41 +136,56 @@ def unknown_text(job: JobSchema, path: str) -> str:
 
 def find_foreign(job: JobSchema, tree: Mapping[str, Any]) -> Findings:
     """Classify every unknown key of the merged content of a config, in its order."""
-    found = [*_section(job, tree, tree, "")]
-    targets = {
-        target for finding in found for target in finding.targets if finding.group == "renamed"
-    }
+    found = list(_section(job, tree, tree, ""))
+    targets = _renamed_targets(found)
+    # A key that gets a value from a renamed one must not be deleted at the same time.
     found = [
         finding for finding in found if finding.group == "renamed" or finding.path not in targets
     ]
-    paths = [finding.path for finding in found]
-    counts = {
-        name: sum(
-            path in table or any(key.startswith(f"{path}.") for key in table) for path in paths
-        )
-        for name, table in TOOLS.items()
-    }
-    tools = sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])
+    counts: dict[str, int] = {}
+    for name, table in TOOLS.items():
+        num_known = sum(_is_in_table(finding.path, table) for finding in found)
+        if num_known > 0:
+            counts[name] = num_known
+    # The tool with most of the keys comes first; the tables have keys in common.
+    tools = sorted(counts, key=lambda name: -counts[name])
     return Findings(job, found, tuple(tools))
+
+
+def _renamed_targets(found: Sequence[Finding]) -> set[str]:
+    """Return the new names of all renamed keys."""
+    targets: set[str] = set()
+    for finding in found:
+        if finding.group == "renamed":
+            targets.update(finding.targets)
+    return targets
+
+
+def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
+    """Return True if a table has the key `path` or a key below it."""
+    return path in table or any(key.startswith(f"{path}.") for key in table)
 
 
 def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
     """Return the required keys that are neither set nor the new name of a key that is set."""
-    targets = {
-        target for finding in found if finding.group == "renamed" for target in finding.targets
-    }
+    targets = _renamed_targets(found)
     needed = ["run_name", "policy.model_name", "data.train_path"]
     if job.kind == "grpo":
         needed.append("reward.functions")
-    periods = [_value_at(tree, f"{job.kind}.val_period")]
-    periods += [
-        _value_at(tree, finding.path)
-        for finding in found
-        if f"{job.kind}.val_period" in finding.targets
-    ]
+    # The period of validation may be set under its own or under a foreign name.
+    period_key = f"{job.kind}.val_period"
+    periods = [_value_at(tree, period_key)]
+    for finding in found:
+        if period_key in finding.targets:
+            periods.append(_value_at(tree, finding.path))
+    # 0 here and -1 in verl turn validation off.
     if any(period not in (None, "0", 0, "-1") for period in periods):
         needed.append("data.validation_path")
-    return [key for key in needed if key not in targets and _value_at(tree, key) in (None, "", {})]
+    missing = []
+    for key in needed:
+        if key not in targets and _value_at(tree, key) in (None, "", {}):
+            missing.append(key)
+    return missing
 
 
 def _section(
@@ -180,12 +195,15 @@ def _section(
         path = f"{prefix}.{name}" if prefix else name
         annotation = type_at(job.run_config, path)
         if annotation is None:
+            # A key of another job of this package is reported as that, not as a foreign one.
             if not any(type_at(config, path) is not None for config in job.jobs.values()):
                 yield from _unknown(job, tree, path, value)
             continue
         inner, may_be_null = without_none(annotation)
         if path in SAME_KEYS and isinstance(value, SAME_KEYS[path][0]):
-            finding = _judged(job, tree, path, value, SAME_KEYS[path][1])
+            _, entry = SAME_KEYS[path]
+            finding = _judged(job, tree, path, value, entry)
+            # The value may mean the same in both; then nothing has to change.
             if finding.group != "renamed" or finding.old != finding.new:
                 yield finding
         elif is_section(inner) or is_open_section(inner):
@@ -197,40 +215,42 @@ def _section(
 
 def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
+    # Hydra's instantiation, which no tool's table lists for each of its keys.
     entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
     if entry is None and not has_inner:
+        # A key that is off has no effect, unless it is a misspelled key of the schema.
         is_dead = _is_off(value) and misspelled_key(job, path) is None
         yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
-    elif _is_off(value) and path not in ON_WHEN_DISABLED:
+        return
+    if _is_off(value) and path not in ON_WHEN_DISABLED:
         reason = entry.null if isinstance(entry, Renamed) and value is None else ""
         yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
-    elif isinstance(value, Mapping) and has_inner:
-        inner = [
-            one
-            for name, item in value.items()
-            for one in _unknown(job, tree, f"{path}.{name}", item)
-        ]
+        return
+    if isinstance(value, Mapping) and has_inner:
+        inner: list[Finding] = []
+        for name, item in value.items():
+            inner += _unknown(job, tree, f"{path}.{name}", item)
         yield from _collapsed(path, inner)
-    elif (
-        entry is None
-        or (isinstance(entry, Obsolete) and has_inner)
-        or (isinstance(entry, Renamed) and isinstance(value, Mapping))
-    ):
-        # A section with a plain value, or a plain key with a section, is another key than that of
-        # the table.
+        return
+    # A section with a plain value, or a plain key with a section, is another key than that of the
+    # table.
+    is_plain_section = isinstance(entry, Obsolete) and has_inner
+    is_nested_key = isinstance(entry, Renamed) and isinstance(value, Mapping)
+    if entry is None or is_plain_section or is_nested_key:
         yield Finding(path, "unknown", is_recognized=False)
-    else:
-        yield _judged(job, tree, path, value, entry)
+        return
+    yield _judged(job, tree, path, value, entry)
 
 
 def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
     """Return the findings in a section, or a single one if all keys are deleted for one reason."""
+    # `dict.fromkeys` keeps the order of the file, which a set would not.
     reasons = list(dict.fromkeys(one.text for one in inner if one.group == "unsupported"))
     if any(one.group in ("renamed", "unknown") for one in inner) or len(reasons) > 1:
         return inner
-    return [
-        Finding(path, "unsupported", text=reasons[0]) if reasons else Finding(path, "deletable")
-    ]
+    if reasons:
+        return [Finding(path, "unsupported", text=reasons[0])]
+    return [Finding(path, "deletable")]
 
 
 def _judged(
@@ -243,6 +263,7 @@ def _judged(
         if _all_in(value, entry.off):
             return Finding(path, "deletable")
         return Finding(path, "unsupported", text=entry.reason)
+    # A key without effect needs no new name.
     if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in ("null", "false"):
         return Finding(path, "deletable")
     old = canonical(value)
@@ -256,19 +277,26 @@ def _judged(
             known = ", ".join(
                 f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped is not None
             )
-            about = "; ".join(filter(None, (note, f"of its values, {known}")))
+            about = _joined(note, f"of its values, {known}")
             return Finding(path, "unsupported", text=f"{' and '.join(entry.targets)}: {about}")
+        # `*` in a table stands for every other value, which stays as it is.
         new = None if new == "*" else new
-    if new is None and any(_moves(job, reference) for reference in _REFERENCE.findall(str(value))):
-        note = "; ".join(filter(None, (note, "write the value out, it refers to a key that moves")))
+    references = _REFERENCE.findall(str(value))
+    if new is None and any(_moves(job, reference) for reference in references):
+        note = _joined(note, "write the value out, it refers to a key that moves")
     return Finding(
         path,
         "renamed",
         entry.targets,
-        old if new is not None else "",
-        new,
-        note,
+        old=old if new is not None else "",
+        new=new,
+        text=note,
     )
+
+
+def _joined(*notes: str) -> str:
+    """Join the notes that are not empty."""
+    return "; ".join(note for note in notes if note)
 
 
 def _entry(path: str, job: JobSchema) -> Entry | None:
@@ -277,11 +305,14 @@ def _entry(path: str, job: JobSchema) -> Entry | None:
     parent = path.rpartition(".")[0]
     while entry is None and parent:
         above = TABLE.get(parent)
+        # A renamed key has one value; what is below it is another key.
         entry = None if isinstance(above, Renamed) else above
         parent = parent.rpartition(".")[0]
     if not isinstance(entry, Renamed):
         return entry
-    wanted = (entry.sft,) if job.kind == "sft" and entry.sft is not None else entry.targets
+    wanted = entry.targets
+    if job.kind == "sft" and entry.sft is not None:
+        wanted = (entry.sft,)
     targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
         return Unsupported(f"only the other job has {' or '.join(wanted)}", ())
@@ -291,8 +322,13 @@ def _entry(path: str, job: JobSchema) -> Entry | None:
 @cache
 def _inner_sections() -> frozenset[str]:
     """Return every section that has keys of the table below it."""
-    parts = [path.split(".") for path in TABLE]
-    return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
+    sections: set[str] = set()
+    for path in TABLE:
+        section, _, _ = path.rpartition(".")
+        while section:
+            sections.add(section)
+            section, _, _ = section.rpartition(".")
+    return frozenset(sections)
 
 
 def _is_in_foreign_section(job: JobSchema, path: str) -> bool:
@@ -312,15 +348,18 @@ def canonical(value: Any) -> str:
         return "null"
     text = str(value).strip().lower()
     try:
+        # 0.0, 0 and `0` are one value of a table.
         return f"{float(text):g}"
     except ValueError:
         return text
 
 
 def _is_off(value: Any) -> bool:
+    # A section that is switched off has no effect, whatever else is in it.
     if isinstance(value, Mapping) and any(value.get(name) is False for name in _OFF_SWITCHES):
         return True
-    return value is None or (isinstance(value, Mapping | list | str) and not value)
+    is_empty = isinstance(value, Mapping | list | str) and not value
+    return value is None or is_empty
 
 
 def _all_in(value: Any, off: tuple[str, ...]) -> bool:
@@ -332,9 +371,10 @@ def _all_in(value: Any, off: tuple[str, ...]) -> bool:
 
 def _moves(job: JobSchema, reference: str) -> bool:
     """Return True if an interpolation does not work under the new name of its key."""
-    return reference.startswith(".") or (
-        ":" not in reference and type_at(job.run_config, reference) is None
-    )
+    # A leading dot is relative to the section; a colon calls a resolver, as in `oc.env:NAME`.
+    if reference.startswith("."):
+        return True
+    return ":" not in reference and type_at(job.run_config, reference) is None
 
 
 def _value_at(tree: Mapping[str, Any], path: str) -> Any:

@@ -57,7 +57,7 @@ def to(
     null: str = "",
     sft: str | None = None,
 ) -> Renamed:
-    """A `Renamed` with its targets as arguments."""
+    """Return a `Renamed` with its targets as arguments."""
     return Renamed(targets, values, note, switch, null, sft)
 
 
@@ -66,15 +66,16 @@ def unsupported(
     *paths: str,
     off: tuple[str, ...] = ("false",),
 ) -> dict[str, Entry]:
-    """One `Unsupported` for several keys."""
+    """Return one `Unsupported` for several keys."""
     return dict.fromkeys(paths, Unsupported(reason, off))
 
 
 def obsolete(*paths: str) -> dict[str, Entry]:
-    """`Obsolete` for several keys."""
+    """Return `Obsolete` for several keys."""
     return dict.fromkeys(paths, Obsolete())
 
 
+# Reasons that several tables give, so that keys of one cause share one line of the message.
 NO_LORA = "there is no LoRA, all weights are trained"
 NO_ENGINE = (
     "completions are sampled with the Hugging Face model, without vLLM, SGLang or Megatron"
@@ -93,6 +94,7 @@ LAST_ROWS = "the newest checkpoints are kept, not the best ones"
 KEEP_ALL = "null keeps all checkpoints; write a number in checkpointing.keep_latest"
 WARMUP_RATIO = "write the number of steps in policy.scheduler.warmup_steps"
 ONLY_ADAMW = "the optimizer is AdamW"
+# One foreign key for both jobs; the target that the job does not have is ignored.
 STEPS = ("grpo.max_num_steps", "sft.max_num_steps")
 VAL_PERIOD = ("grpo.val_period", "sft.val_period")
 VAL_AT_START = ("grpo.val_at_start", "sft.val_at_start")
@@ -103,6 +105,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
 }
+# None: leaving the key out has the same effect.
 DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",

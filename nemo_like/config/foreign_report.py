@@ -16,6 +16,8 @@ MAX_SHOWN_KEYS = 400
 MAX_UNKNOWN_KEYS = 60
 _MAX_PATH_CHARACTERS = 120
 _MAX_LINE_CHARACTERS = 110
+_MAX_OTHERS = 10
+"""Max problems of keys that are not foreign; they are listed again once the others are solved."""
 
 
 def foreign_text(
@@ -28,17 +30,17 @@ def foreign_text(
 ) -> str:
     """Return the text of the error for the config `source`; problems of other keys come last."""
     places = {key: _place(written.location, source) for key, written in sources.by_key.items()}
-    groups: dict[Group, list[Finding]] = {
-        group: [one for one in findings.found if one.group == group] for group in _HEADINGS
-    }
-    looks = f", as {' or '.join(findings.tools[:1])} has them" if findings.tools else ""
+    looks = f", as {findings.tools[0]} has them" if findings.tools else ""
     lines = [f"{source} has {len(findings.found)} keys to change or delete{looks}"]
-    for group, found in groups.items():
+    # The order of the headings: what must be decided comes before what can be deleted.
+    for group, heading in _HEADINGS.items():
+        found = [one for one in findings.found if one.group == group]
         if not found:
             continue
-        lines.append(_HEADINGS[group])
+        lines.append(heading)
         limit = MAX_UNKNOWN_KEYS if group == "unknown" else MAX_SHOWN_KEYS
-        lines += [f"  {line}" for line in _group_lines(job, group, found[:limit], tree, places)]
+        shown = found[:limit]
+        lines += [f"  {line}" for line in _group_lines(job, group, shown, tree, places)]
         if len(found) > limit:
             lines.append(f"  and {len(found) - limit} more")
     missing = missing_keys(job, tree, findings.found)
@@ -46,8 +48,9 @@ def foreign_text(
         lines.append(f"to be set as well: {', '.join(missing)}")
     if others:
         lines.append("other problems:")
-        lines += [f"  {shortened(str(problem), 300)}" for problem in others[:10]]
-        lines += [f"  and {len(others) - 10} more"] if len(others) > 10 else []
+        lines += [f"  {shortened(str(problem), 300)}" for problem in others[:_MAX_OTHERS]]
+        if len(others) > _MAX_OTHERS:
+            lines.append(f"  and {len(others) - _MAX_OTHERS} more")
     return "\n".join(lines)
 
 
@@ -71,11 +74,14 @@ def _group_lines(
     if group == "renamed":
         yield from _renamed_lines(found, tree, places)
     elif group == "unsupported":
+        # Keys with one reason are listed together, so that the reason is read once.
         for reason in dict.fromkeys(one.text for one in found):
             paths = [_shown(one.path) for one in found if one.text == reason]
-            yield f"{reason}:" if len(paths) > 1 else f"{reason}: {paths[0]}"
-            if len(paths) > 1:
-                yield from (f"  {line}" for line in _wrapped(paths))
+            if len(paths) == 1:
+                yield f"{reason}: {paths[0]}"
+                continue
+            yield f"{reason}:"
+            yield from (f"  {line}" for line in _wrapped(paths))
     elif group == "unknown":
         yield from _unknown_lines(job, found, places)
     else:
@@ -90,22 +96,29 @@ def _renamed_lines(
     """Yield one line per target; keys with the same target share it."""
     for targets in dict.fromkeys(one.targets for one in found):
         same = [one for one in found if one.targets == targets]
-        olds = [
-            _shown(one.path) + (f": {shortened(one.old)}" if one.new is not None else "")
-            for one in same
-        ]
-        new = " and ".join(targets) if (same[0].path,) != targets else ""
+        # A key may keep its name and only change its value.
+        keeps_name = (same[0].path,) == targets
+        olds = []
+        for one in same:
+            old_value = "" if one.new is None else f": {shortened(one.old)}"
+            olds.append(f"{_shown(one.path)}{old_value}")
+        new = "" if keeps_name else " and ".join(targets)
         values = list(dict.fromkeys(one.new for one in same if one.new is not None))
         if values:
             new = f"{new}: {' or '.join(values)}" if new else values[0]
         notes = list(dict.fromkeys(one.text for one in same if one.text))
         if len(same) > 1:
             notes.append("one of them")
-        if (same[0].path,) != targets:
+        if not keeps_name:
             notes += _collision(tree, targets)
+        line = f"{', '.join(olds)} -> {new}"
+        if notes:
+            line += f" ({'; '.join(notes)})"
+        # Keys from a defaults file of Hydra have no recorded line.
         where = " and ".join(places[one.path] for one in same if one.path in places)
-        note = f" ({'; '.join(notes)})" if notes else ""
-        yield f"{', '.join(olds)} -> {new}{note}" + (f"  [{where}]" if where else "")
+        if where:
+            line += f"  [{where}]"
+        yield line
 
 
 def _unknown_lines(
@@ -115,10 +128,16 @@ def _unknown_lines(
     sections = []
     for one in found:
         meant = misspelled_key(job, one.path)
-        hint = f", did you mean {meant}?" if meant else ""
-        yield _shown(one.path) + hint + (f"  [{places[one.path]}]" if one.path in places else "")
+        line = _shown(one.path)
+        if meant:
+            line += f", did you mean {meant}?"
+        if one.path in places:
+            line += f"  [{places[one.path]}]"
+        yield line
+        # Without a similar key the list of all keys helps; it is shown once per section.
         parent = one.path.rpartition(".")[0]
-        if not meant and parent not in sections and child_types(type_at(job.run_config, parent)):
+        has_keys = child_types(type_at(job.run_config, parent))
+        if not meant and parent not in sections and has_keys:
             sections.append(parent)
     for parent in sections:
         keys = child_types(type_at(job.run_config, parent)) or {}

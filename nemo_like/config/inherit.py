@@ -30,12 +30,18 @@ def inherits_by_path(path: Path, root: yaml.MappingNode | None) -> bool:
     if not isinstance(defaults, yaml.SequenceNode):
         return False
     entries = [entry.value for entry in defaults.value if isinstance(entry, yaml.ScalarNode)]
-    if len(entries) < len(defaults.value) or any("@" in entry or " " in entry for entry in entries):
+    # Groups, packages (`@`) and keywords (`optional name`) belong to Hydra.
+    has_groups = len(entries) < len(defaults.value)
+    if has_groups or any("@" in entry or " " in entry for entry in entries):
         return False
     names = [entry for entry in entries if entry != _SELF]
+    # Hydra can name no file outside its folder without a package.
+    for name in names:
+        if name.startswith("../") or _absolute(name) is not None:
+            return True
+    # With `_self_` the list is written for Hydra, which accepts names with a suffix as well.
     has_suffix = any(name.endswith(_SUFFIXES) for name in names)
-    is_elsewhere = any(name.startswith("../") or _absolute(name) is not None for name in names)
-    return is_elsewhere or (has_suffix and _SELF not in entries)
+    return has_suffix and _SELF not in entries
 
 
 def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple[Path | None, int]]:
@@ -52,22 +58,18 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
     has_self = False
     for entry in entries:
         line = entry.start_mark.line + 1
-        if (
-            not isinstance(entry, yaml.ScalarNode)
-            or "@" in entry.value
-            or " " in entry.value
-            or "${" in entry.value
-        ):
+        is_path = isinstance(entry, yaml.ScalarNode)
+        if not is_path or any(mark in entry.value for mark in ("@", " ", "${")):
             raise ConfigError(
                 f"{shown_path(path)}:{line} defaults entry is no path of a YAML file; a config that"
-                f" is inherited by path"
-                " cannot choose from Hydra groups"
+                " is inherited by path cannot choose from Hydra groups"
             )
         if entry.value == _SELF:
             has_self = True
             yield None, line
             continue
         yield resolved(path, entry.value), line
+    # As in Hydra, a file overrides what it inherits unless `_self_` says otherwise.
     if not has_self:
         yield None, 1
 
@@ -121,7 +123,10 @@ def _absolute(name: str) -> Path | None:
     file = _with_suffix(name)
     if file is None or not file.is_absolute():
         return None
-    return file if file.is_file() or name.endswith(_SUFFIXES) else None
+    # A path with a suffix is meant as a file even if it is missing, so that the error names it.
+    if file.is_file() or name.endswith(_SUFFIXES):
+        return file
+    return None
 
 
 def _with_suffix(name: str) -> Path | None:
@@ -132,4 +137,5 @@ def _with_suffix(name: str) -> Path | None:
             return None
         return file if file.suffix in _SUFFIXES else file.with_name(f"{file.name}.yaml")
     except (ValueError, RuntimeError):
+        # `with_name` refuses an empty name, `expanduser` an unknown user.
         return None

@@ -15,8 +15,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def check_interpolations(plain: Any) -> None:
-    """Raises ConfigError if resolving all interpolations of a nested config could take more than
-    the limit.
+    """Raise ConfigError if resolving all interpolations of a nested config could exceed the limit.
 
     A reference is known by its last name only, and stands for every value below a key of that name,
     so the estimate is never too low. References in a circle are left to the resolver, which names
@@ -34,12 +33,15 @@ def check_interpolations(plain: Any) -> None:
         if name not in sizes:
             total = 0
             for text in texts[name]:
+                # The constant stands for quotes and separators around a value.
                 total += len(text) + 20
                 if "${" in text:
                     inner = ancestors | {name}
-                    total += sum(
-                        size_of(found, inner) for found in _NAME.findall(text) if found in texts
-                    )
+                    # Every word may be a reference: the estimate may be too high, never too low.
+                    for found in _NAME.findall(text):
+                        if found in texts:
+                            total += size_of(found, inner)
+                # Stopping early bounds the time of this check itself.
                 if total > MAX_EXPANDED_CHARACTERS:
                     break
             sizes[name] = total
@@ -49,13 +51,12 @@ def check_interpolations(plain: Any) -> None:
         if size_of(name, frozenset()) > MAX_EXPANDED_CHARACTERS:
             raise ConfigError(
                 f"{name} expands to more than {MAX_EXPANDED_CHARACTERS:,} characters through"
-                f" ${{...}} references to values"
-                " that hold such references themselves"
+                " ${...} references to values that contain such references themselves"
             )
 
 
 def _leaves(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(names of the keys above it, text) of every text in a nested value."""
+    """Yield (names of the keys above it, text) of every text in a nested value."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, (*names, str(name)))

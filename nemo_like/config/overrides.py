@@ -68,6 +68,7 @@ def parse_overrides(texts: Sequence[str], config_dir: Path) -> list[ParsedOverri
         try:
             override = parser.parse_override(text)
             parsed.append(_parsed(override, text, config_dir))
+        # Besides its own errors Hydra's parser raises these for unusual text.
         except (HydraException, ValueError, RecursionError, OSError) as error:
             raise ConfigError(f"override {shown} does not parse: {_syntax_hint(text)}") from error
         if override.is_sweep_override():
@@ -93,10 +94,10 @@ def set_in_tree(tree: dict[str, Any], overrides: Sequence[ParsedOverride]) -> No
         section = tree
         *parents, name = override.key.split(".")
         for parent in parents:
-            inner = section.get(parent)
-            if not isinstance(inner, dict):
-                inner = section[parent] = {}
-            section = inner
+            # A missing section, and a plain value in its place, become a section.
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
         section[name] = override.value
 
 
@@ -105,6 +106,7 @@ def record_overrides(sources: Sources, overrides: Sequence[ParsedOverride]) -> N
     for override in overrides:
         if override.chooses_file:
             continue
+        # A mapping is merged into the section; any other value replaces what was below the key.
         if not isinstance(override.value, dict):
             sources.drop(override.key)
         _record(sources, override.key, override.value, override.raw_text)
@@ -117,13 +119,17 @@ def _parsed(
 ) -> ParsedOverride:
     key = override.key_or_group
     value = override.value()
+    is_delete = override.is_delete()
+    # Hydra decides by the folder as well whether `policy=qwen` names a file or a value.
     is_folder = "/" in key or override.package is not None or (config_dir / key).is_dir()
+    names_file = is_delete or isinstance(value, str | list)
+    _, _, raw_text = text.partition("=")
     return ParsedOverride(
         key=key,
         value=value,
-        raw_text=text.partition("=")[2].strip(),
-        is_delete=override.is_delete(),
-        chooses_file=is_folder and (override.is_delete() or isinstance(value, str | list)),
+        raw_text=raw_text.strip(),
+        is_delete=is_delete,
+        chooses_file=is_folder and names_file,
         text=text,
     )
 
@@ -148,6 +154,7 @@ def _check_size(text: str, shown: str) -> None:
         max_depth = max(max_depth, depth)
     if max_depth > MAX_OVERRIDE_DEPTH:
         raise ConfigError(f"override {shown} is nested more than {MAX_OVERRIDE_DEPTH} levels deep")
+    # Python accepts such text from the command line, and fails when it is written to a file.
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(
             f"override {shown} is not UTF-8 text, or has half of a surrogate pair; remove it"
@@ -157,12 +164,12 @@ def _check_size(text: str, shown: str) -> None:
 def _syntax_hint(text: str) -> str:
     if "=" not in text and not text.startswith("~"):
         return f"write {shortened(text)}=VALUE"
-    value = text.partition("=")[2]
+    key, _, value = text.partition("=")
+    # These characters have a meaning in Hydra's grammar.
     has_special = any(character in value for character in "=,:'\"()[]{}\\ ")
     is_quoted = value.startswith(("[", "{", "'", '"'))
     if has_special and not is_quoted:
-        key = shortened(text.partition("=")[0])
-        return f"quote the value twice, once for the shell: {key}=\"'...'\""
+        return f"quote the value twice, once for the shell: {shortened(key)}=\"'...'\""
     return (
         "write key=value, +key=value or ~key, with dots between sections, e.g."
         " policy.optimizer.lr=1e-4"

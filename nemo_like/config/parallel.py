@@ -35,7 +35,9 @@ def num_policy_workers(cluster: ClusterConfig) -> int:
     """Return the number of policy workers: one per GPU, or `workers_per_node` on CPU."""
     if cluster.backend == "local":
         return 1
-    return cluster.num_nodes * (cluster.gpus_per_node or cluster.workers_per_node)
+    # One process per GPU is what NCCL and FSDP2 expect.
+    workers_per_node = cluster.gpus_per_node or cluster.workers_per_node
+    return cluster.num_nodes * workers_per_node
 
 
 def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:

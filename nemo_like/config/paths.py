@@ -19,28 +19,36 @@ ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 def resolve_paths(config: ConfigT) -> ConfigT:
-    """The config with `~` expanded and every relative path taken from this process's working
-    directory.
+    """Return the config with `~` expanded and absolute paths, relative ones taken from the working
+    directory of this process.
 
     A model or tokenizer name changes only if it is a path here, or is written as one (`./`, `../`,
     `~`); links are kept.
     """
-    policy, data = config.policy, config.data
+    policy = config.policy
+    data = config.data
+    tokenizer_name = policy.tokenizer_name
+    if tokenizer_name is not None:
+        tokenizer_name = _model(tokenizer_name)
+    chat_template = policy.chat_template
+    if chat_template is not None:
+        chat_template = _absolute(chat_template)
+    validation_path = data.validation_path
+    if validation_path is not None:
+        validation_path = _absolute(validation_path)
     return replace(
         config,
         output_dir=_absolute(config.output_dir),
         policy=replace(
             policy,
             model_name=_model(policy.model_name),
-            tokenizer_name=None if policy.tokenizer_name is None else _model(policy.tokenizer_name),
-            chat_template=None if policy.chat_template is None else _absolute(policy.chat_template),
+            tokenizer_name=tokenizer_name,
+            chat_template=chat_template,
         ),
         data=replace(
             data,
             train_path=_absolute(data.train_path),
-            validation_path=None
-            if data.validation_path is None
-            else _absolute(data.validation_path),
+            validation_path=validation_path,
         ),
     )
 
@@ -57,15 +65,17 @@ def require_model_directory(key: str, name: str) -> None:
     if os.path.isabs(name) and not os.path.isdir(name):
         raise ConfigError(
             f"{key}: {name} is not a directory on node {socket.gethostname()}, where a worker needs"
-            f" it; put the model on a"
-            " file system that all nodes mount at the same path"
+            " it; put the model on a file system that all nodes mount at the same path"
         )
 
 
 def _model(name: str) -> str:
-    is_path = os.path.exists(os.path.expanduser(name)) or name.startswith(("./", "../", "~", "/"))
+    # `org/model` is the name of a hub, and a path only if there is such a directory.
+    exists = os.path.exists(os.path.expanduser(name))
+    is_path = exists or name.startswith(("./", "../", "~", "/"))
     return _absolute(name) if is_path else name
 
 
 def _absolute(path: str) -> str:
+    # `Path.resolve` would follow links, which may point to a new version later.
     return os.path.abspath(os.path.expanduser(path))

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin
 
 from nemo_like.config.constraints import joined_text
@@ -91,6 +92,7 @@ def _sections(section: type, path: str) -> Iterator[SectionReference]:
         _one_line(documented.__doc__ or ""),
         tuple(keys),
     )
+    # After the section's own keys, so that a page has them together.
     for subsection, key in subsections:
         yield from _sections(subsection, key)
 
@@ -142,16 +144,19 @@ def _field_descriptions(section: type) -> dict[str, str]:
     is the string expression that follows an annotated assignment.
     """
     descriptions: dict[str, str] = {}
+    # Base classes first, so that a field that is declared again has its own description; the last
+    # class is `object`.
     for base in reversed(section.__mro__[:-1]):
         (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(class_node, ast.ClassDef)
-        for node, following in zip(class_node.body, class_node.body[1:], strict=False):
+        for node, following in pairwise(class_node.body):
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
                 continue
             if not isinstance(following, ast.Expr):
                 continue
-            if isinstance(following.value, ast.Constant) and isinstance(following.value.value, str):
-                descriptions[node.target.id] = _one_line(following.value.value)
+            constant = following.value
+            if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                descriptions[node.target.id] = _one_line(constant.value)
     return descriptions
 
 

@@ -31,7 +31,7 @@ _SURROGATE = re.compile("[\\ud800-\\udfff]")
 
 
 def compose_yaml(data: bytes, name: str) -> yaml.Node | None:
-    """The root node of a YAML text; None if it is empty. `name` stands for the file in messages.
+    """Return the root node of a YAML text, None if it is empty; `name` is the file in messages.
 
     Raises ConfigError for text that is not UTF-8 or is above the limits, for tags, and for values
     that YAML cannot construct; raises yaml.YAMLError for text that is not YAML.
@@ -52,8 +52,10 @@ def compose_yaml(data: bytes, name: str) -> yaml.Node | None:
 
 
 def _check_events(text: str, name: str) -> None:
-    """Depth and number of nodes, before anything recursive is built from the text."""
-    depth = num_nodes = 0
+    """Check depth and number of nodes, before anything recursive is built from the text."""
+    depth = 0
+    num_nodes = 0
+    # Events are parsed one by one, so a hostile file is refused before it is in memory as a graph.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -75,7 +77,8 @@ def _num_nodes(
     counted: dict[int, int],
     ancestors: set[int],
 ) -> int:
-    """Nodes below and with `node`, aliases expanded; each node is visited once."""
+    """Return the number of nodes in `node`, with it and aliases expanded; each is visited once."""
+    # An alias to a node that contains it would be expanded forever.
     if id(node) in ancestors:
         raise ConfigError(f"{_place(name, node)} contains itself through an alias")
     if id(node) in counted:
@@ -90,7 +93,10 @@ def _num_nodes(
         _check_collection(node, "seq", name)
         children = node.value
     inner = ancestors | {id(node)}
-    count = 1 + sum(_num_nodes(child, name, counted, inner) for child in children)
+    count = 1
+    for child in children:
+        count += _num_nodes(child, name, counted, inner)
+    # Aliases of aliases grow exponentially (the "billion laughs" attack).
     if count > MAX_NODES:
         raise ConfigError(
             f"{_place(name, node)} is more than {MAX_NODES:,} keys and values once its aliases are"
@@ -103,15 +109,15 @@ def _num_nodes(
 def _check_collection(node: yaml.Node, kind: str, name: str) -> None:
     if node.tag != _PREFIX + kind:
         raise ConfigError(f"{_place(name, node)} has the tag {_tag(node)}; a config has no tags")
-    if kind == "map":
-        for key, value in node.value:
-            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if key.tag == _PREFIX + "merge" and not all(
-                isinstance(part, yaml.MappingNode) for part in parts
-            ):
-                raise ConfigError(
-                    f"{_place(name, key)} merges (<<) something that is not a mapping"
-                )
+    if kind != "map":
+        return
+    for key, value in node.value:
+        if key.tag != _PREFIX + "merge":
+            continue
+        # `<<` takes one mapping or a list of mappings.
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(part, yaml.MappingNode) for part in parts):
+            raise ConfigError(f"{_place(name, key)} merges (<<) something that is not a mapping")
 
 
 def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
@@ -120,6 +126,7 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         raise ConfigError(f"{_place(name, node)} has the tag {_tag(node)}; a config has no tags")
     if _SURROGATE.search(node.value):
         raise ConfigError(f"{_place(name, node)} has half of a surrogate pair in {text}; remove it")
+    # Converting a text of n digits to an integer takes time proportional to n^2.
     if node.tag in _NUMBER_TAGS and len(node.value) > _MAX_NUMBER_CHARACTERS:
         raise ConfigError(
             f"{_place(name, node)} has the number {text}; numbers have at most"
@@ -129,6 +136,7 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         return
     try:
         value = SafeConstructor().construct_object(node)
+    # What PyYAML raises for a text that looks like a date or a number and is none.
     except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"{_place(name, node)} has {text}, which is no {_tag(node)[2:]}; write a text in quotes"

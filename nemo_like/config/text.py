@@ -16,8 +16,8 @@ _MAX_SHOWN = 80
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    r"""`text` with control characters, and what `encoding` lacks, as escapes. Example: ESC becomes
-    `\x1b`.
+    r"""Return `text` with control characters, and what `encoding` lacks, as escapes. Example: ESC
+    becomes `\x1b`.
 
     Tabs and line feeds stay. The result cannot move the cursor, change colors or reverse the
     direction of other text.
@@ -27,8 +27,9 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def shown_value(value: Any) -> str:
-    """`repr(value)` for a message: of at most 80 characters, and for numbers too long for Python to
-    print as well.
+    """Return `repr(value)` for a message, of at most 80 characters.
+
+    Also for numbers with more digits than Python prints.
     """
     try:
         text = repr(value)
@@ -38,8 +39,10 @@ def shown_value(value: Any) -> str:
 
 
 def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
-    """`text` if it has at most `limit` characters, else its beginning and its length."""
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+    """Return `text` if it has at most `limit` characters, else its beginning and its length."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def is_possible_path(text: str) -> bool:

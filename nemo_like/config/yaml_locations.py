@@ -73,8 +73,10 @@ class Sources:
 
     def drop(self, path: str) -> None:
         """Remove `path` and every key below it, before its value is replaced."""
+        # `a.b` is below `a`, and so is the list item `a[0]`; `ab` is not.
         below = re.compile(re.escape(path) + r"($|[.\[])")
-        self.by_key = {key: source for key, source in self.by_key.items() if not below.match(key)}
+        for key in [key for key in self.by_key if below.match(key)]:
+            del self.by_key[key]
 
 
 def read_yaml(path: Path) -> yaml.MappingNode | None:
@@ -86,6 +88,7 @@ def read_yaml(path: Path) -> yaml.MappingNode | None:
     name = shown_path(path)
     try:
         with path.open("rb") as file:
+            # One byte more than the limit is enough to see that a file exceeds it.
             root = compose_yaml(file.read(MAX_BYTES + 1), name)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
@@ -110,6 +113,7 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
     problem = str(error.problem)
     if error.context:
         problem += f" ({error.context})"
+    # YAML forbids tabs for indentation, and its own message does not mention spaces.
     hint = "; indent with spaces" if "'\\t'" in problem else ""
     location = f"{shown_path(path)}:{mark.line + 1}"
     return f"{location} is not valid YAML: {problem} in column {mark.column + 1}{hint}"
@@ -134,6 +138,7 @@ def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
     tree = _plain(root)
     assert isinstance(tree, dict)
     tree.pop("defaults", None)
+    # Nested from the inside: the last name is the nearest to the content.
     names = prefix.split(".") if prefix else []
     for name in reversed(names):
         tree = {name: tree}
@@ -267,6 +272,7 @@ def _record(
 
 
 def _key_source(node: yaml.Node, source: str, line: int) -> KeySource:
+    # The style of a quoted scalar is its quote; of a block it is `|` or `>`.
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     return KeySource(Location(source, line), node.value if is_plain else None)
 

@@ -39,6 +39,7 @@ def check_texts(
         for text in _texts(messages, assistant=False):
             found = control.search(text)
             if found is not None:
+                # One text is enough: rows are counted, not texts.
                 forged.append((index, found.group()))
                 break
     if ended:
@@ -66,16 +67,22 @@ def check_prompts_agree(
     The first conversations of `rows` are compared; without rows, a built-in example is.
     """
     compared = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
-    differences = [encoder.prompt_difference(conversation(row), row_tools(row)) for row in compared]
+    differences = []
+    for row in compared:
+        # Tools change the template's output, so they are passed on.
+        differences.append(encoder.prompt_difference(conversation(row), row_tools(row)))
     if not differences:
         differences = [encoder.prompt_difference()]
-    found = [index for index, difference in enumerate(differences) if difference is not None]
-    if found:
-        where = "" if rows is None else f" (e.g. {rows.locations[found[0]]})"
+    for index, difference in enumerate(differences):
+        if difference is None:
+            continue
+        where = "" if rows is None else f" (e.g. {rows.locations[index]})"
         diagnostics.warnings.append(
-            f"the chat template makes rollouts and SFT rows differ{where}: {differences[found[0]]};"
+            f"the chat template makes rollouts and SFT rows differ{where}: {difference};"
             " a template given as policy.chat_template that renders both alike avoids it"
         )
+        # The cause is the template, so the other rows would give the same warning.
+        return
 
 
 def prompt_messages(row: Row) -> Sequence[Message]:
@@ -84,8 +91,10 @@ def prompt_messages(row: Row) -> Sequence[Message]:
 
 
 def _texts(messages: Sequence[Message], *, assistant: bool) -> Iterator[str]:
+    """Yield the texts of the assistant's messages, or of all others."""
     for message in messages:
         is_assistant = message["role"] == "assistant"
+        # A message that only calls tools has no text.
         content = message.get("content")
         if is_assistant == assistant and isinstance(content, str):
             yield content

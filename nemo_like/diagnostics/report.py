@@ -24,10 +24,11 @@ class Report:
 
     def __str__(self) -> str:
         """Return the complete report as text; tokens with loss are enclosed in ⟦ ⟧."""
-        samples = [
-            sample_text(sample, f"sample {index}") for index, sample in enumerate(self.samples, 1)
-        ]
-        return "\n".join([*self._lines(), *samples, *self._verdict()])
+        lines = list(self._lines())
+        for index, sample in enumerate(self.samples, 1):
+            lines.append(sample_text(sample, f"sample {index}"))
+        # The verdict comes last, where it is visible after a long report.
+        return "\n".join([*lines, *self._verdict()])
 
     def show(self, progress: Progress) -> None:
         """Print the report through `progress`, which colors the tokens with loss on a terminal."""
@@ -47,7 +48,8 @@ class Report:
         if num_problems == 0:
             yield "ok: no problem found"
         else:
-            yield f"{num_problems} problem{'s' if num_problems > 1 else ''} to solve"
+            noun = "problem" if num_problems == 1 else "problems"
+            yield f"{num_problems} {noun} to solve"
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Diagnostics:
         try:
             return function()
         except ConfigError as error:
+            # The remaining checks still run: a user wants to see all problems at once.
             self.problems.append(str(error))
             return None
 

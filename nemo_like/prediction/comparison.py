@@ -49,7 +49,8 @@ class Strategy:
             return plan
         batch_size = plan.spec.global_batch_size or len(lengths)
         starts = np.arange(0, len(lengths), batch_size)
-        longest = round_up(np.maximum.reduceat(lengths, starts), plan.spec.row_multiple)
+        step_longest = np.maximum.reduceat(lengths, starts)
+        longest = round_up(step_longest, plan.spec.row_multiple)
         # Row i of the plan belongs to step i // batch_size.
         return replace(plan, padded_lengths=longest[plan.rows // batch_size])
 
@@ -73,6 +74,8 @@ class Outcome:
     @cached_property
     def work(self) -> np.ndarray:
         """Work of each microbatch, padding included, float64 [R, M]."""
+        # A cached property, because six of the reported numbers are derived from it.
+        # A cached property, because six of the reported numbers are derived from it.
         return microbatch_work(self.plan, self.plan.spec.cost)
 
     @cached_property
@@ -102,8 +105,10 @@ class Outcome:
     @cached_property
     def utilization(self) -> float:
         """Real tokens over the token budgets of the microbatches that are not empty."""
+        # Dummies have no rows; no packing could fill them.
         num_filled = int(np.count_nonzero(np.diff(self.plan.offsets)))
-        return float(self.plan.lengths.sum()) / max(num_filled * self.max_tokens, 1)
+        num_tokens = float(self.plan.lengths.sum())
+        return num_tokens / max(num_filled * self.max_tokens, 1)
 
     @cached_property
     def rank_tokens(self) -> float:
@@ -119,7 +124,9 @@ class Outcome:
     def step_time(self) -> float:
         """Step time over that of the same real tokens without padding and idle time."""
         times = step_times(self.work, self.plan, pp_size=self.pp_size, min_work=self.min_work)
-        return float(times.sum() / ideal_times(self.plan, self.plan.spec.cost).sum())
+        ideal = ideal_times(self.plan, self.plan.spec.cost)
+        # A quotient of sums: a mean of ratios would weight short steps too much.
+        return float(times.sum() / ideal.sum())
 
     @cached_property
     def over_bound(self) -> float | None:
@@ -130,7 +137,9 @@ class Outcome:
         if self.plan.spec.layout == "padded":
             return None
         bounds = time_bounds(self.plan, self.plan.spec.cost)
-        return float(step_times(self.work, self.plan).sum() / bounds.sum())
+        # Neither pipeline bubble nor communication, which the bounds do not model either.
+        times = step_times(self.work, self.plan)
+        return float(times.sum() / bounds.sum())
 
     @property
     def largest_microbatch(self) -> int:
@@ -157,6 +166,7 @@ class Comparison:
 
     @property
     def chosen(self) -> Outcome:
+        """The outcome that the report describes."""
         return self[self.chosen_key]
 
     @property
@@ -196,6 +206,7 @@ def strategies(
     )
     num_rows = micro_batch_size
     if not num_rows:
+        # As many as fit if all are as long as the longest: nothing else is safe without a plan.
         rows_per_rank = ceil_div(spec.global_batch_size or 1, spec.num_ranks)
         num_fitting = spec.max_tokens // round_up(longest, plain.row_multiple)
         num_rows = max(min(num_fitting, rows_per_rank), 1)
@@ -215,6 +226,8 @@ def strategies(
         balance="flops",
     )
     yield Strategy("dynamic", "dynamic, padded by length", dynamic)
+    # Bin packers know no ranks; without a balance their bins are assigned round-robin.
+    # Bin packers know no ranks; without a balance their bins are assigned round-robin.
     packed = [replace(spec, algorithm=name, balance="none") for name in COMPARED_PACKERS]
     for balance in ("tokens", "flops"):
         packed.append(replace(spec, algorithm=PackingAlgorithm.BALANCED, balance=balance))
@@ -255,6 +268,7 @@ def compare(
         outcomes.append(Outcome(strategy, plan, spec.max_tokens, pp_size, min_work))
     by_key = {outcome.strategy.key: outcome for outcome in outcomes}
     balanced_key = f"packed/balanced/{balance}"
+    # The strategy of a config may be one of the compared ones; it then keeps that name.
     chosen_key = balanced_key
     for key, outcome in by_key.items():
         if outcome.strategy.spec == chosen:
@@ -274,7 +288,9 @@ def compare(
 def _max_over_mean(values: np.ndarray, plan: BatchPlan) -> float:
     """Return the sum over steps of the max rank over that of the mean rank; `values` is [R, M]."""
     by_rank = rank_work(values, plan)
-    return float(by_rank.max(axis=0).sum() / by_rank.mean(axis=0).sum())
+    max_loaded = by_rank.max(axis=0).sum()
+    mean = by_rank.mean(axis=0).sum()
+    return float(max_loaded / mean)
 
 
 def _key(spec: PlanSpec) -> str:
@@ -282,4 +298,6 @@ def _key(spec: PlanSpec) -> str:
 
 
 def _title(spec: PlanSpec) -> str:
-    return f"{spec.algorithm}" if spec.balance == "none" else f"{spec.algorithm} by {spec.balance}"
+    if spec.balance == "none":
+        return str(spec.algorithm)
+    return f"{spec.algorithm} by {spec.balance}"

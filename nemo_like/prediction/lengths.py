@@ -65,6 +65,7 @@ def read_lengths(
     values: list[int] = []
     numbers: list[int] = []
     for number, value in lines:
+        # Lines after the limit are not parsed, so a mistake in them is no error.
         if limit is not None and len(values) == limit:
             break
         values.append(value)
@@ -86,6 +87,7 @@ def _read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{shown_path(path)} is a directory; give a file of lengths")
     try:
+        # Spreadsheets write a byte order mark, which would become part of the first column's name.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
@@ -137,6 +139,7 @@ def _csv_lengths(
     header = next(reader, [])
     missing = [name for name in columns if name not in header]
     if missing:
+        # The CSV reader accepts JSON lines, with keys and values as cells.
         if text.lstrip().startswith("{"):
             raise ConfigError(
                 f"{shown} is JSONL, which has fields and no columns: write --field {columns[0]}"
@@ -147,6 +150,7 @@ def _csv_lengths(
         )
     indices = [header.index(name) for name in columns]
     for cells in reader:
+        # The reader returns an empty line as a row without cells.
         if not cells:
             continue
         place = f"{shown}:{reader.line_num}"
@@ -155,6 +159,7 @@ def _csv_lengths(
                 f"{place}: {len(cells)} cells where the first line names {len(header)} columns"
             )
         total = 0
+        # One of several columns may be 0, such as an empty completion; their sum may not.
         for index in indices:
             cell = cells[index].strip()
             total += _length(cell, f"{place} column {header[index]}", minimum=0)
@@ -172,6 +177,7 @@ def _field_lengths(
         place = f"{shown}:{number}"
         row = _json(line, place)
         if not isinstance(row, dict) or field not in row:
+            # The fields that exist usually show the mistake at once.
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ConfigError(
                 f"{place}: there is no field {field!r}; the line has {found or 'no fields'}"
@@ -200,6 +206,7 @@ def _length(
 ) -> int:
     """Parse one length. Raises ConfigError for anything but an integer of at least `minimum`."""
     number = None
+    # bool is a subclass of int, and a float is more likely another column than a length.
     if isinstance(value, int | str) and not isinstance(value, bool):
         try:
             number = int(value)
@@ -212,6 +219,7 @@ def _length(
 
 
 def _positive(value: int, place: str) -> int:
+    """Return `value`; raises ConfigError unless it is at least 1."""
     if value < 1:
         raise ConfigError(f"{place}: the row has {value} tokens; a row has at least one")
     return value

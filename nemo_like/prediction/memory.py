@@ -79,10 +79,8 @@ class MemoryModel:
         # The first stage has the most microbatches in flight, the last one the logits; the stages
         # between have less of both.
         stages = {0, self.placement.parallel_layout.pp - 1}
-        return max(
-            (self._stage(max_tokens, stage) for stage in stages),
-            key=lambda parts: sum(parts.values()),
-        )
+        parts_of_stages = [self._stage(max_tokens, stage) for stage in stages]
+        return max(parts_of_stages, key=lambda parts: sum(parts.values()))
 
     def largest_budget(self, num_bytes: float, multiple: int) -> int:
         """Return the largest multiple of `multiple` tokens whose peak is at most `num_bytes`.
@@ -114,20 +112,30 @@ class MemoryModel:
     @property
     def activation_bytes(self) -> float:
         """Bytes that autograd saves for the backward pass of one layer, per token of this rank."""
-        spec, place = self.spec, self.placement
-        size, tp, cp = place.compute_bytes, place.parallel_layout.tp, place.parallel_layout.cp
+        spec = self.spec
+        place = self.placement
+        size = place.compute_bytes
+        tp = place.parallel_layout.tp
+        cp = place.parallel_layout.cp
         query = spec.num_heads * spec.head_dim / tp
         key = spec.num_kv_heads * spec.head_dim / tp
+        # A norm saves its input in float32, its output, and one float32 number per token.
         norms = 2 * ((4 + size) * spec.hidden_size + 4) / self._token_shares
         if spec.has_qk_norm:
-            norms += (4 + size) * (query + key) + 4 * (spec.num_heads + spec.num_kv_heads) / tp
+            num_heads = (spec.num_heads + spec.num_kv_heads) / tp
+            norms += (4 + size) * (query + key) + 4 * num_heads
+        # The inputs of attention and feed-forward; each active expert after the first has a copy.
         num_active_experts = 0 if spec.moe is None else spec.moe.num_active_experts
-        inputs = 2 * size * spec.hidden_size * (1 + max(num_active_experts - 1, 0) / 2)
+        num_copies = max(num_active_experts - 1, 0)
+        inputs = 2 * size * spec.hidden_size * (1 + num_copies / 2)
         # Context parallelism all-gathers keys and values: those of the own chunks and of all chunks
         # before them are saved.
         key_shares = 1 if cp == 1 else cp + 0.5
+        # Query, output, keys and values, and the log-sum-exp of each head in float32.
         attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
-        return norms + inputs + attention + 4 * size * spec.active_mlp_size / tp
+        # Gate, up projection, activation and their product.
+        feed_forward = 4 * size * spec.active_mlp_size / tp
+        return norms + inputs + attention + feed_forward
 
     def assumptions(self) -> list[str]:
         """Return each formula in words, with the place where it was checked."""
@@ -197,14 +205,15 @@ class MemoryModel:
         parallel_layout = self.placement.parallel_layout
         is_first = stage == 0
         is_last = stage == parallel_layout.pp - 1
+        # Layers are rounded up: the stage with one more layer has the peak.
         num_layers = ceil_div(spec.num_layers, parallel_layout.pp)
         embedding = spec.embedding_params / parallel_layout.tp
-        num_tables = 1 if spec.is_tied and parallel_layout.pp == 1 else is_first + is_last
-        params = (
-            num_layers * spec.layer_params / parallel_layout.tp
-            + num_tables * embedding
-            + is_last * spec.hidden_size
-        )
+        # Tied embeddings are one table, unless they are on different stages.
+        is_one_table = spec.is_tied and parallel_layout.pp == 1
+        num_tables = 1 if is_one_table else is_first + is_last
+        layer_params = num_layers * spec.layer_params / parallel_layout.tp
+        final_norm = is_last * spec.hidden_size
+        params = layer_params + num_tables * embedding + final_norm
         tokens = max_tokens / parallel_layout.cp
         parts = self._state(params, embedding if is_last else 0.0)
         # 1F1B: the first stage has pp microbatches in flight, the last one has one.
@@ -269,11 +278,14 @@ class MemoryModel:
     @property
     def _head_bytes(self) -> float:
         """Bytes per token of the last norm and of the hidden states for the log-probs."""
-        size, hidden = self.placement.compute_bytes, self.spec.hidden_size
-        return ((4 + size) * hidden + 4) / self._token_shares + 2 * size * hidden
+        size = self.placement.compute_bytes
+        hidden = self.spec.hidden_size
+        norm = ((4 + size) * hidden + 4) / self._token_shares
+        return norm + 2 * size * hidden
 
     @property
     def _logit_bytes(self) -> int:
+        """Bytes per logit: float32, beside the compute precision if that is smaller."""
         return 6 if self.placement.compute_bytes == 2 else 4
 
     def _logits(self, tokens: float, embedding: float) -> float:
@@ -281,26 +293,31 @@ class MemoryModel:
         place = self.placement
         size = place.compute_bytes
         chunk_tokens = min(tokens, place.chunk_size)
-        chunk = chunk_tokens * self.spec.vocab_size / place.parallel_layout.tp * self._logit_bytes
+        vocab_shard = self.spec.vocab_size / place.parallel_layout.tp
+        chunk = chunk_tokens * vocab_shard * self._logit_bytes
         # Gradients of several chunks are summed in float32, beside the one of the current chunk.
         is_single = tokens <= place.chunk_size or size == 4
         gradient = (size if is_single else 4 + size) * embedding
-        return chunk + gradient + tokens * (self._head_bytes + size * self.spec.hidden_size)
+        token_bytes = self._head_bytes + size * self.spec.hidden_size
+        return chunk + gradient + tokens * token_bytes
 
     def _backward(self, tokens: float, is_last: bool) -> float:
         """Return the bytes of the backward pass of the last norm or of a layer, the larger.
 
         They are the gradients of activations, and of weights before they are reduced.
         """
-        spec, place = self.spec, self.placement
+        spec = self.spec
+        place = self.placement
         size = place.compute_bytes
         tp = place.parallel_layout.tp
         hidden = spec.hidden_size
         norm = 0.0
         if is_last:
+            # Beside what it saved, the norm's backward pass has three float32 tensors and a result.
             norm = self._head_bytes + (12 * hidden + size * hidden) / self._token_shares
         layer = 2 * size * spec.active_mlp_size / tp + 2 * size * hidden
         if place.activation_checkpointing:
+            # One layer at a time is recomputed completely.
             layer += self.activation_bytes
         gradients = 0.0
         if place.engine == "dtensor" and place.has_compute_copy:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class PastRun:
         """
         steps = []
         for step in self.steps:
+            # A run that was killed may have planned a step without logging it.
             logged = self.metrics.get(step, {})
             if all(name in logged for name in COMPARED):
                 steps.append(step)
@@ -63,9 +65,9 @@ class PastRun:
         planned = [plan_batch(self.steps[step], spec).metrics() for step in steps]
         compared: dict[str, tuple[float, float]] = {}
         for name in COMPARED:
-            logged_mean = _mean(self.metrics[step][name] for step in steps)
-            planned_mean = _mean(metrics[name] for metrics in planned)
-            compared[name] = (logged_mean, planned_mean)
+            logged_values = [self.metrics[step][name] for step in steps]
+            planned_values = [metrics[name] for metrics in planned]
+            compared[name] = (fmean(logged_values), fmean(planned_values))
         return compared
 
 
@@ -89,6 +91,7 @@ def read_run(path: Path) -> PastRun:
         plan = BatchPlan.from_json(first.read_text(encoding="utf-8"))
         lengths = np.zeros(plan.num_rows, dtype=np.int64)
         lengths[plan.rows] = plan.lengths
+        # Dropped rows are not in the plan, and their lengths are not known.
         steps[1] = lengths[lengths > 0]
     if not any(len(lengths) for lengths in steps.values()):
         raise ConfigError(
@@ -113,7 +116,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(
                     f"{shown_path(path)}:{number}: not valid JSON: {error.msg}"
                 ) from error
-
-
-def _mean(values: Iterator[float]) -> float:
-    return float(np.mean(list(values)))

@@ -108,12 +108,14 @@ class PlanReport:
     @cached_property
     def recommendation(self) -> Recommendation | None:
         """None without a model or a memory."""
-        request, memory = self.request, self.memory
+        request = self.request
+        memory = self.memory
         if memory is None or request.memory_gib is None:
             return None
         multiple = math.lcm(_BUDGET_MULTIPLE, self.spec.total_multiple)
         usable = usable_bytes(request.memory_gib)
         budget = memory.largest_budget(usable, multiple)
+        # A larger budget than the useful one changes nothing, so its effect is that of the latter.
         useful = max_useful_tokens(self.lengths, request, multiple)
         planned = min(budget, useful)
         outcome = None
@@ -151,6 +153,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
     """Plan the rows with every strategy. Raises ConfigError if they cannot be planned."""
     _check(request)
     lengths, notes = _global_batches(request)
+    # A budget that is no multiple of the alignment could not be used completely.
     multiple = math.lcm(_BUDGET_MULTIPLE, base_spec(request, None).total_multiple)
     memory = None if request.model is None else MemoryModel(request.model, request.placement)
     max_tokens = request.max_tokens
@@ -160,17 +163,20 @@ def make_plan(request: PlanRequest) -> PlanReport:
     try:
         spec = base_spec(request, max_tokens)
     except ValueError as error:
-        raise ConfigError(
-            str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)
-        ) from error
+        # The planner names the key; the user may have given a flag.
+        text = str(error).replace("policy.sequence_packing.train_mb_tokens", request.budget_name)
+        raise ConfigError(text) from error
     lengths, more_notes = _apply_oversize(request, lengths, spec)
+    chosen = None
+    if request.chosen is not None:
+        chosen = replace(request.chosen, **_shared(spec, request.chosen))
     with warnings.catch_warnings():
         # Every strategy would warn; the notes of the report mention the rows once.
         warnings.simplefilter("ignore", OversizeWarning)
         comparison = compare(
             lengths,
             spec,
-            chosen=request.chosen and replace(request.chosen, **_shared(spec, request.chosen)),
+            chosen=chosen,
             micro_batch_size=request.micro_batch_size,
             balance=request.balance,
             pp_size=request.placement.parallel_layout.pp,
@@ -198,6 +204,8 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
         cp_size=parallel_layout.cp,
         tp_size=parallel_layout.tp,
         sequence_parallel=parallel_layout.sequence_parallel,
+        # Truncation and dropping were applied to the lengths before.
+        # Truncation and dropping were applied to the lengths before.
         oversize=request.oversize if request.oversize == "singleton" else "error",
         cost=CostModel() if request.model is None else CostModel.from_spec(request.model),
         seed=request.seed,
@@ -277,6 +285,8 @@ def _global_batches(request: PlanRequest) -> tuple[np.ndarray, list[str]]:
             " is planned"
         )
         return values, [note]
+    # A smaller last batch would not be a typical step.
+    # A smaller last batch would not be a typical step.
     num_left = len(values) % batch_size
     if num_left == 0:
         return values, []
@@ -330,7 +340,9 @@ def _apply_oversize(
     if not num_over:
         return lengths, []
     longest = int(lengths.max())
-    location = request.rows.location(int(np.flatnonzero(request.rows.values == longest)[0]))
+    # `lengths` are shuffled; the location is that of the row in its file.
+    row = int(np.flatnonzero(request.rows.values == longest)[0])
+    location = request.rows.location(row)
     text = (
         f"{num_over:,} of {len(lengths):,} rows are above {request.budget_name} {spec.max_tokens:,}"
     )
@@ -348,6 +360,8 @@ def _apply_oversize(
     kept = lengths[~is_over]
     if not len(kept):
         raise ConfigError(f"{text}, so none is left; raise it to {longest:,}")
+    # Fewer rows may fill fewer batches; a single smaller batch is kept.
+    # Fewer rows may fill fewer batches; a single smaller batch is kept.
     num_full = len(kept) // request.batch_size * request.batch_size
     if num_full > 0:
         kept = kept[:num_full]
@@ -376,15 +390,13 @@ def _shared(spec: PlanSpec, chosen: PlanSpec) -> dict[str, object]:
 
 def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     """Return the outcome of the same strategy and rows with another token budget."""
-    strategy = replace(outcome.strategy, spec=outcome.strategy.spec.with_budget(max_tokens, None))
+    spec = outcome.strategy.spec.with_budget(max_tokens, None)
+    strategy = replace(outcome.strategy, spec=spec)
+    # The plan has lengths in execution order; planning needs them in the order of the rows.
     lengths = np.zeros(outcome.plan.num_rows, dtype=np.int64)
     lengths[outcome.plan.rows] = outcome.plan.lengths
-    return replace(
-        outcome,
-        strategy=strategy,
-        plan=strategy.plan(lengths),
-        max_tokens=max_tokens,
-    )
+    plan = strategy.plan(lengths)
+    return replace(outcome, strategy=strategy, plan=plan, max_tokens=max_tokens)
 
 
 def _time_assumptions(report: PlanReport) -> Iterator[str]:

