@@ -135,7 +135,7 @@ def _pad(batch: BatchedDataDict, width: int) -> dict[str, np.ndarray]:
 
 
 def _shard_padded(padded: dict[str, np.ndarray], plan: BatchPlan) -> list[dict[str, np.ndarray]]:
-    """One gather of whole padded rows into the plan's order; shards are views of it."""
+    """One gather of padded rows into the plan's order; shards are views of it."""
     order = np.concatenate([plan.rows_of_rank(rank) for rank in range(plan.spec.num_ranks)])
     ordered = {name: column[order] for name, column in padded.items()}
     bounds = np.cumsum([0, *(len(plan.rows_of_rank(rank)) for rank in range(plan.spec.num_ranks))])

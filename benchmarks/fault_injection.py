@@ -140,8 +140,8 @@ class Bench:
         self.save_s = sorted(saves)[len(saves) // 2] if saves else 0.1
 
     def run_killed(self, number: int, plan: list[tuple[str, str]]) -> tuple[list[Kill], list[str]]:
-        """One run, killed as `plan` says (phase, target) and resumed until it is complete; the plan
-        loses what was used.
+        """One run, killed at the points of `plan` (phase, target) and resumed until it is complete;
+        the plan loses what was used.
 
         Returns the attempts, and how the run differs from the reference.
         """

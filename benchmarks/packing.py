@@ -283,12 +283,12 @@ def overflow(report: Report, trials: int) -> None:
     report.row("overflow", schedules=trials, over_cap=over, not_once=wrong, empty=empty)
 
 
-def scaling(report: Report, most_rows: int, trace: np.ndarray | None) -> None:
+def scaling(report: Report, max_rows: int, trace: np.ndarray | None) -> None:
     """Growth with rows and ranks."""
     report.title("Growth with rows and ranks: rl lengths, capacity 8192")
     for num_rows in (512, 4096, 65536, 262144):
         for num_ranks in (1, 8, 64, 512, 4096):
-            if num_rows > most_rows or num_ranks * 4 > num_rows:
+            if num_rows > max_rows or num_ranks * 4 > num_rows:
                 continue
             lengths = lengths_of("rl", num_rows, 8192, 0, trace)
             values: dict[str, Any] = {}

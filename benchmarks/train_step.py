@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load_lengths(arguments: argparse.Namespace) -> np.ndarray:
-    """int64: tokens of each row, from the file asked for or from a long-tailed stand-in (lognormal,
+    """int64: tokens of each row, from the given file or from a long-tailed stand-in (lognormal,
     median 180).
     """
     if arguments.lengths is not None:
@@ -134,7 +134,7 @@ def load_lengths(arguments: argparse.Namespace) -> np.ndarray:
 
 
 def write_model(folder: Path, arguments: argparse.Namespace) -> None:
-    """A random Llama of the asked size."""
+    """A random Llama of the given size."""
     torch.manual_seed(0)
     if arguments.model == "llama-1b":  # the shape of Llama 3.2 1B
         sizes: dict[str, Any] = {

@@ -9,7 +9,7 @@ if ! [[ $port =~ ^[0-9]{1,5}$ ]]; then
   exit 2
 fi
 for pid in $(pgrep -f "gcs_server.*--gcs_server_port=$port( |\$)" || true); do
-  # The mark says that start_head.sh made the session, so that it holds nothing but this head.
+  # The mark means that start_head.sh made the session, so that it holds nothing but this head.
   if grep -zqx "NEMO_LIKE_HEAD=$port" "/proc/$pid/environ" 2>/dev/null; then
     session=$(ps -o sid= -p "$pid" | tr -d ' ')
     pkill -TERM -s "$session" || true

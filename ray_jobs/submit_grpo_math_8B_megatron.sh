@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submit examples/configs/grpo_math_8B_megatron.yaml; its head says what it needs.
+# Submit examples/configs/grpo_math_8B_megatron.yaml; its head lists what it needs.
 #
 #   ray_jobs/submit_grpo_math_8B_megatron.sh [KEY=VALUE ...]
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submit examples/configs/sft_gsm8k_smollm2.yaml; its head says what it needs.
+# Submit examples/configs/sft_gsm8k_smollm2.yaml; its head lists what it needs.
 #
 #   ray_jobs/submit_sft_gsm8k_smollm2.sh [KEY=VALUE ...]
 set -euo pipefail

@@ -11,7 +11,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.recipe import Recipe
 
-# The duration of an example says more about the load of the machine than about the code.
+# The duration of an example depends more on the load of the machine than on the code.
 settings.register_profile("untimed", parent=settings(), deadline=None)
 settings.load_profile("untimed")
 

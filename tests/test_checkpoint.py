@@ -1,4 +1,4 @@
-"""The promise under test: `latest` names a whole checkpoint or nothing, whatever happens and
+"""The promise under test: `latest` names a complete checkpoint or nothing, whatever happens and
 wherever it happens.
 """
 
@@ -61,7 +61,7 @@ def write_policy(checkpoint: OpenCheckpoint, step: int) -> list[dict[str, FileRe
     return reports
 
 
-def assert_whole(checkpoint, step: int) -> None:
+def assert_complete(checkpoint, step: int) -> None:
     assert checkpoint is not None and checkpoint.step == step
     for name, content in FILES.items():
         assert (checkpoint.path / name).read_bytes() == content + str(step).encode()
@@ -70,7 +70,7 @@ def assert_whole(checkpoint, step: int) -> None:
 
 def test_save_then_find(tmp_path: Path) -> None:
     save(checkpointer_at(tmp_path), 10)
-    assert_whole(checkpointer_at(tmp_path).find_latest(), 10)
+    assert_complete(checkpointer_at(tmp_path).find_latest(), 10)
     assert (tmp_path / "latest").read_text() == "checkpoints/step_10\n"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_10"]
 
@@ -85,7 +85,7 @@ def test_manifest_lists_every_file_with_size_and_hash(tmp_path: Path) -> None:
     assert len(entry["sha256"]) == 64
 
 
-def test_find_latest_without_checkpoints_says_it_starts_at_0(
+def test_find_latest_without_checkpoints_reports_a_start_at_0(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert checkpointer_at(tmp_path).find_latest() is None
@@ -97,7 +97,7 @@ def test_keep_latest_prunes_after_the_save(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(checkpointer, step)
     assert sorted(path.name for path in checkpointer.path.iterdir()) == ["step_20", "step_30"]
-    assert_whole(checkpointer.find_latest(), 30)
+    assert_complete(checkpointer.find_latest(), 30)
 
 
 def test_should_save(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_saving_the_latest_step_again_is_refused(tmp_path: Path) -> None:
     save(checkpointer, 10)
     with pytest.raises(ValueError, match="step_10 is the latest checkpoint already"):
         save(checkpointer, 10)
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 def test_keep_latest_below_1_is_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_failing_writer_leaves_the_old_checkpoint_and_no_folder(tmp_path: Path
         (checkpoint.path / "half").write_text("half")
         raise ZeroDivisionError
     assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"]
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_weights_is_not_published(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=match), checkpointer.writing(20) as checkpoint:
         TrainingState(step=20).save(checkpoint.path)
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 @pytest.mark.parametrize("fault", ["missing", "shorter"])
@@ -168,7 +168,7 @@ def test_a_file_that_the_driver_does_not_see_as_reported_is_not_published(
     assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"], (
         "the older checkpoint stays"
     )
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 def test_checksums_of_the_ranks_are_taken_over_and_not_computed_again(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_checksums_of_the_ranks_are_taken_over_and_not_computed_again(tmp_path: 
         TrainingState(step=20).save(checkpoint.path)
     problem = incomplete_reason(checkpointer.path / "step_20", 20)
     assert problem is not None and "does not have the content that was written" in problem
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 @pytest.mark.skipif(
@@ -209,7 +209,7 @@ def test_full_disk_is_one_paragraph_and_leaves_the_old_checkpoint(tmp_path: Path
     ):
         assert part in message
     assert [path.name for path in checkpointer.path.iterdir()] == ["step_10"]
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 def test_full_disk_reported_by_another_library_is_recognised(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_latest_decides_over_a_newer_folder(
     save(checkpointer, 10)
     save(checkpointer, 20)
     (tmp_path / "latest").write_text("checkpoints/step_10\n")
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
     assert "step_20: `latest` names the older step_10" in caplog.text
     save(checkpointer, 20)  # the run comes by again
-    assert_whole(checkpointer.find_latest(), 20)
+    assert_complete(checkpointer.find_latest(), 20)
 
 
 def test_going_back_removes_what_lies_ahead(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_lost_or_wrong_pointer_falls_back_to_the_newest_complete_folder(
     (tmp_path / "latest").unlink()
     if pointer is not None:
         (tmp_path / "latest").write_text(pointer)
-    assert_whole(checkpointer.find_latest(), 20)
+    assert_complete(checkpointer.find_latest(), 20)
 
 
 def test_a_renamed_folder_is_not_the_step_it_claims(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_an_odd_manifest_is_passed_over_with_a_reason(
     path = folder / "manifest.json"
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
     assert reason is None or reason in caplog.text
     assert "falling back to" in caplog.text
 
@@ -351,7 +351,7 @@ def test_a_manifest_of_the_first_format_is_accepted_with_its_checksums(tmp_path:
     manifest["format"] = 1
     manifest["files"]["policy/model.safetensors"]["sha256"] = None
     path.write_text(json.dumps(manifest))
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
         checkpointer.latest_path.mkdir()
     else:
         checkpointer.latest_path.write_text(content)
-    assert_whole(checkpointer.find_latest(), 10)
+    assert_complete(checkpointer.find_latest(), 10)
     if content is None:
         with pytest.raises(
             CheckpointError, match=r"latest cannot be written: a directory has this name"
@@ -374,7 +374,7 @@ def test_an_odd_pointer_is_ignored(tmp_path: Path, content: str | None) -> None:
             save(checkpointer, 20)
     else:
         save(checkpointer, 20)
-        assert_whole(checkpointer.find_latest(), 20)
+        assert_complete(checkpointer.find_latest(), 20)
 
 
 def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_planted_links_are_not_written_through(tmp_path: Path) -> None:
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / ".writing_step_10").symlink_to(tmp_path, target_is_directory=True)
     save(checkpointer_at(run), 10)
-    assert_whole(checkpointer_at(run).find_latest(), 10)
+    assert_complete(checkpointer_at(run).find_latest(), 10)
     assert victim.read_text() == "precious" and not victim.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "victim"]
 
@@ -424,7 +424,7 @@ def test_any_damage_makes_a_folder_unloadable_and_the_older_one_is_used(
             content[position] ^= 0x80
             path.write_bytes(content)
         assert incomplete_reason(checkpointer.path / "step_20", 20) is not None
-        assert_whole(checkpointer.find_latest(), 10)
+        assert_complete(checkpointer.find_latest(), 10)
 
 
 KILL_AT_EACH_FILE_OPERATION = """
@@ -474,9 +474,9 @@ def test_a_kill_at_any_file_operation_never_yields_half_a_checkpoint(tmp_path: P
         found = checkpointer.find_latest()
         assert found is not None
         steps.append(found.step)
-        assert_whole(found, found.step)
+        assert_complete(found, found.step)
         save(checkpointer, 30)  # and the run goes on from there
-        assert_whole(checkpointer.find_latest(), 30)
+        assert_complete(checkpointer.find_latest(), 30)
         assert not list(checkpointer.path.glob(".writing_*"))
     assert steps == sorted(steps) and steps[0] == 10 and steps[-1] == 20
 
@@ -489,7 +489,7 @@ def test_interrupted_save_is_ignored_with_its_reason(
     shutil.copytree(checkpointer.path / "step_10", checkpointer.path / ".writing_step_20")
     (checkpointer.path / "step_15").mkdir()
     with caplog.at_level(logging.INFO):
-        assert_whole(checkpointer.find_latest(), 10)
+        assert_complete(checkpointer.find_latest(), 10)
     assert ".writing_step_20: its save was interrupted" in caplog.text
     assert "resuming from" in caplog.text
 

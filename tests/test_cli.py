@@ -53,7 +53,7 @@ def test_a_broken_line_names_file_line_and_column(files, capsys, tmp_path: Path)
     assert code == 2 and "broken.jsonl:2" in message and "JSON" in message
 
 
-def test_an_empty_data_set_says_so(files, capsys, tmp_path: Path):
+def test_an_empty_data_set_is_one_message(files, capsys, tmp_path: Path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     code, message = run(capsys, "grpo", "--config", files["grpo"], f"data.train_path={empty}")

@@ -1,4 +1,4 @@
-"""A demo that fails says once what is kept and how to continue."""
+"""A demo that fails states once what is kept and how to continue."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_example_of_the_docstring() -> None:
     assert Problem(607, 58).completion(is_worked=True) == "7+8+0=15\n0+5+1=06\n6+0+0=06\n#### 665"
 
 
-def test_the_splits_are_whole_disjoint_and_answerable(directory: Path) -> None:
+def test_the_splits_are_complete_disjoint_and_answerable(directory: Path) -> None:
     sft, grpo, validation = (
         _rows(directory / f"{name}.jsonl") for name in ("sft_train", "grpo_train", "validation")
     )

@@ -259,7 +259,7 @@ def logged_names() -> set[str]:
     for tree in package_trees():
         names |= set(timed_and_counted(tree))
         names |= set(filter(is_metric, texts_of(tree)))
-    # The two patterns below only say how timers and counters are named.
+    # The two patterns below only give the names of timers and counters.
     return names - {"timing/*_s", "progress/*"}
 
 

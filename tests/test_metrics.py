@@ -25,7 +25,7 @@ def metrics_of(numbers: list[int]) -> Metrics:
 
 
 @given(values, st.data())
-def test_any_split_into_microbatches_gives_the_whole_batch(
+def test_any_split_into_microbatches_gives_the_full_batch(
     numbers: list[int], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(1, len(numbers)), max_size=4)))

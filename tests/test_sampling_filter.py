@@ -34,7 +34,7 @@ def kept_sets(logits: Tensor, token_filter: SamplingFilter) -> list[set[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), token_filter=FILTERS)
-def test_a_filter_keeps_what_its_definition_says(seed: int, token_filter: SamplingFilter) -> None:
+def test_a_filter_keeps_what_its_definition_keeps(seed: int, token_filter: SamplingFilter) -> None:
     logits = random_logits(seed)
     assert kept_sets(logits, token_filter) == [
         kept_tokens(row.tolist(), token_filter) for row in logits
@@ -89,7 +89,7 @@ def test_filters_that_are_off_change_nothing(top_k: int | None) -> None:
     assert torch.equal(with_top_p, filter_logits(logits, SamplingFilter(top_p=0.5)))
 
 
-def test_top_k_of_the_whole_vocabulary_or_more_keeps_everything() -> None:
+def test_top_k_of_the_full_vocabulary_or_more_keeps_everything() -> None:
     logits = random_logits(2)
     for top_k in (37, 38, 1000):
         assert torch.equal(filter_logits(logits, SamplingFilter(top_k=top_k)), logits)

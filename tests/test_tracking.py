@@ -163,7 +163,7 @@ def test_resume_lists_what_changed_in_the_config(
     assert yaml.safe_load(run.config.read_text())["policy"]["optimizer"]["lr"] == 3e-4
 
 
-def test_resume_over_a_damaged_config_says_so(
+def test_resume_over_a_damaged_config_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     new_run(tmp_path).config.write_text("policy: [")
@@ -221,10 +221,10 @@ def test_after_a_resume_every_step_stands_once(
     content = run.metrics.read_bytes()
     last_line = len(content) - (content[:-1].rfind(b"\n") + 1)
     run.metrics.write_bytes(content[: len(content) - min(cut, last_line)])
-    num_whole = num_steps - (
+    num_complete = num_steps - (
         num_steps > 0 and cut > 1
-    )  # without its newline alone, a line is still whole
-    resumed_step = min(resumed_step, num_whole)
+    )  # without its newline alone, a line is still complete
+    resumed_step = min(resumed_step, num_complete)
     log_steps(run, range(resumed_step + 1, 11), resumed_step=resumed_step)
     lines = lines_of(run)
     assert [line["step"] for line in lines] == list(range(1, 11))

@@ -95,13 +95,13 @@ def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostic
     functions = diagnostics.check(lambda: load_reward_functions(config.reward.functions))
     if not functions or rows is None:
         return
-    asked = question(rows[0])
+    sampled = question(rows[0])
     last_message = conversation(rows[0])[-1]
     completion = ""
     if last_message["role"] == "assistant":
         completion = last_message.get("content") or ""
     sample = RewardSample(
-        prompt=asked.text, completion=completion, answer=asked.answer, row=asked.row
+        prompt=sampled.text, completion=completion, answer=sampled.answer, row=sampled.row
     )
     for name, function in functions.items():
         path = config.reward.functions[name].path

@@ -1,7 +1,7 @@
 """The interpolations `${add:a,b}`, `${mul:a,b}` and `${div:a,b}`, which NeMo RL's configs use;
 arguments may be nested.
 
-Sums and products of integers are integers, and so is a quotient that is whole. Anything but a
+Sums and products of integers are integers, and so is a quotient without remainder. Anything but a
 finite number is an error.
 """
 

@@ -56,7 +56,7 @@ def foreign_text(
 
 _HEADINGS: dict[Group, str] = {
     "renamed": "renamed (old -> new):",
-    "unsupported": "unsupported (no counterpart; delete them, or do what the reason says):",
+    "unsupported": "unsupported (no counterpart; delete them, or follow the reason):",
     "unknown": "not known:",
     "deletable": (
         "safe to delete (null, off, or without a meaning here), with sections that become empty:"

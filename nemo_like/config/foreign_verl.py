@@ -211,7 +211,7 @@ _DATA_KEYS: dict[str, Entry] = {
     "data.seed": to("seed"),
     **unsupported(TOTAL_LENGTH, "data.max_prompt_length"),
     **unsupported(
-        "set policy.oversize_rows, which says what happens to long rows",
+        "set policy.oversize_rows, which decides what happens to long rows",
         "data.filter_overlong_prompts",
     ),
     **unsupported(

@@ -69,7 +69,7 @@ def inherited_files(path: Path, root: yaml.MappingNode | None) -> Iterator[tuple
             yield None, line
             continue
         yield resolved(path, entry.value), line
-    # As in Hydra, a file overrides what it inherits unless `_self_` says otherwise.
+    # As in Hydra, a file overrides what it inherits unless `_self_` is elsewhere in the list.
     if not has_self:
         yield None, 1
 

@@ -66,8 +66,8 @@ def encode_sample(
 
 def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
     """Return the token ids of a row's prompt, int [L]."""
-    asked = question(row)
-    return encoder.encode_prompt(asked.messages, asked.tools)
+    prompt = question(row)
+    return encoder.encode_prompt(prompt.messages, prompt.tools)
 
 
 def check_lengths(

@@ -75,8 +75,8 @@ def _open(from_pretrained: Callable[..., Any], name: str, local_files_only: bool
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of the error's text, with its type where the text alone would not say what is
-    wrong.
+    """The first line of the error's text, with its type where the text alone would not state what
+    is wrong.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -66,7 +66,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """The mixture of experts (MoE) of a model."""
+    """The mixture-of-experts (MoE) layers of a model."""
 
     num_experts: int
     num_active_experts: int

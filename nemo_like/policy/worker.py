@@ -1,7 +1,7 @@
 """One rank of the policy: computes log-probs, trains and evaluates its shard.
 
 It knows plans, losses and metrics, and no engine. The division that makes a step independent of how
-its rows were split happens only here: the counts of the whole optimizer step are summed
+its rows were split happens only here: the counts of the complete optimizer step are summed
 over the dp ranks before the first backward, each microbatch contributes loss_sum / count, and the
 engine sums gradients.
 """

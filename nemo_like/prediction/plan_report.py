@@ -213,7 +213,7 @@ def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
 
 
 def sync_of(request: PlanRequest) -> Sync:
-    """Return where data-parallel ranks synchronize: as asked for, or as in a run."""
+    """Return where data-parallel ranks synchronize: as requested, or as in a run."""
     if request.sync is not None:
         return request.sync
     placement = request.placement

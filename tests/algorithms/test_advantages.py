@@ -85,7 +85,7 @@ def test_reward_metrics_tell_flat_groups_apart():
     ],
 )
 def test_groups_without_spread_are_told_apart(rewards, zero_std, best, worst, zero) -> None:
-    """Two groups of two. One reward in the whole batch is neither the best nor the worst."""
+    """Two groups of two. One reward in the batch is neither the best nor the worst."""
     metrics = reward_metrics(np.array(rewards, dtype=np.float32), np.array([0, 0, 1, 1]), {})
     values = metric_values(metrics)
     assert values["reward/frac_groups_zero_std"] == zero_std

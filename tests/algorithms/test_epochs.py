@@ -1,5 +1,5 @@
-"""Epochs of whole runs: how many rows each step has, how many steps there are, and what a changed
-file means for resume.
+"""Epochs of complete runs: how many rows each step has, how many steps there are, and what a
+changed file means for resume.
 """
 
 from __future__ import annotations

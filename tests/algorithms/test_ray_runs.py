@@ -110,13 +110,13 @@ def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
 
 def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
     cores = len(os.sched_getaffinity(0))
-    asked = (
+    too_many = (
         "cluster.workers_per_node=64",
         f"cluster.cpus_per_worker={cores}",
         "cluster.placement_timeout_s=5",
     )
     done = subprocess.run(
-        command(config, *asked, "run_name=crowded"),
+        command(config, *too_many, "run_name=crowded"),
         env=environment(),
         capture_output=True,
         text=True,

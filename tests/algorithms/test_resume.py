@@ -1,5 +1,5 @@
 """What a resume changes in a run's directory, and that a refused one changes nothing. Failing
-writers of a whole run.
+writers of a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole runs with the real policy, sampler and rewards, in this process: resume, planners,
+"""Complete runs with the real policy, sampler and rewards, in this process: resume, planners,
 exports.
 """
 

@@ -1,5 +1,5 @@
-"""`nemo-like check parity` says equal of a right layout, DIFFERENT of a wrong one, and copies what
-matters of a model.
+"""`nemo-like check parity` reports equal for a right layout, DIFFERENT for a wrong one, and copies
+what matters of a model.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def test_what_is_missing_is_told_at_once(tmp_path: Path) -> None:
     assert str(report).endswith("3 problems to solve")
 
 
-def test_a_model_directory_that_is_not_whole(model: Path, write: Write, tmp_path: Path) -> None:
+def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path) -> None:
     train, folder = write(ROWS), tmp_path / "folder"
     folder.mkdir()
     assert "a directory without config.json" in validate(sft(folder, train)).problems[0]

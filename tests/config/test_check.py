@@ -175,7 +175,7 @@ def test_each_value_that_cannot_work_has_its_message(keys: dict[str, Any], expec
     assert expected in found[0]
 
 
-def test_sft_is_not_asked_for_what_only_rollouts_need() -> None:
+def test_sft_does_not_need_what_only_rollouts_need() -> None:
     assert (
         problems(SFT, policy__generation__temperature=0.0, policy__max_total_sequence_length=64)
         == []
@@ -292,7 +292,7 @@ def test_policy_workers_are_counted() -> None:
     assert num_policy_workers(ClusterConfig(backend="local", gpus_per_node=1)) == 1
 
 
-def test_workers_must_be_whole_copies_of_the_model() -> None:
+def test_workers_must_be_a_multiple_of_the_replica_size() -> None:
     def parallel_problems(**keys: object) -> list[str]:
         return problems(
             SFT, **{"cluster__workers_per_node": 6, "policy__train_global_batch_size": 12, **keys}

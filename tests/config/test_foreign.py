@@ -102,7 +102,7 @@ def without_empty(values: Any) -> Any:
 
 
 def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any]:
-    """The config after everything that the message says, word by word."""
+    """The config after every change that the message lists."""
     renames = []
     for line in text.splitlines():
         if " -> " not in line or not line.startswith("  "):
@@ -144,7 +144,7 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_of_another_tool_loads_after_all_that_its_message_says(
+def test_a_config_of_another_tool_loads_after_all_changes_of_its_message(
     name: str, tmp_path: Path
 ) -> None:
     path, kind = CONFIGS / f"{name}.yaml", CASES[name]

@@ -182,5 +182,5 @@ def test_arithmetic_is_exact_on_integers_and_keeps_them_integers(left, right):
     # A quotient of a tiny divisor overflows, which is an error of its own.
     if right != 0 and math.isfinite(left / right):
         assert config.div == left / right
-        is_whole = are_integers and Fraction(left, right).denominator == 1
-        assert isinstance(config.div, int) == is_whole
+        has_no_remainder = are_integers and Fraction(left, right).denominator == 1
+        assert isinstance(config.div, int) == has_no_remainder

@@ -44,7 +44,7 @@ ROW = {"messages": [USER, CALL, RESULT, ANSWER], "tools": TOOLS}
 
 
 def encode(template: str, row: dict[str, Any]) -> tuple[list[str], str]:
-    """What is trained, and the whole text."""
+    """The trained text, and the complete text."""
     encoder = ChatEncoder(tiny_tokenizer(template))
     messages, tools = conversation(row), row_tools(row)
     encoded = encoder.encode_sft(messages, tools)
@@ -95,11 +95,11 @@ def test_a_prompt_has_the_tools_too(tmp_path: Path) -> None:
     encoder = ChatEncoder(tiny_tokenizer(QWEN))
     texts = []
     for row in rows:
-        asked = question(row)
+        prompt = question(row)
         texts.append(
             str(
                 encoder.tokenizer.decode(
-                    encoder.encode_prompt(asked.messages, asked.tools).tolist()
+                    encoder.encode_prompt(prompt.messages, prompt.tools).tolist()
                 )
             )
         )

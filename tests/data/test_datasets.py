@@ -37,7 +37,7 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("row", "turns", "asked", "answer"),
+    ("row", "turns", "prompt", "answer"),
     [
         ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT], [SYSTEM, USER], None),
         ({"messages": [USER, ASSISTANT], "answer": "4"}, [USER, ASSISTANT], [USER], "4"),
@@ -61,15 +61,15 @@ def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
     ],
 )
 def test_formats(
-    tmp_path: Path, row: dict, turns: list[dict], asked: list[dict], answer: str | None
+    tmp_path: Path, row: dict, turns: list[dict], prompt: list[dict], answer: str | None
 ) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [row, row])
     rows = load_rows(path, SFT_ROWS)
     assert len(rows) == 2
     assert conversation(rows[1]) == turns
     asking = question(load_rows(path, PROMPT_ROWS)[0])
-    assert (asking.messages, asking.answer, asking.row) == (asked, answer, row)
-    assert asking.text == asked[-1]["content"]
+    assert (asking.messages, asking.answer, asking.row) == (prompt, answer, row)
+    assert asking.text == prompt[-1]["content"]
 
 
 def test_a_prompt_alone_is_enough_for_rollouts(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
         "datasets", reason="the datasets library is not installed; reading does not need it"
     )
     rows = [{"prompt": str(number), "completion": "x"} for number in range(5)]
-    whole = datasets.Dataset.from_list(rows)
-    whole.save_to_disk(tmp_path / "whole", num_shards=2)
-    assert list(load_rows(tmp_path / "whole", SFT_ROWS)) == rows
-    datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "splits")
+    full = datasets.Dataset.from_list(rows)
+    full.save_to_disk(tmp_path / "full", num_shards=2)
+    assert list(load_rows(tmp_path / "full", SFT_ROWS)) == rows
+    datasets.DatasetDict(train=full, test=full).save_to_disk(tmp_path / "splits")
     with pytest.raises(
         ConfigError, match=r"splits has several splits; name one: .*splits/train, .*splits/test"
     ):

@@ -113,7 +113,7 @@ def test_a_bad_row_is_reported_with_its_line_before_it_is_reached(
     assert children() == before
 
 
-def test_a_row_that_is_not_asked_for_is_not_encoded(tmp_path: Path) -> None:
+def test_only_requested_rows_are_encoded(tmp_path: Path) -> None:
     encoded = opened(rows_of(tmp_path, ["fine", "bad", "fine"]), 0)
     encoded.start(np.array([0, 2]))
     assert encoded.finish()

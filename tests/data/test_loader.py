@@ -315,7 +315,7 @@ def test_a_sketch_refuses_large_differences() -> None:
     )
 
 
-def test_rows_are_encoded_when_asked_for() -> None:
+def test_rows_are_encoded_when_requested() -> None:
     encoded: list[int] = []
 
     def encode(row: int) -> int:
@@ -330,7 +330,7 @@ def test_rows_are_encoded_when_asked_for() -> None:
     assert next(loader) == [40, 50, 60, 70]
 
 
-def test_an_error_says_where_the_row_stands() -> None:
+def test_an_error_names_the_location_of_the_row() -> None:
     def encode(row: int) -> int:
         raise ConfigError("no assistant turn")
 

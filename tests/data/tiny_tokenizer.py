@@ -52,7 +52,7 @@ GENERATION_BLOCKS = (
     "{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""As SmolLM3: the template itself says what the assistant writes."""
+"""As SmolLM3: the template itself marks the text of the assistant."""
 
 NO_END_OF_TURN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"

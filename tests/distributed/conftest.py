@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, one per test module that asks for it."""
+"""A Ray cluster of two nodes on this machine, one per test module that uses it."""
 
 from __future__ import annotations
 

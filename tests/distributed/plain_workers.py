@@ -51,7 +51,7 @@ class Counted:
 
 
 class Arrived(NamedTuple):
-    """What a worker says of an array it was given."""
+    """Properties of an array as a worker received it."""
 
     rank: int
     total: float
@@ -60,7 +60,7 @@ class Arrived(NamedTuple):
 
 
 class PlainWorker:
-    """Answers what it is asked, and fails on request."""
+    """Returns its arguments, and fails on request."""
 
     def __init__(self, context: WorkerContext, *, fail_rank: int | None = None) -> None:
         self.context = context

@@ -32,7 +32,7 @@ ALGORITHMS = [
 
 
 def make_batch(lengths: list[int]) -> BatchedDataDict:
-    """One column of each kind; every value says which row it belongs to."""
+    """One column of each kind; every value identifies its row."""
     rows = [100 * (row + 1) + np.arange(length) for row, length in enumerate(lengths)]
     jagged = Jagged.from_rows(rows, np.int32)
     return BatchedDataDict(

@@ -135,5 +135,5 @@ def test_answer_reward_needs_an_answer() -> None:
         ("", 0.0),
     ],
 )
-def test_format_reward_asks_for_one_marked_answer(completion: str, reward: float) -> None:
+def test_format_reward_requires_one_marked_answer(completion: str, reward: float) -> None:
     assert format_reward(RewardSample(prompt="?", completion=completion, answer="2")) == reward

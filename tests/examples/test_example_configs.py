@@ -42,7 +42,7 @@ def test_it_loads_and_its_keys_fit_together(name: str) -> None:
 def test_it_is_short_and_builds_on_the_shared_base(name: str) -> None:
     lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert 15 <= len(lines) <= 50
-    assert lines[0].startswith("# "), "the first line says what it is for"
+    assert lines[0].startswith("# "), "the first line states its purpose"
     assert any(line.startswith("  - _base") for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""The custom reward package is found by its import path and used by a config as its README says."""
+"""The custom reward package is found by its import path and used by a config as in its README."""
 
 from __future__ import annotations
 

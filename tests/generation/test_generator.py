@@ -1,5 +1,5 @@
-"""The driver's side of generation: work dealt evenly, results in the order asked, versions that
-must agree.
+"""The driver's side of generation: work dealt evenly, results in the order of the prompts, versions
+that must agree.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def test_every_row_is_dealt_once_and_evenly(lengths: list[int], num_workers: int
     assert max(tokens) - min(tokens) <= 2 * max(lengths, default=0)
 
 
-def test_results_are_in_the_order_asked_for_any_number_of_workers(model_directory: Path) -> None:
+def test_results_are_in_the_order_of_the_prompts_for_any_number_of_workers(
+    model_directory: Path,
+) -> None:
     rng = np.random.default_rng(0)
     prompts = Jagged.from_rows(
         [rng.integers(4, 20, rng.integers(1, 9)) for _ in range(11)], np.int32

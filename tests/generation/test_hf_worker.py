@@ -147,9 +147,9 @@ def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
     worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), end_token_ids=(end,))
     ended = worker.generate(prompts, _seeds(4), greedy, max_total_length=64)
     assert ended.finish_reasons[0] == "stop"
-    for whole, cut in zip(free.token_ids, ended.token_ids, strict=True):
-        stops = np.flatnonzero(whole == end)
-        assert cut.tolist() == whole[: stops[0] + 1 if len(stops) else None].tolist()
+    for full, cut in zip(free.token_ids, ended.token_ids, strict=True):
+        stops = np.flatnonzero(full == end)
+        assert cut.tolist() == full[: stops[0] + 1 if len(stops) else None].tolist()
 
 
 def test_greedy_equals_transformers_generate(model_directory: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
             )
 
 
-def test_a_weight_update_that_does_not_fit_says_which_weight(model_directory: Path) -> None:
+def test_a_weight_update_that_does_not_fit_names_the_weight(model_directory: Path) -> None:
     worker = _worker(model_directory)
     worker.begin_update()
     with pytest.raises(ValueError, match=r"'model\.extra' is not part of"):

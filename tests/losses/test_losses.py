@@ -84,16 +84,16 @@ def test_the_split_into_microbatches_and_the_order_of_rows_change_nothing(
             normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0
         )
     )
-    whole = loss_and_grad(rows, [list(range(len(rows)))], loss)
+    full = loss_and_grad(rows, [list(range(len(rows)))], loss)
     shuffled = list(range(len(rows)))
     order.shuffle(shuffled)
     cut = order.randint(1, len(rows))
     partition = [part for part in (shuffled[:cut], shuffled[cut:]) if part]
     split = loss_and_grad(rows, partition, loss)
-    assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(split[1], whole[1], rtol=1e-5, atol=1e-7)
-    assert split[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
-    assert whole[2]["policy/loss"] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    assert split[0] == pytest.approx(full[0], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(split[1], full[1], rtol=1e-5, atol=1e-7)
+    assert split[2] == pytest.approx(full[2], rel=1e-4, abs=1e-6)
+    assert full[2]["policy/loss"] == pytest.approx(full[0], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])

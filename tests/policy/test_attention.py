@@ -1,5 +1,5 @@
-"""Packed attention equals each row alone, whole or cut over context-parallel ranks, and no row sees
-another.
+"""Packed attention equals each row alone, complete or sharded over context-parallel ranks, and no
+row sees another.
 """
 
 import itertools
@@ -144,12 +144,12 @@ def attend_in_shares(
     cp_size=st.sampled_from([2, 4]),
     window=st.sampled_from([None, 1, 7, 100]),
 )
-def test_shares_of_context_parallel_ranks_equal_the_whole(units, long, cp_size, window):
+def test_shares_of_context_parallel_ranks_equal_the_full_attention(units, long, cp_size, window):
     lengths = [2 * cp_size * unit for unit in [*units, long]]
     tensors = random_qkv(sum(lengths))
     upstream = torch.randn_like(tensors[0])
-    whole = varlen_attention(*tensors, boundaries(lengths), max(lengths), scale=0.3, window=window)
-    expected = (whole.detach(), *torch.autograd.grad(whole, tensors, upstream))
+    full = varlen_attention(*tensors, boundaries(lengths), max(lengths), scale=0.3, window=window)
+    expected = (full.detach(), *torch.autograd.grad(full, tensors, upstream))
     for found, wanted in zip(
         attend_in_shares(tensors, upstream, lengths, cp_size, window), expected, strict=True
     ):

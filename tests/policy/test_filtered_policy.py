@@ -74,7 +74,7 @@ def gradients_by_definition(
             kept = kept_tokens(logits[position].tolist(), token_filter)
             outside += label not in kept
             index = torch.tensor(sorted(kept | {label}))
-            whole = logits[position].log_softmax(0)
+            full = logits[position].log_softmax(0)
             logprob = logits[position, label] - logits[position, index].logsumexp(0)
             prev, reference = (
                 float(batch[f"{name}_logprobs"][row][position + 1])
@@ -83,11 +83,11 @@ def gradients_by_definition(
             advantage = float(batch["advantages"][row])
             ratio = torch.exp(logprob - prev)
             surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 4.0))
-            difference = reference - float(whole[label].detach())
+            difference = reference - float(full[label].detach())
             kl = float(np.clip(np.exp(difference) - 1 - difference, -10, 10))
             kl_gradient = float(np.clip(-difference, -10, 10))
-            kl = kl + kl_gradient * (whole[label] - whole[label].detach())
-            entropy = -(whole.exp() * whole).sum()
+            kl = kl + kl_gradient * (full[label] - full[label].detach())
+            entropy = -(full.exp() * full).sum()
             total, count = total + surrogate + KL_WEIGHT * kl - ENTROPY_WEIGHT * entropy, count + 1
     loss = total / count
     loss.backward()

@@ -178,8 +178,8 @@ def train_once_in_shards(
     loss: Loss,
     out: Path,
 ) -> dict[str, float]:
-    """`train_once` as a model too large to stay whole does it: gathered and reduced layer by layer,
-    each microbatch.
+    """`train_once` as a model too large to stay unsharded does it: gathered and reduced layer by
+    layer, each microbatch.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_layout_module, "MAX_UNSHARDED_BYTES", 0)
@@ -267,8 +267,8 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
             model=load_spec(config.model_name),
         ),
     )
-    whole = worker.train(batch.shard(plan)[0], None, NllLoss())
-    worker.save(tmp_path / "whole")
+    full = worker.train(batch.shard(plan)[0], None, NllLoss())
+    worker.save(tmp_path / "full")
     halves = DTensorPolicyWorker(context(), config=config)
     metrics = []
     for start in (0, 4):
@@ -282,8 +282,8 @@ def test_a_batch_of_several_global_batches_takes_one_optimizer_step_for_each(mod
         half_plan = plan_batch(half["length"], half_spec)
         metrics += halves.train(half.shard(half_plan)[0], None, NllLoss())
     halves.save(tmp_path / "halves")
-    assert len(whole) == 2
-    for found, expected in zip(whole, metrics, strict=True):
+    assert len(full) == 2
+    for found, expected in zip(full, metrics, strict=True):
         assert found["policy/loss"] == expected["policy/loss"]
-    for name, weight in saved_tensors(tmp_path / "whole", "weight").items():
+    for name, weight in saved_tensors(tmp_path / "full", "weight").items():
         assert torch.equal(weight, saved_tensors(tmp_path / "halves", "weight")[name]), name

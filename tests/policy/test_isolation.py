@@ -36,7 +36,7 @@ def test_supported_architectures_pass(architecture, layout, model_dir):
 def ignores_boundaries(
     module, query, key, value, attention_mask, *, cu_seqlens=None, max_seqlen=0, **kwargs
 ):
-    """Plain causal attention over the whole pack: what a model does that never looks at
+    """Plain causal attention over the complete pack: what a model does that never looks at
     cu_seqlens.
     """
     return attention.attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -229,7 +229,7 @@ def test_a_vocabulary_spread_over_ranks_gives_the_same(
         assert float((found - wanted).norm()) <= tolerance * float(wanted.norm())
 
 
-def test_no_rank_holds_logits_of_the_whole_vocabulary_and_collectives_are_two():
+def test_no_rank_holds_logits_of_the_full_vocabulary_and_collectives_are_two():
     num_tokens, vocabulary, chunk_size, num_ranks = 64, 4096, 16, 2
     hidden, weight, _, labels = random_inputs(num_tokens, 8, vocabulary)
 
@@ -259,11 +259,11 @@ def test_the_parts_of_the_hidden_gradient_add_up_where_the_caller_sums_them():
         logprobs, _, _ = token_logprobs(leaf, rows, labels, vocab=shard)
         return torch.autograd.grad(logprobs.sum(), leaf)[0]
 
-    whole, same = run_thread_ranks(2, lambda group: grad(group, partial=False))
+    full, same = run_thread_ranks(2, lambda group: grad(group, partial=False))
     parts = run_thread_ranks(2, lambda group: grad(group, partial=True))
-    assert torch.equal(whole, same)
-    assert not torch.allclose(parts[0], whole)
-    torch.testing.assert_close(sum(parts), whole)
+    assert torch.equal(full, same)
+    assert not torch.allclose(parts[0], full)
+    torch.testing.assert_close(sum(parts), full)
 
 
 def test_a_rank_whose_tokens_are_all_impossible_adds_nothing():

@@ -1,4 +1,4 @@
-"""Layout: packing loses nothing, adds nothing and shifts as it says, whole and cut over
+"""Layout: packing loses nothing, adds nothing and shifts labels by one, complete and sharded over
 context-parallel ranks.
 """
 
@@ -279,24 +279,24 @@ def test_every_layout_is_the_plain_loop_and_undoes_itself(
         )
     )
 
-    def whole(read) -> torch.Tensor:
+    def full(read) -> torch.Tensor:
         return torch.cat([read(share).reshape(-1) for share in shares])[gather]
 
-    ids = whole(lambda share: share.input_ids)
+    ids = full(lambda share: share.input_ids)
     expected = [shard["input_ids"][row].tolist() for row in rows]  # type: ignore[index]
     assert ids[ids >= 0].tolist() == [token for row in expected for token in row]
-    labels, label_mask = whole(lambda share: share.labels), whole(lambda share: share.label_mask)
+    labels, label_mask = full(lambda share: share.labels), full(lambda share: share.label_mask)
     assert labels.tolist() == reference_columns(shard, microbatch, "input_ids")
     assert label_mask.tolist() == [label != 0 for label in labels.tolist()]
-    assert whole(lambda share: share.columns["prev_logprobs"]).tolist() == labels.tolist()
-    assert whole(lambda share: share.columns["token_mask"]).tolist() == reference_columns(
+    assert full(lambda share: share.columns["prev_logprobs"]).tolist() == labels.tolist()
+    assert full(lambda share: share.columns["token_mask"]).tolist() == reference_columns(
         shard, microbatch, "token_mask"
     )
-    row_ids = whole(lambda share: share.row_ids)
+    row_ids = full(lambda share: share.row_ids)
     assert (labels[label_mask] // 1000 - 1).tolist() == [
         rows[row] for row in row_ids[label_mask].tolist()
     ]
-    assert torch.equal(whole(lambda share: share.position_ids)[label_mask], ids[label_mask] % 1000)
+    assert torch.equal(full(lambda share: share.position_ids)[label_mask], ids[label_mask] % 1000)
     check_unpacking(shard, microbatch, shares[0], labels)
 
 

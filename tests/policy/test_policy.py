@@ -98,10 +98,10 @@ def test_evaluation_is_one_step_under_the_scoring_budget_and_equals_training_los
     evaluated = policy.evaluate(
         policy.shard(batch, policy.plan(batch["length"], "evaluate")), NllLoss()
     )
-    whole = dataclasses.replace(policy.config, train_global_batch_size=8)
-    of_whole_batch = Policy(policy.group, whole, policy.model)
-    (trained,) = of_whole_batch.train(
-        policy.shard(batch, of_whole_batch.plan(batch["length"])), None, NllLoss()
+    full = dataclasses.replace(policy.config, train_global_batch_size=8)
+    of_full_batch = Policy(policy.group, full, policy.model)
+    (trained,) = of_full_batch.train(
+        policy.shard(batch, of_full_batch.plan(batch["length"])), None, NllLoss()
     )
     assert evaluated["policy/loss"].value == pytest.approx(trained["policy/loss"].value, rel=1e-5)
 

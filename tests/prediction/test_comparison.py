@@ -1,4 +1,4 @@
-"""Every strategy plans every row, and what is told of a plan is what the plan itself says."""
+"""Every strategy plans every row, and the reported numbers are those of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are asked to end: by a signal, by the time limit, and by Ctrl-C on a Ray cluster."""
+"""Runs that get a stop request: by a signal, by the time limit, and by Ctrl-C on a Ray cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy and a generator reduced to what the weight transport asks of them, around real
+"""A policy and a generator reduced to what the weight transport calls, around real
 parameters.
 """
 

@@ -41,7 +41,7 @@ def convert_gguf(source: Path, target: Path) -> Path:
     # The weights are plain float32 now. With the remains of the quantisation saving would fail.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
-    setattr(model, "hf_quantizer", None)  # noqa: B010  (the stub says a module's attributes are modules)
+    setattr(model, "hf_quantizer", None)  # noqa: B010  (in the stub, attributes of a module are modules)
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     unfinished = target.with_name(target.name + ".tmp")
     try:

@@ -70,12 +70,12 @@ def decoder_layer(
 
 
 def dense_mlp() -> ModuleSpec:
-    """Return a feed-forward block, gated if TransformerConfig says so."""
+    """Return a feed-forward block, gated as TransformerConfig selects."""
     return ModuleSpec(module=MLP, submodules=_mlp_submodules())
 
 
 def moe_mlp() -> ModuleSpec:
-    """Return a mixture of experts with a float32 router."""
+    """Return a mixture-of-experts (MoE) layer with a float32 router."""
     experts = ModuleSpec(module=SequentialMLP, submodules=_mlp_submodules())
     submodules = MoESubmodules(experts=experts, router=untyped(Router))
     return ModuleSpec(module=MoELayer, submodules=submodules)

@@ -1,5 +1,5 @@
-"""The packers against naive loops, compiled and interpreted; the number of bins asked; messages; no
-import cost.
+"""The packers against naive loops, compiled and interpreted; the requested number of bins;
+messages; no import cost.
 """
 
 from __future__ import annotations

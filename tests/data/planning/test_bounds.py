@@ -135,7 +135,7 @@ def test_a_rank_that_must_fill_its_other_bin_raises_the_bound():
 
 def test_rows_above_half_the_cap_raise_the_bound():
     # 4 long rows take a bin each, so on 2 ranks the second microbatch holds one as well: 10 + 8,
-    # and tokens alone say less.
+    # and tokens alone give a lower bound.
     lengths, work = np.array([10, 9, 8, 7]), np.array([10.0, 9.0, 8.0, 7.0])
     assert (
         lockstep_bound(lengths, work, 100, 2, 2) == 17.0

@@ -1,4 +1,4 @@
-"""Rows and groups above the cap under each policy, and what is asked of lengths and groups."""
+"""Rows and groups above the cap under each policy, and the checks of lengths and groups."""
 
 from __future__ import annotations
 

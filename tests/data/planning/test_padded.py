@@ -92,7 +92,7 @@ def test_rows_of_like_length_are_together() -> None:
 
 
 @pytest.mark.parametrize("work", [None, np.array([9.0, 5.0, 4.0])])
-def test_items_of_several_rows_stay_whole(work: np.ndarray | None) -> None:
+def test_items_of_several_rows_are_not_divided(work: np.ndarray | None) -> None:
     """Items of 2, 3 and 1 rows, longest 9, 5 and 4 tokens, under 30: 18, then 15 + 5 for the single
     row.
     """

@@ -35,7 +35,7 @@ def test_worked_example_with_context_and_sequence_parallelism() -> None:
         ({"max_tokens": 8, "algorithm": "best"}, "is no packing algorithm"),
     ],
 )
-def test_a_spec_that_does_not_fit_together_says_why(
+def test_a_spec_that_is_inconsistent_is_refused_with_the_reason(
     values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

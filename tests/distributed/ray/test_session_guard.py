@@ -87,7 +87,7 @@ CLUSTER = """
 
 
 def test_a_killed_driver_leaves_no_process_and_no_folder() -> None:
-    """The workers survive signals to the whole process group; one is stopped when the driver is
+    """The workers survive signals to the process group; one is stopped when the driver is
     killed.
     """
     driver = start_python(CLUSTER + "    signal.pause()\n")

@@ -1,4 +1,4 @@
-"""An exported mixture of experts has the files that transformers writes; both forms of experts are
+"""An exported MoE model has the files that transformers writes; both forms of experts are
 read.
 """
 

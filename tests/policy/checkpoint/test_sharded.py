@@ -73,7 +73,7 @@ def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: An
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
 
 
-def whole(model: dict[str, Tensor]) -> list[Block]:
+def full_blocks(model: dict[str, Tensor]) -> list[Block]:
     return [
         Block(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
         for name, tensor in model.items()
@@ -102,7 +102,7 @@ def cut(block: Block, draw: Callable[..., Any]) -> Iterator[Block]:
 def test_any_part_reads_back_to_the_bit_however_it_was_cut(tmp_path_factory, data, num_ranks):
     model = random_model()
     ranks: list[list[Block]] = [[] for _ in range(num_ranks)]
-    for block in whole(model):
+    for block in full_blocks(model):
         for part in cut(block, data.draw):
             ranks[data.draw(st.integers(0, num_ranks - 1))].append(part)
     directory = tmp_path_factory.mktemp("checkpoint")
@@ -128,7 +128,7 @@ def test_blocks_fill_file_after_file_and_a_large_one_is_cut(tmp_path, monkeypatc
     memory = torch.empty(80)
 
     def one_by_one() -> Iterator[Block]:
-        for block in whole(model):
+        for block in full_blocks(model):
             # The same memory for every block: what is kept of one must be a copy.
             tensor = memory[: block.tensor.numel()].view(block.tensor.shape)
             yield block._replace(tensor=tensor.copy_(block.tensor))
@@ -149,7 +149,7 @@ def test_a_checkpoint_without_moments_has_none(tmp_path):
     weights = {
         name: tensor for name, tensor in random_model().items() if name.startswith("weight/")
     }
-    save_blocks(tmp_path, [whole(weights)], has_moments=False, num_optimizer_steps=0)
+    save_blocks(tmp_path, [full_blocks(weights)], has_moments=False, num_optimizer_steps=0)
     with open_checkpoint(tmp_path) as reader:
         assert (reader.has_moments, reader.num_optimizer_steps) == (False, 0)
         assert same_bits(
@@ -162,14 +162,14 @@ def test_a_checkpoint_without_moments_has_none(tmp_path):
 
 
 def test_a_part_outside_the_tensor_is_refused(tmp_path):
-    save_blocks(tmp_path, [whole(random_model())])
+    save_blocks(tmp_path, [full_blocks(random_model())])
     match = r"has 8 of the 12 values of weight/embed\.weight"
     with open_checkpoint(tmp_path) as reader, pytest.raises(CheckpointError, match=match):
         reader.read("weight/embed.weight", (5, 0), (3, 4))
 
 
 def test_another_model_is_refused(tmp_path):
-    save_blocks(tmp_path, [whole(random_model())])
+    save_blocks(tmp_path, [full_blocks(random_model())])
     message = (
         r"2 weights differ, first embed\.weight, saved as \[7, 4\] and now \[7, 8\];"
         r" check policy\.model_name"
@@ -185,7 +185,7 @@ def test_an_incomplete_folder_is_refused(tmp_path):
         assert re.search(match, str(checkpoint_problem(tmp_path)))
 
     refused(r"manifest\.json does not exist, so .* is not a complete policy checkpoint")
-    blocks = whole(random_model())
+    blocks = full_blocks(random_model())
     save_blocks(tmp_path, [blocks[:3], blocks[3:]])
     second = tmp_path / "rank_00001_000.safetensors"
     content = second.read_bytes()
@@ -224,7 +224,7 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     ],
 )
 def test_an_odd_manifest_is_one_checkpoint_error(tmp_path: Path, change: Any) -> None:
-    save_blocks(tmp_path, [whole(random_model())])
+    save_blocks(tmp_path, [full_blocks(random_model())])
     path = tmp_path / "manifest.json"
     path.write_text(
         change
@@ -257,7 +257,7 @@ def test_an_odd_weight_file_is_one_checkpoint_error(tmp_path: Path, blocks: str 
         name: tensor for name, tensor in random_model().items() if name == "weight/norm.weight"
     }
     shapes = {"norm.weight": (5,)}
-    save_blocks(tmp_path, [whole(model)], shapes=shapes, has_moments=False)
+    save_blocks(tmp_path, [full_blocks(model)], shapes=shapes, has_moments=False)
     path = tmp_path / "rank_00000_000.safetensors"
     assert checkpoint_problem(tmp_path) is None
     save_file(
@@ -273,7 +273,7 @@ def test_an_odd_weight_file_is_one_checkpoint_error(tmp_path: Path, blocks: str 
 
 def test_blocks_that_are_not_the_model_leave_no_checkpoint(tmp_path):
     model = random_model()
-    blocks = whole(model)
+    blocks = full_blocks(model)
     save_blocks(tmp_path, [blocks])
 
     def refused(match: str, *ranks: list[Block]) -> None:
@@ -304,10 +304,10 @@ def test_blocks_that_are_not_the_model_leave_no_checkpoint(tmp_path):
 
 
 def test_saving_again_leaves_nothing_of_the_first_time(tmp_path):
-    blocks = whole(random_model())
+    blocks = full_blocks(random_model())
     save_blocks(tmp_path, [blocks[:2], blocks[2:4], blocks[4:]])
     again = {name: tensor.flip(0) for name, tensor in random_model().items()}
-    save_blocks(tmp_path, [whole(again)])
+    save_blocks(tmp_path, [full_blocks(again)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "manifest.json",
         "rank_00000_000.safetensors",
@@ -324,7 +324,7 @@ def test_writing_and_reading_report_activity(tmp_path: Path) -> None:
     """
     model = random_model()
     before = activity.last().num_notes
-    save_blocks(tmp_path, [whole(model)])
+    save_blocks(tmp_path, [full_blocks(model)])
     written = activity.last()
     assert written.num_notes > before and "writing rank_00000_000.safetensors" in written.text
     with open_checkpoint(tmp_path) as reader:

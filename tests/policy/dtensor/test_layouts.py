@@ -3,7 +3,7 @@ nothing but who computes.
 
 Each layout has one process group and does everything in it: gradients, outputs and isolation of
 every architecture, four optimizer steps, checkpoints, and the weights as they leave it. One process
-and plain transformers say what is right.
+and plain transformers is the reference.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def program(
     straight: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """All that a layout is asked to do."""
+    """Every operation of a layout."""
     rank = Rank(worker_context, parallel)
     process_groups.init_process_group(worker_context)
     try:

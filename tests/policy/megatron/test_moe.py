@@ -1,4 +1,4 @@
-"""A mixture of experts has the gradient of transformers wherever its experts live, and checkpoints
+"""A MoE model has the gradient of transformers wherever its experts live, and checkpoints
 that go anywhere.
 """
 
@@ -46,7 +46,7 @@ from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS, TOLERANCE
 from tests.policy.tiny import MIXTURES, random_batch, relative_error
 
 CALM = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, lr=0.005))
-"""An expert few tokens chose has gradients near 0, of which Adam makes whole steps: a faster
+"""An expert few tokens chose has gradients near 0, of which Adam makes full steps: a faster
 learner shows float32's noise.
 """
 
@@ -128,7 +128,7 @@ def test_steps_and_checkpoints_go_from_shared_experts_to_one_process_of_either_e
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_scores_and_whole_weights(model_dir, on_ranks):
+def test_logprobs_and_full_weights(model_dir, on_ranks):
     config = of_model(LAYOUTS["packed, 2 microbatches"], model_dir("qwen3_moe"))
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
     ranks = on_ranks(look_around, "tp2 x ep2 + sp", config)
@@ -150,8 +150,8 @@ def probe(
     def leaking(
         query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, max_length: int, **keys: Any
     ) -> Tensor:
-        whole = torch.tensor([0, len(query)], dtype=bounds.dtype)
-        return attend(query, key, value, whole, len(query), **keys)
+        full = torch.tensor([0, len(query)], dtype=bounds.dtype)
+        return attend(query, key, value, full, len(query), **keys)
 
     with joined(context, parallel) as rank, pytest.MonkeyPatch.context() as patch:
         if leaks:

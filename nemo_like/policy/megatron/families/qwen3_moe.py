@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in some or all layers."""
+"""Qwen3-MoE: Qwen3 with mixture-of-experts layers, some or all."""
 
 from __future__ import annotations
 
