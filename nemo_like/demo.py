@@ -1,7 +1,8 @@
 """`make demo`: trains a tiny model on arithmetic from scratch, by SFT and then by GRPO, on Ray.
 
 It writes under `runs/`, needs no network and no GPU, and prints the accuracies at the end. The
-configs are those in `examples/configs`, unchanged.
+configs are those in `examples/configs`, unchanged. It is part of the wheel: the model and the data
+of the example configs that `nemo-like init` writes come from `--prepare-only`.
 """
 
 from __future__ import annotations
