@@ -31,7 +31,7 @@ class PreferenceLossConfig:
     """Assumed probability that the two completions of a pair are labeled the wrong way round
     (conservative DPO). Must be 0 for `ipo`."""
     simpo_gamma: Annotated[float, AtLeast(0)] = 0.5
-    """Margin of rewards that `simpo` asks for; the other kinds do not use it."""
+    """Target margin of rewards for `simpo`; the other kinds do not use it."""
     sft_loss_weight: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the negative log-likelihood of the chosen completion, averaged over its tokens
     (RPO), which keeps its probability from falling."""
