@@ -157,7 +157,11 @@ def _checked_entry(
     return size, checksum
 
 
-def _size_problem(root: Path, path: Path, size: int) -> str | None:
+def _size_problem(
+    root: Path,
+    path: Path,
+    size: int,
+) -> str | None:
     try:
         if not path.resolve().is_relative_to(root):
             return f"{path.name} is a link to a path outside the checkpoint"

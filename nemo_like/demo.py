@@ -81,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(kind: str, config: RunConfig, seed: int) -> RunResult | int:
+def _run(
+    kind: str,
+    config: RunConfig,
+    seed: int,
+) -> RunResult | int:
     """Run one phase; after a failure print how to continue, and return the exit code."""
     try:
         result = train(config)

@@ -189,7 +189,14 @@ class ParallelLayout:
         """Ranks of one model replica."""
         return self.pp * self.cp * self.tp
 
-    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+    def rank(
+        self,
+        *,
+        pp: int = 0,
+        dp: int = 0,
+        cp: int = 0,
+        tp: int = 0,
+    ) -> int:
         """Return the global rank at these coordinates. Raises ValueError outside the layout."""
         for axis, coordinate, size in zip(AXES, (pp, dp, cp, tp), self.shape, strict=True):
             if not 0 <= coordinate < size:
@@ -304,7 +311,12 @@ class ParallelLayout:
         return text
 
 
-def engine_problems(engine: EngineName, *, pp: int, ep: int) -> list[LayoutProblem]:
+def engine_problems(
+    engine: EngineName,
+    *,
+    pp: int,
+    ep: int,
+) -> list[LayoutProblem]:
     """Return a problem for each of these axes that the engine does not have."""
     if engine == "megatron":
         return []

@@ -191,7 +191,11 @@ class Progress:
                 states = [f"{phase.name}: {phase.status()}" for phase in list(self._phases)]
                 self.print_line(" | ".join(states))
 
-        ticker = threading.Thread(target=tick, name="progress", daemon=True)
+        ticker = threading.Thread(
+            target=tick,
+            name="progress",
+            daemon=True,
+        )
         ticker.start()
         try:
             yield
@@ -207,7 +211,11 @@ class Progress:
                 completed=phase.done,
                 width=30,
             )
-            table.add_row(Text(phase.name), bar, Text(phase.status()))
+            table.add_row(
+                Text(phase.name),
+                bar,
+                Text(phase.status()),
+            )
         return table
 
     def _panel(self, sample: Sample, heading: str) -> Panel:

@@ -191,5 +191,9 @@ def _ordinal(values: Tensor) -> Tensor:
 
 def _from_ordinal(ordinals: Tensor) -> Tensor:
     """Invert `_ordinal`."""
-    bits = torch.where(ordinals >= 0, ordinals, ordinals ^ 0x7FFFFFFF)
+    bits = torch.where(
+        ordinals >= 0,
+        ordinals,
+        ordinals ^ 0x7FFFFFFF,
+    )
     return bits.to(torch.int32).view(torch.float32)

@@ -79,7 +79,11 @@ def _probe_directory(directory: Path) -> Iterator[tuple[Path, str]]:
         shutil.rmtree(probe, ignore_errors=True)
 
 
-def _missing_answer(probe: Path, token: str, rank: int) -> str:
+def _missing_answer(
+    probe: Path,
+    token: str,
+    rank: int,
+) -> str:
     path = probe / f"rank_{rank}"
     if _read_soon(path, token) == token:
         return ""

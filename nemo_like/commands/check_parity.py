@@ -137,7 +137,14 @@ def check_parity(config: RunConfig) -> ParityReport:
         # One pool for all modes: starting a process imports torch, which takes seconds.
         with ProcessPoolExecutor(num_workers, mp_context=spawn) as pool:
             for mode in MODES:
-                findings += _check_mode(tiny, mode, batch, expected, Path(folder), pool)
+                findings += _check_mode(
+                    tiny,
+                    mode,
+                    batch,
+                    expected,
+                    Path(folder),
+                    pool,
+                )
     layout = str(policy_layout(tiny))
     title = (
         f"{config.policy.engine} on {layout}: a tiny {model_config.model_type} against"
@@ -164,7 +171,11 @@ def _tiny_run(config: RunConfig, model: Path) -> RunConfig:
         logprob_chunk_size=32,
         # Adam's first moment is then the gradient itself, which the checkpoint has under Hugging
         # Face names.
-        optimizer=OptimizerConfig(lr=_LR, weight_decay=0.1, beta1=0.0),
+        optimizer=OptimizerConfig(
+            lr=_LR,
+            weight_decay=0.1,
+            beta1=0.0,
+        ),
         scheduler=SchedulerConfig(),
         max_grad_norm=0.0,
     )
@@ -219,7 +230,12 @@ def _check_mode(
     weights = _saved(checkpoints / "last", "weight")
     # Another layout reads the same blocks only if they are in Hugging Face coordinates.
     rendezvous = folder / f"{mode}.alone"
-    resumed_loss = _resume_on_one_rank(config, batch, checkpoints / "last", rendezvous)
+    resumed_loss = _resume_on_one_rank(
+        config,
+        batch,
+        checkpoints / "last",
+        rendezvous,
+    )
 
     gradient_difference, worst_gradient = _worst(gradients, expected.gradients)
     weight_difference, worst_weight = _worst(weights, expected.weights)
@@ -293,7 +309,12 @@ def _resume_on_one_rank(
     return _loss(worker, batch.shard(_plan(alone, batch))[0], train=False)
 
 
-def _loss(worker: PolicyWorker, shard: Any, *, train: bool) -> float:
+def _loss(
+    worker: PolicyWorker,
+    shard: Any,
+    *,
+    train: bool,
+) -> float:
     """Return the loss of the batch; NaN on pipeline stages that do not compute it."""
     if train:
         metrics, *_ = worker.train(shard, None, NllLoss())
@@ -403,7 +424,11 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint."""
     with open_checkpoint(checkpoint) as reader:
         return {
-            name: reader.read(f"{kind}/{name}", [0] * len(shape), shape)
+            name: reader.read(
+                f"{kind}/{name}",
+                [0] * len(shape),
+                shape,
+            )
             for name, shape in reader.shapes.items()
         }
 

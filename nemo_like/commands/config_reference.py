@@ -56,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
 
 
-def reference_text(kind: str, key: str, *, markdown: bool) -> str:
+def reference_text(
+    kind: str,
+    key: str,
+    *,
+    markdown: bool,
+) -> str:
     """Return the reference of `key` (a key, a section, or "" for every key) of one job or of all.
 
     Raises ConfigError, with the nearest known key, if there is no such key.
@@ -87,7 +92,9 @@ def _sections(kinds: list[str]) -> dict[SectionReference, list[str]]:
 
 
 def _select(
-    kinds_of: dict[SectionReference, list[str]], kinds: list[str], key: str
+    kinds_of: dict[SectionReference, list[str]],
+    kinds: list[str],
+    key: str,
 ) -> dict[SectionReference, list[str]]:
     """Return the sections restricted to `key` and to the keys below it."""
     if not key:

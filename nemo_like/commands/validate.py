@@ -67,12 +67,20 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     return diagnostics.report()
 
 
-def _describe_rows(path: str | None, rows: Rows, diagnostics: Diagnostics) -> None:
+def _describe_rows(
+    path: str | None,
+    rows: Rows,
+    diagnostics: Diagnostics,
+) -> None:
     columns = " + ".join(rows.format)
     diagnostics.add_lines("data", f"{path}: {len(rows):,} rows of {columns}")
 
 
-def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Diagnostics) -> None:
+def _describe_model(
+    config: RunConfig,
+    model: PretrainedConfig,
+    diagnostics: Diagnostics,
+) -> None:
     text = model.get_text_config()
     max_positions = getattr(text, "max_position_embeddings", None)
     sizes = f"vocabulary of {text.vocab_size:,}"
@@ -87,7 +95,11 @@ def _describe_model(config: RunConfig, model: PretrainedConfig, diagnostics: Dia
         )
 
 
-def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostics) -> None:
+def _check_rewards(
+    config: RunConfig,
+    rows: Rows | None,
+    diagnostics: Diagnostics,
+) -> None:
     """Import the reward functions and score the first row's own answer with each of them.
 
     The functions are called as in a run, so a function that raises is a problem here as well.
@@ -101,7 +113,10 @@ def _check_rewards(config: RunConfig, rows: Rows | None, diagnostics: Diagnostic
     if last_message["role"] == "assistant":
         completion = last_message.get("content") or ""
     sample = RewardSample(
-        prompt=sampled.text, completion=completion, answer=sampled.answer, row=sampled.row
+        prompt=sampled.text,
+        completion=completion,
+        answer=sampled.answer,
+        row=sampled.row,
     )
     for name, function in functions.items():
         path = config.reward.functions[name].path

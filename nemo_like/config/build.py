@@ -71,7 +71,12 @@ class _Builder:
         self.problems: list[Problem] = []
         self._sources = sources
 
-    def section(self, section: type, values: Any, path: str) -> Any:
+    def section(
+        self,
+        section: type,
+        values: Any,
+        path: str,
+    ) -> Any:
         """Build an instance of the dataclass `section`; return None after adding a problem."""
         types = field_types(section)
         if not isinstance(values, Mapping):
@@ -101,7 +106,12 @@ class _Builder:
             return None
         return section(**built)
 
-    def value(self, annotation: Any, value: Any, path: str) -> Any:
+    def value(
+        self,
+        annotation: Any,
+        value: Any,
+        path: str,
+    ) -> Any:
         """Convert `value` to the type `annotation`; return None after adding a problem."""
         inner, may_be_null = without_none(annotation)
         if value is None and may_be_null:
@@ -164,7 +174,11 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
     return has_value or field.default_factory is not dataclasses.MISSING
 
 
-def _scalar(annotation: Any, value: Any, raw_text: str | None) -> Any:
+def _scalar(
+    annotation: Any,
+    value: Any,
+    raw_text: str | None,
+) -> Any:
     """Convert `value` to an int, float, bool, str or a choice of a Literal. Raises _Rejected."""
     if get_origin(annotation) is Literal:
         return _choice(get_args(annotation), value)

@@ -253,7 +253,11 @@ def _budgets(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _padding_text(name: str, rounding: int, multiples: PaddingMultiples) -> str:
+def _padding_text(
+    name: str,
+    rounding: int,
+    multiples: PaddingMultiples,
+) -> str:
     """Return the multiples to which rows are padded, in words.
 
     Example: `policy.sequence_packing.sequence_length_round 6 and the 4 that parallel needs`.

@@ -210,7 +210,12 @@ def _chain(
                 raise ConfigError(
                     f"{shown_path(path)}:{line} defaults: {missing_file_text(target)}"
                 )
-            files += _chain(target, config_dir, (*trail, path), by_path=True)
+            files += _chain(
+                target,
+                config_dir,
+                (*trail, path),
+                by_path=True,
+            )
             _check_num_files(files)
         return files
     for key, value in root.value if root is not None else ():

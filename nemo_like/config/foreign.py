@@ -31,7 +31,12 @@ TOOLS: dict[str, dict[str, Entry]] = {
     "TRL": TRL,
     "Cosmos-RL": COSMOS_RL,
 }
-TABLE: dict[str, Entry] = {**NEMO_RL, **VERL, **TRL, **COSMOS_RL}
+TABLE: dict[str, Entry] = {
+    **NEMO_RL,
+    **VERL,
+    **TRL,
+    **COSMOS_RL,
+}
 """Dotted key of another tool -> its entry."""
 
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
@@ -166,7 +171,11 @@ def _is_in_table(path: str, table: Mapping[str, Entry]) -> bool:
     return path in table or any(key.startswith(f"{path}.") for key in table)
 
 
-def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Finding]) -> list[str]:
+def missing_keys(
+    job: JobSchema,
+    tree: Mapping[str, Any],
+    found: Sequence[Finding],
+) -> list[str]:
     """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = _renamed_targets(found)
     needed = ["run_name", "policy.model_name", "data.train_path"]
@@ -189,7 +198,10 @@ def missing_keys(job: JobSchema, tree: Mapping[str, Any], found: Sequence[Findin
 
 
 def _section(
-    job: JobSchema, tree: Mapping[str, Any], section: Mapping[str, Any], prefix: str
+    job: JobSchema,
+    tree: Mapping[str, Any],
+    section: Mapping[str, Any],
+    prefix: str,
 ) -> Iterator[Finding]:
     for name, value in section.items():
         path = f"{prefix}.{name}" if prefix else name
@@ -213,7 +225,12 @@ def _section(
             yield Finding(path, "deletable", is_recognized=False)
 
 
-def _unknown(job: JobSchema, tree: Mapping[str, Any], path: str, value: Any) -> Iterator[Finding]:
+def _unknown(
+    job: JobSchema,
+    tree: Mapping[str, Any],
+    path: str,
+    value: Any,
+) -> Iterator[Finding]:
     has_inner = path in _inner_sections()
     # Hydra's instantiation, which no tool's table lists for each of its keys.
     entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
@@ -254,7 +271,11 @@ def _collapsed(path: str, inner: list[Finding]) -> list[Finding]:
 
 
 def _judged(
-    job: JobSchema, tree: Mapping[str, Any], path: str, value: Any, entry: Entry
+    job: JobSchema,
+    tree: Mapping[str, Any],
+    path: str,
+    value: Any,
+    entry: Entry,
 ) -> Finding:
     """Return the finding of a key with an entry in the table, for its value."""
     if isinstance(entry, Obsolete):

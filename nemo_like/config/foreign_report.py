@@ -122,7 +122,9 @@ def _renamed_lines(
 
 
 def _unknown_lines(
-    job: JobSchema, found: Sequence[Finding], places: Mapping[str, str]
+    job: JobSchema,
+    found: Sequence[Finding],
+    places: Mapping[str, str],
 ) -> Iterator[str]:
     """Yield each unknown key with a similar key, then the legal keys of their sections."""
     sections = []

@@ -55,7 +55,11 @@ def _model(prefix: str) -> dict[str, Entry]:
             f"{prefix}.enable_activation_offload",
             f"{prefix}.fsdp_config",
         ),
-        **unsupported(NO_LORA, f"{prefix}.lora_rank", off=("0",)),
+        **unsupported(
+            NO_LORA,
+            f"{prefix}.lora_rank",
+            off=("0",),
+        ),
         **obsolete(
             f"{prefix}.lora_alpha",
             f"{prefix}.target_modules",

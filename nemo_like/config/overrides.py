@@ -176,10 +176,18 @@ def _syntax_hint(text: str) -> str:
     )
 
 
-def _check_key(job: JobSchema, key: str, value: Any) -> Iterator[Problem]:
+def _check_key(
+    job: JobSchema,
+    key: str,
+    value: Any,
+) -> Iterator[Problem]:
     annotation = type_at(job.run_config, key)
     if annotation is None:
-        yield Problem((key,), unknown_text(job, key), COMMAND_LINE)
+        yield Problem(
+            (key,),
+            unknown_text(job, key),
+            COMMAND_LINE,
+        )
     elif isinstance(value, dict) and (is_section(annotation) or is_open_section(annotation)):
         for name, inner in value.items():
             yield from _check_key(job, f"{key}.{name}", inner)

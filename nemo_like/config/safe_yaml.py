@@ -106,7 +106,11 @@ def _num_nodes(
     return count
 
 
-def _check_collection(node: yaml.Node, kind: str, name: str) -> None:
+def _check_collection(
+    node: yaml.Node,
+    kind: str,
+    name: str,
+) -> None:
     if node.tag != _PREFIX + kind:
         raise ConfigError(f"{_place(name, node)} has the tag {_tag(node)}; a config has no tags")
     if kind != "map":

@@ -120,13 +120,23 @@ def yaml_error_text(error: yaml.YAMLError, path: Path) -> str:
 
 
 def check_keys(
-    job: JobSchema, root: yaml.MappingNode, prefix: str, path: Path
+    job: JobSchema,
+    root: yaml.MappingNode,
+    prefix: str,
+    path: Path,
 ) -> Iterator[Problem]:
     """Yield a problem for each unknown key of one file and for each section that is not a mapping.
 
     The content of the file is below the dotted `prefix` of the config.
     """
-    yield from _check_section(job, root, prefix, shown_path(path), itertools.count(), is_root=True)
+    yield from _check_section(
+        job,
+        root,
+        prefix,
+        shown_path(path),
+        itertools.count(),
+        is_root=True,
+    )
 
 
 def plain_tree(root: yaml.MappingNode, prefix: str) -> dict[str, Any]:
@@ -206,7 +216,11 @@ def _check_section(
             )
 
 
-def _unknown_text(job: JobSchema, prefix: str, key_node: yaml.ScalarNode) -> str:
+def _unknown_text(
+    job: JobSchema,
+    prefix: str,
+    key_node: yaml.ScalarNode,
+) -> str:
     path = f"{prefix}.{key_node.value}" if prefix else key_node.value
     if "." in key_node.value and type_at(job.run_config, path) is not None:
         return (
@@ -271,7 +285,11 @@ def _record(
                 sources.by_key[f"{path}[{index}]"] = _key_source(item, source, line)
 
 
-def _key_source(node: yaml.Node, source: str, line: int) -> KeySource:
+def _key_source(
+    node: yaml.Node,
+    source: str,
+    line: int,
+) -> KeySource:
     # The style of a quoted scalar is its quote; of a block it is `|` or `>`.
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     return KeySource(Location(source, line), node.value if is_plain else None)

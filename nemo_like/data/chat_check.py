@@ -108,7 +108,11 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _is_rewritten(message: Message, part: str, squeezed: str) -> bool:
+def _is_rewritten(
+    message: Message,
+    part: str,
+    squeezed: str,
+) -> bool:
     """Return True if `part` is JSON whose leaves all appear, in a message of another role.
 
     Templates reformat the JSON results of tools.
@@ -135,7 +139,11 @@ def _appears_often_enough(
     return any(squeezed.count(form) >= needed for form in _forms(parts[index]))
 
 
-def _find(part: str, squeezed: str, position: int) -> int | None:
+def _find(
+    part: str,
+    squeezed: str,
+    position: int,
+) -> int | None:
     """Return the end of the first copy of `part` at or after `position`, or None."""
     for form in _forms(part):
         found = squeezed.find(form, position)

@@ -36,7 +36,11 @@ def row_widths(column: Column) -> np.ndarray:
         return column.lengths
     if isinstance(column, list):
         return np.array([len(row) for row in column], dtype=np.int64)
-    return np.full(len(column), column.shape[1], dtype=np.int64)
+    return np.full(
+        len(column),
+        column.shape[1],
+        dtype=np.int64,
+    )
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
@@ -50,7 +54,11 @@ def take_rows(column: Column, rows: np.ndarray) -> Column:
     return column[rows]
 
 
-def slice_rows(column: Column, start: int, stop: int) -> Column:
+def slice_rows(
+    column: Column,
+    start: int,
+    stop: int,
+) -> Column:
     """Return rows [start, stop), as a view except for lists."""
     if isinstance(column, Jagged):
         return column.slice(start, stop)
@@ -118,7 +126,11 @@ def concat_rows(
     return np.concatenate(padded)  # type: ignore[arg-type]
 
 
-def _pad_dim_1(part: Any, size: int, pad_value: float) -> Any:
+def _pad_dim_1(
+    part: Any,
+    size: int,
+    pad_value: float,
+) -> Any:
     """Right-pad a tensor or array [B, S, ...] to [B, size, ...]; others are returned unchanged."""
     if part.ndim < 2 or part.shape[1] == size:
         return part

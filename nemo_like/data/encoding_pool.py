@@ -162,7 +162,12 @@ class EncodingPool:
                 self._receive(row, None, values["problems"][str(position)])
                 continue
             ids = np.frombuffer(data, np.int32, length, offset)
-            mask = np.frombuffer(data, np.uint8, length, offset + 4 * length)
+            mask = np.frombuffer(
+                data,
+                np.uint8,
+                length,
+                offset + 4 * length,
+            )
             # Copies, because a view would keep the data of the entire message in memory.
             self._receive(row, EncodedRow(ids.copy(), mask.copy()), None)
             offset += 5 * length

@@ -51,7 +51,11 @@ def preference(row: Row) -> PreferenceTexts:
         if chosen[num_common] != rejected[num_common]:
             break
         num_common += 1
-    return PreferenceTexts(chosen[:num_common], chosen[num_common:], rejected[num_common:])
+    return PreferenceTexts(
+        chosen[:num_common],
+        chosen[num_common:],
+        rejected[num_common:],
+    )
 
 
 def encode_preference(encoder: ChatEncoder, row: Row) -> PreferencePair:

@@ -61,7 +61,10 @@ def describe_plan(
 
 
 def _plan_metrics(
-    config: RunConfig, policy: PolicyConfig, lengths: np.ndarray, model: ModelSpec | None
+    config: RunConfig,
+    policy: PolicyConfig,
+    lengths: np.ndarray,
+    model: ModelSpec | None,
 ) -> dict[str, float]:
     """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned."""
     spec = plan_spec(

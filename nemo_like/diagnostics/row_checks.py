@@ -33,7 +33,9 @@ Value = TypeVar("Value")
 
 
 def encode_sample(
-    rows: Rows, encode: Callable[[Row], Value], diagnostics: Diagnostics
+    rows: Rows,
+    encode: Callable[[Row], Value],
+    diagnostics: Diagnostics,
 ) -> dict[int, Value]:
     """Encode the longest rows by text, the first rows and a random sample; return index -> result.
 
@@ -71,7 +73,10 @@ def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:
 
 
 def check_lengths(
-    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+    config: RunConfig,
+    rows: Rows,
+    lengths: Mapping[int, int],
+    diagnostics: Diagnostics,
 ) -> None:
     """Check rows against `max_total_sequence_length` and the token budgets.
 
@@ -110,7 +115,10 @@ def check_lengths(
 
 
 def check_prompts(
-    config: RunConfig, rows: Rows, lengths: Mapping[int, int], diagnostics: Diagnostics
+    config: RunConfig,
+    rows: Rows,
+    lengths: Mapping[int, int],
+    diagnostics: Diagnostics,
 ) -> None:
     """Check that prompts leave tokens for a completion, and rows against the token budgets.
 
@@ -165,7 +173,9 @@ def _add_long_prompts(
 
 
 def check_vocabulary(
-    model: PretrainedConfig | None, rows: Iterable[np.ndarray], diagnostics: Diagnostics
+    model: PretrainedConfig | None,
+    rows: Iterable[np.ndarray],
+    diagnostics: Diagnostics,
 ) -> None:
     """Check that every token id of `rows`, int [L] each, is in the model's vocabulary."""
     if model is None:
@@ -184,7 +194,11 @@ def _longest(indices: list[int], lengths: Mapping[int, int]) -> int:
     return max(indices, key=lambda index: lengths[index])
 
 
-def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
+def _describe_lengths(
+    rows: Rows,
+    lengths: Mapping[int, int],
+    noun: str,
+) -> str:
     longest = _longest(list(lengths), lengths)
     if len(lengths) == len(rows):
         which = f"all {len(rows):,}"
@@ -195,7 +209,11 @@ def _describe_lengths(rows: Rows, lengths: Mapping[int, int], noun: str) -> str:
     )
 
 
-def _check_budget(config: RunConfig, max_length: int, diagnostics: Diagnostics) -> None:
+def _check_budget(
+    config: RunConfig,
+    max_length: int,
+    diagnostics: Diagnostics,
+) -> None:
     """Check the longest row against the token budgets of the batching mode that is enabled."""
     mode = batching_section(config)
     if mode is None:

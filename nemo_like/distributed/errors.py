@@ -10,7 +10,14 @@ class ClusterError(RuntimeError):
 class WorkerFailure(RuntimeError):
     """A worker of a group failed and the other workers were stopped. `str()` is for the user."""
 
-    def __init__(self, message: str, *, group: str, rank: int, method: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str,
+        rank: int,
+        method: str,
+    ) -> None:
         super().__init__(message)
         self.group = group
         self.rank = rank
@@ -35,7 +42,12 @@ class WorkerError(WorkerFailure):
             message += f": {cause}"
         if advice:
             message += f"\n{advice}"
-        super().__init__(message, group=group, rank=rank, method=method)
+        super().__init__(
+            message,
+            group=group,
+            rank=rank,
+            method=method,
+        )
         # A note instead of a part of the message, so that `str()` stays one paragraph.
         self.cause = cause
         self.traceback_text = traceback_text

@@ -61,7 +61,10 @@ class LocalGroup:
         self._closed = threading.Event()
         if progress_timeout_s > 0:
             watch = threading.Thread(
-                target=self._watch, args=(progress_timeout_s,), daemon=True, name=f"watch-{name}"
+                target=self._watch,
+                args=(progress_timeout_s,),
+                daemon=True,
+                name=f"watch-{name}",
             )
             watch.start()
         # Several local groups share the process; the one whose worker joined leaves.
@@ -69,11 +72,21 @@ class LocalGroup:
         self._worker = self._guard("__init__", worker_class, context, **kwargs)
         self._joined = process_groups.is_joined() and not was_joined
 
-    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all_workers(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self, method: str, /, *sharded: Sequence[Any], **common: Any
+        self,
+        method: str,
+        /,
+        *sharded: Sequence[Any],
+        **common: Any,
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != 1:
@@ -86,12 +99,23 @@ class LocalGroup:
     def put(self, value: Any) -> Handle:
         return Handle(value)
 
-    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
+    def submit_all(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Handle]:
         if self._worker is None:
             raise RuntimeError(f"the {self.name} group was shut down")
         arguments = [_value(argument) for argument in args]
         keywords = {name: _value(argument) for name, argument in kwargs.items()}
-        result = self._guard(method, getattr(self._worker, method), *arguments, **keywords)
+        result = self._guard(
+            method,
+            getattr(self._worker, method),
+            *arguments,
+            **keywords,
+        )
         return [Handle(result, None, 0, method)]
 
     def wait(self, handles: Sequence[Handle]) -> None:
@@ -109,7 +133,12 @@ class LocalGroup:
             self._joined = False
 
     def _guard(
-        self, method: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        method: str,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Call `function`; convert its exception to WorkerError."""
         activity.note(method)

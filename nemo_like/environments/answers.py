@@ -132,7 +132,14 @@ def _boxes(text: str) -> list[_Mark]:
                 continue
             start, content_start, is_box = opened.pop()
             if is_box:
-                boxes.append(_Mark(start, token.end(), content_start, token.start()))
+                boxes.append(
+                    _Mark(
+                        start,
+                        token.end(),
+                        content_start,
+                        token.start(),
+                    )
+                )
         elif word.endswith("{") and word != "\\{":
             opened.append((token.start(), token.end(), word != "{"))
     return boxes

@@ -97,7 +97,12 @@ class HFGenerationWorker:
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             prompts = [prompt_ids[row] for row in batch]
-            rows += self._decode_batch(prompts, seeds[batch], sampling, max_total_length)
+            rows += self._decode_batch(
+                prompts,
+                seeds[batch],
+                sampling,
+                max_total_length,
+            )
         rows = [rows[position] for position in np.argsort(order)]
         return Completions(
             Jagged.from_rows([row.token_ids for row in rows], np.int32),
@@ -180,7 +185,12 @@ class HFGenerationWorker:
         for index in range(uniforms.shape[1]):
             activity.note(f"decoding step {index + 1} of {uniforms.shape[1]}, {len(slots)} rows")
             token_ids, logprobs = sample_tokens(forward.logits, uniforms[:, index], sampling)
-            self._extend(slots, token_ids.tolist(), logprobs.tolist(), sampling.stop_strings)
+            self._extend(
+                slots,
+                token_ids.tolist(),
+                logprobs.tolist(),
+                sampling.stop_strings,
+            )
             unfinished = [slot for slot, row in enumerate(slots) if not row.is_finished]
             if not unfinished:
                 break

@@ -107,7 +107,11 @@ class ClippedPolicyGradientLoss:
             "policy/loss": Mean(loss_total, loss_weight),
             **mean_metrics(per_token, mask),
         }
-        metrics |= mismatch_metrics(columns["prev_logprobs"], columns["generation_logprobs"], mask)
+        metrics |= mismatch_metrics(
+            columns["prev_logprobs"],
+            columns["generation_logprobs"],
+            mask,
+        )
         return LossTerms(loss_sum, metrics)
 
     def _surrogate(self, delta: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -179,7 +183,12 @@ class _WithGradient(torch.autograd.Function):
     """Returns `value`, with `derivative` as its derivative with respect to `variable`."""
 
     @staticmethod
-    def forward(ctx: Any, variable: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        variable: Tensor,
+        value: Tensor,
+        derivative: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(derivative)
         return value.clone()
 
@@ -194,7 +203,11 @@ class _WithGradient(torch.autograd.Function):
         return grad_value * derivative, None, None
 
 
-def mismatch_metrics(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Metrics:
+def mismatch_metrics(
+    prev_logprobs: Tensor,
+    generation_logprobs: Tensor,
+    mask: Tensor,
+) -> Metrics:
     """Compare the training engine's log-probs of the sampled tokens with the sampler's, [T] each.
 
     Usual values: `gen_kl_k3` of 1e-4 to 1e-3, `token_mult_prob_error` = mean exp|difference| below

@@ -11,7 +11,9 @@ from nemo_like.parallel_layout import EngineName, Field, LayoutProblem, Parallel
 
 
 def model_problems(
-    layout: ParallelLayout, engine: EngineName, spec: ModelSpec
+    layout: ParallelLayout,
+    engine: EngineName,
+    spec: ModelSpec,
 ) -> list[LayoutProblem]:
     """Return a problem, with the arithmetic, for each size of the model that does not divide."""
     # The name may be any path, and its braces are not fields of the template.
@@ -24,7 +26,10 @@ def model_problems(
 
 
 def _size_problems(
-    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+    layout: ParallelLayout,
+    engine: EngineName,
+    spec: ModelSpec,
+    model: str,
 ) -> Iterator[LayoutProblem]:
     """Sizes that are divided evenly over the ranks of an axis."""
     over_tp = {
@@ -53,7 +58,9 @@ def _size_problems(
 
 
 def _pipeline_problems(
-    layout: ParallelLayout, spec: ModelSpec, model: str
+    layout: ParallelLayout,
+    spec: ModelSpec,
+    model: str,
 ) -> Iterator[LayoutProblem]:
     # Stages may differ by one layer, but none is without layers.
     if spec.num_layers < layout.pp:
@@ -65,7 +72,10 @@ def _pipeline_problems(
 
 
 def _expert_problems(
-    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+    layout: ParallelLayout,
+    engine: EngineName,
+    spec: ModelSpec,
+    model: str,
 ) -> Iterator[LayoutProblem]:
     if spec.moe is None:
         if layout.ep > 1:

@@ -63,7 +63,11 @@ def load_tokenizer(name: str, *, local_files_only: bool) -> PreTrainedTokenizerB
     return _open(AutoTokenizer.from_pretrained, name, local_files_only)
 
 
-def _open(from_pretrained: Callable[..., Any], name: str, local_files_only: bool) -> Any:
+def _open(
+    from_pretrained: Callable[..., Any],
+    name: str,
+    local_files_only: bool,
+) -> Any:
     try:
         return from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:

@@ -324,7 +324,11 @@ class _Fields:
         return getattr(self._config, name, None)
 
 
-def _windows(fields: _Fields, traits: _FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
+def _windows(
+    fields: _Fields,
+    traits: _FamilyTraits,
+    num_layers: int,
+) -> tuple[int | None, ...]:
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)
     if kinds is not None:

@@ -52,7 +52,12 @@ def varlen_attention(
     if cp_group is not None and cp_group.size() > 1:
         if not causal:
             raise ValueError("context parallelism supports causal attention only")
-        exchange = plan_exchange(cu_seqlens, max_seqlen, cp_group, q.shape[0])
+        exchange = plan_exchange(
+            cu_seqlens,
+            max_seqlen,
+            cp_group,
+            q.shape[0],
+        )
         k, v = gather_keys_values(k, v, exchange, cp_group)
         spans = Spans(
             exchange.cu_seqlens_q,
@@ -181,10 +186,22 @@ def _flash_varlen(
     flash_attn = _flash_attn_func()
     if flash_attn is not None:
         return flash_attn(
-            q, k, v, *spans, softmax_scale=scale, causal=causal, window_size=window_size
+            q,
+            k,
+            v,
+            *spans,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
         )
     out = varlen_attn(
-        q, k, v, *spans, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        *spans,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     # It returns a tuple only with auxiliary outputs.
     assert isinstance(out, Tensor)

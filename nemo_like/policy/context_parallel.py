@@ -126,7 +126,11 @@ def _bounds(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _check(bounds: list[int], size: int, num_positions: int) -> None:
+def _check(
+    bounds: list[int],
+    size: int,
+    num_positions: int,
+) -> None:
     if bounds[-1] != num_positions * size:
         raise ValueError(
             f"cu_seqlens ends at {bounds[-1]} but there are {size} x {num_positions} positions"

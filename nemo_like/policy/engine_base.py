@@ -180,7 +180,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
 
     def export_hf(self, directory: Path) -> None:
         """See `Engine.export_hf`."""
-        write_hf(self, self.model_config, self.config, directory, is_writer=self.rank == 0)
+        write_hf(
+            self,
+            self.model_config,
+            self.config,
+            directory,
+            is_writer=self.rank == 0,
+        )
 
     def offload(self) -> None:
         """See `Engine.offload`; does nothing on CPU."""

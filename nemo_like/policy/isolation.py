@@ -101,7 +101,11 @@ def _random_rows(vocab_size: int) -> list[np.ndarray]:
     return [generator.integers(0, vocab_size, length).astype(np.int32) for length in _LENGTHS]
 
 
-def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
+def _with_other_token(
+    rows: Sequence[np.ndarray],
+    row: int,
+    vocab_size: int,
+) -> list[np.ndarray]:
     changed = [tokens.copy() for tokens in rows]
     changed[row][2] = (changed[row][2] + 1) % vocab_size
     return changed
@@ -129,8 +133,17 @@ def _compute_logprobs(
     else:
         padded = (max(aligned),) * len(rows)
         num_tokens = sum(padded)
-    microbatch = Microbatch(tuple(range(len(rows))), lengths, padded, num_tokens)
-    spec = PlanSpec(layout=layout, max_tokens=num_tokens, cp_size=parallel_layout.cp)
+    microbatch = Microbatch(
+        tuple(range(len(rows))),
+        lengths,
+        padded,
+        num_tokens,
+    )
+    spec = PlanSpec(
+        layout=layout,
+        max_tokens=num_tokens,
+        cp_size=parallel_layout.cp,
+    )
     shard = {"input_ids": Jagged.from_rows(rows, np.int32)}
     cp_rank = parallel_layout.coordinates(engine.rank).cp
     inputs = build_inputs(

@@ -93,7 +93,11 @@ def token_logprobs(
     return TokenLogprobs(kept_logprobs, entropy, logprobs)
 
 
-def scatter_logprobs(outputs: TokenLogprobs, positions: Tensor, size: int) -> TokenLogprobs:
+def scatter_logprobs(
+    outputs: TokenLogprobs,
+    positions: Tensor,
+    size: int,
+) -> TokenLogprobs:
     """Scatter `outputs` [T] to [size], to the indices `positions` int64 [T]; 0 elsewhere."""
 
     def scatter(values: Tensor) -> Tensor:
@@ -139,14 +143,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         thresholds = None if token_filter is None else torch.empty_like(sums[0])
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits = _scaled_logits(hidden[chunk], weight, bias, temperature)
+            logits = _scaled_logits(
+                hidden[chunk],
+                weight,
+                bias,
+                temperature,
+            )
             local_labels = _LocalLabels.of(labels[chunk], vocab, weight)
             is_removed = None
             if token_filter is not None and thresholds is not None:
                 group = None if vocab is None else vocab.group
                 thresholds[chunk] = token_filter.thresholds(logits, group)
                 is_removed = local_labels.removed(logits, thresholds[chunk])
-            _reduce(logits, local_labels, sums[:, chunk], with_entropy, is_removed)
+            _reduce(
+                logits,
+                local_labels,
+                sums[:, chunk],
+                with_entropy,
+                is_removed,
+            )
         gathered = _gather(sums, vocab)
         logprobs, logsumexp, entropy = _combine(gathered, with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
@@ -206,9 +221,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy_part = (grad_entropy[part], entropy[part])
             kept_part = None
             if grad_kept is not None and thresholds is not None:
-                kept_part = _KeptGradient(thresholds[part], grad_kept[part], log_inverse_mass[part])
+                kept_part = _KeptGradient(
+                    thresholds[part],
+                    grad_kept[part],
+                    log_inverse_mass[part],
+                )
             gradient = _logits_gradient(
-                _scaled_logits(hidden[part], weight, bias, ctx.temperature),
+                _scaled_logits(
+                    hidden[part],
+                    weight,
+                    bias,
+                    ctx.temperature,
+                ),
                 _LocalLabels.of(labels[part], ctx.vocab, weight),
                 logsumexp[part],
                 None if grad_logprobs is None else grad_logprobs[part],
@@ -240,7 +264,12 @@ class _LocalLabels(NamedTuple):
     """bool [chunk, 1]: True where the label is on this rank; None if all are."""
 
     @classmethod
-    def of(cls, labels: Tensor, vocab: VocabShard | None, weight: Tensor) -> _LocalLabels:
+    def of(
+        cls,
+        labels: Tensor,
+        vocab: VocabShard | None,
+        weight: Tensor,
+    ) -> _LocalLabels:
         """Build from `labels` [chunk], which are relative to this rank's first row."""
         labels = labels[:, None]
         if vocab is None:
@@ -312,7 +341,11 @@ def _reduce(
     exponentials = shifted.exp() if with_entropy else shifted.exp_()
     torch.sum(exponentials, dim=1, out=total)
     if is_removed is not None:
-        torch.sum(exponentials.masked_fill(is_removed, 0.0), dim=1, out=sums[4])
+        torch.sum(
+            exponentials.masked_fill(is_removed, 0.0),
+            dim=1,
+            out=sums[4],
+        )
     if with_entropy:
         # The limit of exp(s) s for s -> -inf is 0, but 0 * -inf is NaN.
         torch.sum(exponentials.mul_(shifted).nan_to_num_(nan=0.0), dim=1, out=product)
@@ -407,7 +440,11 @@ def _logits_gradient(
     return labels.add_to(inner.mul_(probs).neg_(), scale)
 
 
-def _accumulate(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+def _accumulate(
+    total: Tensor,
+    gradient: Tensor,
+    hidden: Tensor,
+) -> None:
     """Add gradient.T [V, chunk] @ hidden [chunk, D] to `total` [V, D], in place."""
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), hidden)

@@ -109,9 +109,21 @@ def build_inputs(
     shape = grid.shape
     is_real = grid.position < grid.length
     has_label = grid.position < grid.length - 1
-    input_ids = grid.gather("input_ids", shard["input_ids"], 0, is_real, pad_token_id)
+    input_ids = grid.gather(
+        "input_ids",
+        shard["input_ids"],
+        0,
+        is_real,
+        pad_token_id,
+    )
     # Shift 1: the label of a position is the next token of its row.
-    labels = grid.gather("input_ids", shard["input_ids"], 1, has_label, 0)
+    labels = grid.gather(
+        "input_ids",
+        shard["input_ids"],
+        1,
+        has_label,
+        0,
+    )
     columns: dict[str, Tensor] = {}
     row_columns: dict[str, Tensor] = {}
     for name, column in shard.items():
@@ -258,7 +270,12 @@ class _Grid:
     """int64 [T]: real tokens of the position's segment."""
 
     @classmethod
-    def of(cls, microbatch: Microbatch, spec: PlanSpec, cp_rank: int) -> _Grid:
+    def of(
+        cls,
+        microbatch: Microbatch,
+        spec: PlanSpec,
+        cp_rank: int,
+    ) -> _Grid:
         segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
         bounds = _starts(segments)
         positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
@@ -317,7 +334,12 @@ def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return starts
 
 
-def _tensor(array: np.ndarray, device: str | torch.device, *, is_mask: bool = False) -> Tensor:
+def _tensor(
+    array: np.ndarray,
+    device: str | torch.device,
+    *,
+    is_mask: bool = False,
+) -> Tensor:
     array = array.astype(bool) if is_mask else np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)
     return tensor.to(device, non_blocking=True)

@@ -15,7 +15,11 @@ LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19: the square of any number up to this is finite in float32."""
 
 
-def learning_rate(step: int, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> float:
+def learning_rate(
+    step: int,
+    optimizer: OptimizerConfig,
+    scheduler: SchedulerConfig,
+) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
 
     Warm-up rises linearly so that step `warmup_steps` is the first at full rate; then
@@ -69,7 +73,7 @@ def build_optimizer(
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,  # one pass over memory; ten times faster on the CPU than the unfused loops
+        fused=True,  # one pass over memory; ten times faster on the CPU than the unfused loops,
     )
 
 

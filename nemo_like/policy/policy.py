@@ -198,7 +198,10 @@ class Policy:
         return skipped
 
     def evaluate(
-        self, sharded: ShardedBatch, loss: Loss, logprobs: Logprobs | None = None
+        self,
+        sharded: ShardedBatch,
+        loss: Loss,
+        logprobs: Logprobs | None = None,
     ) -> Metrics:
         """Return the loss's metrics over the sharded rows, without training on them.
 
@@ -265,7 +268,9 @@ class Policy:
 
 
 def _checked_handle(
-    logprobs: Logprobs | None, sharded: ShardedBatch, new_columns: Iterable[str]
+    logprobs: Logprobs | None,
+    sharded: ShardedBatch,
+    new_columns: Iterable[str],
 ) -> LogprobHandle | None:
     """Return the workers' handle of `logprobs`. Raises ValueError if they do not fit the batch."""
     if logprobs is None:

@@ -44,7 +44,11 @@ def compute_row_logprobs(
     )
 
 
-def _gather_in_order(engine: Engine, inputs: ModelInputs, values: Tensor) -> Tensor:
+def _gather_in_order(
+    engine: Engine,
+    inputs: ModelInputs,
+    values: Tensor,
+) -> Tensor:
     """Gather [num_tokens], in the order of the pack, from this rank's share [T]."""
     if inputs.cp_size == 1:
         return values

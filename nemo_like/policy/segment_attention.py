@@ -89,7 +89,14 @@ def sdpa(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    mask = _mask(q.shape[2], k.shape[2], lags, window, causal, q.device)
+    mask = _mask(
+        q.shape[2],
+        k.shape[2],
+        lags,
+        window,
+        causal,
+        q.device,
+    )
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -150,7 +157,11 @@ class _CallPlan(NamedTuple):
 
 # All layers of a forward, and its backward, have the same bounds.
 @lru_cache(maxsize=32)
-def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bool) -> _CallPlan:
+def _plan_calls(
+    bounds_q: tuple[int, ...],
+    bounds_k: tuple[int, ...],
+    causal: bool,
+) -> _CallPlan:
     """Group short segments of similar length, padded to the longest of their group.
 
     A call costs about as much as 100 short tokens. Padding follows each segment's last token, where
@@ -160,7 +171,14 @@ def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bo
     bounds = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
     for (start_q, end_q), (start_k, end_k) in bounds:
         if end_q > start_q:
-            segments.append(_Segment(start_q, end_q - start_q, start_k, end_k - start_k))
+            segments.append(
+                _Segment(
+                    start_q,
+                    end_q - start_q,
+                    start_k,
+                    end_k - start_k,
+                )
+            )
     # Sorted, so that segments of one group are neighbours. They have one `chunk`, the ratio of key
     # to query length, so that similar query lengths imply similar key lengths.
     segments.sort(key=lambda segment: (segment.chunk, segment.length_q, segment.start_q))
@@ -181,7 +199,11 @@ def _plan_calls(bounds_q: tuple[int, ...], bounds_k: tuple[int, ...], causal: bo
     return _CallPlan(tuple(groups), None if is_in_order else torch.argsort(source))
 
 
-def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
+def _fits_group(
+    segment: _Segment,
+    longest: _Segment,
+    min_length: int,
+) -> bool:
     return segment.chunk == longest.chunk and segment.length_q >= min_length
 
 
@@ -189,14 +211,30 @@ def _make_group(members: list[_Segment]) -> _Group:
     length_q = max(member.length_q for member in members)
     length_k = max(member.length_k for member in members)
     if len(members) == 1:
-        return _Group(tuple(members), length_q, length_k, None, None)
+        return _Group(
+            tuple(members),
+            length_q,
+            length_k,
+            None,
+            None,
+        )
     starts_q, lengths_q, starts_k, lengths_k = torch.tensor(members).unbind(1)
     slots_q = _slots(starts_q, lengths_q, length_q)
     slots_k = _slots(starts_k, lengths_k, length_k)
-    return _Group(tuple(members), length_q, length_k, slots_q, slots_k)
+    return _Group(
+        tuple(members),
+        length_q,
+        length_k,
+        slots_q,
+        slots_k,
+    )
 
 
-def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
+def _slots(
+    starts: Tensor,
+    lengths: Tensor,
+    length: int,
+) -> _Slots:
     """Slots of segments at `starts` [n] with `lengths` [n], padded to `length`."""
     index = torch.arange(length)
     last = lengths[:, None] - 1
@@ -244,12 +282,20 @@ def _attend_group(
     return out.index_select(0, kept.to(out.device))
 
 
-def _slice(tensor: Tensor, start: int, length: int) -> Tensor:
+def _slice(
+    tensor: Tensor,
+    start: int,
+    length: int,
+) -> Tensor:
     """Return a view [1, H, length, D] of `tensor` [T, H, D]."""
     return tensor.narrow(0, start, length).transpose(0, 1)[None]
 
 
-def _rectangle(tensor: Tensor, slots: _Slots, num_segments: int) -> Tensor:
+def _rectangle(
+    tensor: Tensor,
+    slots: _Slots,
+    num_segments: int,
+) -> Tensor:
     """Copy `tensor` [T, H, D] to [num_segments, H, length, D]."""
     rows = tensor.index_select(0, slots.positions.to(tensor.device))
     return rows.view(num_segments, -1, *tensor.shape[1:]).transpose(1, 2)

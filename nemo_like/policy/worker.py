@@ -42,7 +42,12 @@ class PolicyWorker:
     `DTensorPolicyWorker` and `MegatronPolicyWorker` choose the engines.
     """
 
-    def __init__(self, config: PolicyConfig, policy: Engine, reference: Engine | None) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        policy: Engine,
+        reference: Engine | None,
+    ) -> None:
         self.config = config
         self._policy = policy
         self._reference = reference
@@ -109,11 +114,24 @@ class PolicyWorker:
         """See `PolicyWorkerProtocol.train`."""
         assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
         kept = self._kept_logprobs(shard, logprobs)
-        rows = self._rows({**shard, **(columns or {}), **kept}, shard.plan.spec)
+        rows = self._rows(
+            {
+                **shard,
+                **(columns or {}),
+                **kept,
+            },
+            shard.plan.spec,
+        )
         num_steps = len(shard.plan.step_offsets) - 1
         self._skipped = []
         return [
-            self._train_step(rows, shard.plan.step(step), loss, step) for step in range(num_steps)
+            self._train_step(
+                rows,
+                shard.plan.step(step),
+                loss,
+                step,
+            )
+            for step in range(num_steps)
         ]
 
     def skipped_steps(self) -> list[SkippedStep]:
@@ -121,7 +139,10 @@ class PolicyWorker:
         return self._skipped
 
     def evaluate(
-        self, shard: SlicedDataDict, loss: Loss, logprobs: LogprobHandle | None = None
+        self,
+        shard: SlicedDataDict,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
     ) -> Metrics:
         """See `PolicyWorkerProtocol.evaluate`."""
         plan = _logprob_plan(shard)
@@ -230,7 +251,11 @@ class PolicyWorker:
         }
 
     def _train_step(
-        self, rows: ShardRows, microbatches: Sequence[Microbatch], loss: Loss, index: int
+        self,
+        rows: ShardRows,
+        microbatches: Sequence[Microbatch],
+        loss: Loss,
+        index: int,
     ) -> Metrics:
         """Take optimizer step `index` of a call of `train`; returns its metrics over all ranks."""
         engine = self._policy
@@ -241,7 +266,10 @@ class PolicyWorker:
         # Drops intervals that were measured outside of training, for example in evaluation.
         engine.clock.pop_seconds()
         results = engine.run(
-            map(rows.inputs, microbatches), step_fn, backward=True, **self._logprob_options(loss)
+            map(rows.inputs, microbatches),
+            step_fn,
+            backward=True,
+            **self._logprob_options(loss),
         )
         seconds = engine.clock.pop_seconds()
         num_steps_before = engine.num_optimizer_steps
@@ -298,7 +326,13 @@ class PolicyWorker:
         if is_coupled:
             shares = shares[:1]
         sums = {row: sum((share[row] for share in shares), 0.0) for row in losses}
-        self._skipped.append(SkippedStep(index=index, grad_norm=grad_norm, row_losses=sums))
+        self._skipped.append(
+            SkippedStep(
+                index=index,
+                grad_norm=grad_norm,
+                row_losses=sums,
+            )
+        )
 
     def _check_finite(self, *, with_moments: bool = False) -> None:
         """Raise NonFiniteError if the policy's weights, or its moments, are not finite."""

@@ -396,7 +396,12 @@ def _outcome_with(outcome: Outcome, max_tokens: int) -> Outcome:
     lengths = np.zeros(outcome.plan.num_rows, dtype=np.int64)
     lengths[outcome.plan.rows] = outcome.plan.lengths
     plan = strategy.plan(lengths)
-    return replace(outcome, strategy=strategy, plan=plan, max_tokens=max_tokens)
+    return replace(
+        outcome,
+        strategy=strategy,
+        plan=plan,
+        max_tokens=max_tokens,
+    )
 
 
 def _time_assumptions(report: PlanReport) -> Iterator[str]:

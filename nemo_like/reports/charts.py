@@ -66,7 +66,12 @@ def length_histogram(
         )
     drawing.line(_LEFT, 196, WIDTH - 8, 196, "axis")
     for tick in x.ticks(8):
-        drawing.text(x(tick), 212, f"{tick:,.0f}", anchor="middle")
+        drawing.text(
+            x(tick),
+            212,
+            f"{tick:,.0f}",
+            anchor="middle",
+        )
     drawing.text(
         WIDTH - 8,
         230,
@@ -183,7 +188,13 @@ def _fill_panel(
         y(capacity),
         "budget",
     )
-    drawing.line(left, y(0), left + width, y(0), "axis")
+    drawing.line(
+        left,
+        y(0),
+        left + width,
+        y(0),
+        "axis",
+    )
     thinned = "" if len(shown) == len(real) else f", {len(shown):,} of them drawn"
     drawing.text(
         left,
@@ -232,7 +243,13 @@ def timeline(
         )
         _rank_bars(drawing, panel, end, ideal, x, top, pitch, num_ranks)
     base = len(panels) * (height + gap) + 4
-    drawing.line(2, base - 8, WIDTH - 2, base - 8, "axis")
+    drawing.line(
+        2,
+        base - 8,
+        WIDTH - 2,
+        base - 8,
+        "axis",
+    )
     for tick in x.ticks(8):
         drawing.text(
             x(tick),
@@ -300,7 +317,13 @@ def _rank_bars(
     bottom = top + num_ranks * pitch + 1
     for kind, value in (("mean", mean_work), ("budget", finish)):
         position = x(value / ideal)
-        drawing.line(position, top - 3, position, bottom, kind)
+        drawing.line(
+            position,
+            top - 3,
+            position,
+            bottom,
+            kind,
+        )
 
 
 def memory_stack(
@@ -317,7 +340,11 @@ def memory_stack(
     max_limit = max((limit for _, limit in limits), default=0.0)
     height = pitch * len(bars) + 54
     drawing = Drawing(WIDTH, height, "Memory of one device by part")
-    x = Scale(1.02 * max(max_total, max_limit), 2, WIDTH - 2)
+    x = Scale(
+        1.02 * max(max_total, max_limit),
+        2,
+        WIDTH - 2,
+    )
     for index, (label, parts) in enumerate(bars):
         top = 44 + index * pitch
         drawing.text(
@@ -405,5 +432,16 @@ def _value_axis(
     for label, tick in zip(labels, ticks, strict=True):
         # The line at 0 is the axis, which is drawn over the bars.
         if tick:
-            drawing.line(x.start, y(tick), x.stop, y(tick), "grid")
-            drawing.text(x.start - 8, y(tick) + 4, label, anchor="end")
+            drawing.line(
+                x.start,
+                y(tick),
+                x.stop,
+                y(tick),
+                "grid",
+            )
+            drawing.text(
+                x.start - 8,
+                y(tick) + 4,
+                label,
+                anchor="end",
+            )

@@ -41,7 +41,9 @@ class Rollout:
         num_rows = len(lengths)
         num_stopped = int(stopped.sum())
         metrics: Metrics = reward_metrics(
-            self.batch["reward"], self.batch["group"], self.components
+            self.batch["reward"],
+            self.batch["group"],
+            self.components,
         )
         metrics |= {
             "generation/completion_length_mean": Mean(float(lengths.sum()), num_rows),
@@ -81,7 +83,11 @@ class Rollout:
         return records
 
 
-def row_seeds(seed: int, step: int, num_rows: int) -> np.ndarray:
+def row_seeds(
+    seed: int,
+    step: int,
+    num_rows: int,
+) -> np.ndarray:
     """Return the seed of each row's sampling stream, uint64 [num_rows].
 
     It depends on the run's seed and the step only, so a resumed run samples the same completions.
@@ -127,7 +133,12 @@ def collect(
     token_ids = [ids.tolist() for ids in completions.token_ids]
     texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     samples = [
-        RewardSample(prompt=prompt.text, completion=text, answer=prompt.answer, row=prompt.row)
+        RewardSample(
+            prompt=prompt.text,
+            completion=text,
+            answer=prompt.answer,
+            row=prompt.row,
+        )
         for prompt, text in zip(repeated, texts, strict=True)
     ]
     with timers("reward"):

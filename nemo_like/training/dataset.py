@@ -48,7 +48,11 @@ def open_data(config: RunConfig, schema: RowSchema) -> RunData:
     return RunData(open_encoder(config), train, validation)
 
 
-def load_training(config: RunConfig, schema: RowSchema, progress: Progress) -> Rows:
+def load_training(
+    config: RunConfig,
+    schema: RowSchema,
+    progress: Progress,
+) -> Rows:
     """Read the training rows. Raises ConfigError for a missing or empty file, or a bad line."""
     data = config.data
     with progress.phase("reading data.train_path") as phase:
@@ -113,7 +117,12 @@ class ExampleSource(Generic[ExampleT]):
         Close `rows` after it. Raises ConfigError for a bad row that is found at once.
         """
         # Rows that a short run does not reach are not encoded.
-        start_encoding(self.config, self.rows, loader.order, num_steps * loader.batch_size)
+        start_encoding(
+            self.config,
+            self.rows,
+            loader.order,
+            num_steps * loader.batch_size,
+        )
 
     def finish_encoding(self, progress: Progress) -> None:
         """Wait for the rows that are being encoded; see `encoding.finish_encoding`."""
@@ -162,7 +171,12 @@ class ExampleSource(Generic[ExampleT]):
         in_epochs = limits.max_num_epochs * self.steps_per_epoch()
         return _at_most(in_epochs, limits.max_num_steps)
 
-    def last_step(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT], step: int) -> int:
+    def last_step(
+        self,
+        limits: EpochLoopConfig,
+        loader: RowLoader[ExampleT],
+        step: int,
+    ) -> int:
         """Return the last step of a run whose loader has delivered the batches up to `step`.
 
         It differs from `num_steps` if the files changed between a checkpoint and its resume.
@@ -190,7 +204,11 @@ def _at_most(count: int, limit: int | None) -> int:
     return count if limit is None else min(count, limit)
 
 
-def steps_per_epoch(config: RunConfig, num_rows: int, batch_size: int) -> int:
+def steps_per_epoch(
+    config: RunConfig,
+    num_rows: int,
+    batch_size: int,
+) -> int:
     """Return the number of steps of one epoch. Raises ConfigError if it is 0."""
     steps = num_batches(num_rows, batch_size, config.data.last_batch)
     if steps == 0:
@@ -198,17 +216,31 @@ def steps_per_epoch(config: RunConfig, num_rows: int, batch_size: int) -> int:
     return steps
 
 
-def describe_run(config: RunConfig, num_steps: int, num_rows: int) -> str:
+def describe_run(
+    config: RunConfig,
+    num_steps: int,
+    num_rows: int,
+) -> str:
     """Describe the length of a run over epochs.
 
     Example: `6 steps; an epoch is 3 steps of 32 rows`.
     """
     batch_size = config.policy.train_global_batch_size
-    epoch = describe_epoch(config, num_rows, batch_size, f"{config.example}s")
+    epoch = describe_epoch(
+        config,
+        num_rows,
+        batch_size,
+        f"{config.example}s",
+    )
     return f"{num_steps:,} {plural(num_steps, 'step')}; {epoch}"
 
 
-def describe_epoch(config: RunConfig, num_rows: int, batch_size: int, noun: str) -> str:
+def describe_epoch(
+    config: RunConfig,
+    num_rows: int,
+    batch_size: int,
+    noun: str,
+) -> str:
     """Describe the steps of an epoch. Raises ConfigError if it has none.
 
     Example: `an epoch is 3 steps of 32 rows and 1 of 4`.

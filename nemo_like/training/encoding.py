@@ -33,7 +33,11 @@ _POLICY_KEYS = (
 )
 
 
-def encode_conversation(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+def encode_conversation(
+    encoder: ChatEncoder,
+    config: RunConfig,
+    row: Row,
+) -> EncodedRow | None:
     """Encode one SFT row; return None if it is too long and `policy.oversize_rows` is drop.
 
     Raises ConfigError if it is too long and `policy.oversize_rows` is error.
@@ -62,7 +66,11 @@ def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
     )
 
 
-def encode_question(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+def encode_question(
+    encoder: ChatEncoder,
+    config: RunConfig,
+    row: Row,
+) -> EncodedRow | None:
     """Encode the prompt of one row, with a token mask of zeros.
 
     For a prompt that leaves no room for a completion, `policy.oversize_rows` decides: truncate
@@ -131,7 +139,10 @@ def encoding_setup(config: RunConfig) -> dict[str, Any]:
 
 
 def open_training_rows(
-    config: RunConfig, encoder: ChatEncoder, rows: Rows, encode: EncodeRow
+    config: RunConfig,
+    encoder: ChatEncoder,
+    rows: Rows,
+    encode: EncodeRow,
 ) -> EncodedRows:
     """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes."""
     return EncodedRows(
@@ -144,7 +155,10 @@ def open_training_rows(
 
 
 def start_encoding(
-    config: RunConfig, rows: EncodedRows, order: np.ndarray, num_needed: int
+    config: RunConfig,
+    rows: EncodedRows,
+    order: np.ndarray,
+    num_needed: int,
 ) -> None:
     """Start to encode the rows that the run visits: the first `num_needed` of `order` (int64 [N]).
 
@@ -159,7 +173,11 @@ def start_encoding(
     finish_encoding(config, rows, Progress())
 
 
-def finish_encoding(config: RunConfig, rows: EncodedRows, progress: Progress) -> None:
+def finish_encoding(
+    config: RunConfig,
+    rows: EncodedRows,
+    progress: Progress,
+) -> None:
     """Wait for the rows that `start_encoding` started, at most `data.encoding_timeout_s`.
 
     Reports dropped rows, and rows that are not encoded yet. Raises ConfigError for a bad row.

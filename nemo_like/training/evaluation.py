@@ -26,7 +26,10 @@ def is_due(step: int, period: int, total: int) -> bool:
 
 
 def score_answers(
-    run: TrainingRun, prompts: Sequence[Prompt], step: int, temperature: float = 0.0
+    run: TrainingRun,
+    prompts: Sequence[Prompt],
+    step: int,
+    temperature: float = 0.0,
 ) -> Metrics:
     """Generate one completion per prompt, score it and return the metrics `validation/*`.
 
@@ -46,7 +49,11 @@ def score_answers(
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
             max_total_length=config.policy.max_total_sequence_length,
-            seeds=row_seeds(config.seed, _SEED_OFFSET + step, len(prompts)),
+            seeds=row_seeds(
+                config.seed,
+                _SEED_OFFSET + step,
+                len(prompts),
+            ),
             weight_version=step,
             # Timers of its own: these seconds do not belong to the step's generation and reward.
             timers=Timers(),
@@ -63,7 +70,11 @@ def score_answers(
     return metrics
 
 
-def show_rollout(run: TrainingRun, rollout: Rollout, title: str) -> None:
+def show_rollout(
+    run: TrainingRun,
+    rollout: Rollout,
+    title: str,
+) -> None:
     """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
     samples = []
     for record in rollout.records()[: run.config.logger.num_samples_shown]:

@@ -140,7 +140,12 @@ def weight_file_problem(path: Path) -> str | None:
     return None
 
 
-def _load_model_config(name: str, subject: str, *, local_files_only: bool) -> PretrainedConfig:
+def _load_model_config(
+    name: str,
+    subject: str,
+    *,
+    local_files_only: bool,
+) -> PretrainedConfig:
     """Load config.json from a directory or the hub. `subject` begins the error message."""
     try:
         return load_model_config(name, local_files_only=local_files_only or not _is_hub_name(name))

@@ -154,7 +154,10 @@ class TrainingRun:
         push(self.policy.group, self.workers.rollout.generator.group, version)
 
     def plan_and_shard(
-        self, batch: BatchedDataDict, step: int, groups: np.ndarray | None = None
+        self,
+        batch: BatchedDataDict,
+        step: int,
+        groups: np.ndarray | None = None,
     ) -> tuple[BatchPlan, ShardedBatch]:
         """Plan the batch from its lengths and send each data-parallel rank its rows once.
 
@@ -205,7 +208,13 @@ class TrainingRun:
         """Add metrics to the record of the step that is logged next."""
         self.pending_metrics |= metrics
 
-    def log_step(self, step: int, lengths: np.ndarray, *, num_logprob_passes: int = 0) -> None:
+    def log_step(
+        self,
+        step: int,
+        lengths: np.ndarray,
+        *,
+        num_logprob_passes: int = 0,
+    ) -> None:
         """Log the added metrics, the timings and the throughput of the step that just ended.
 
         `lengths` (int [B]) are those of the step's rows.
@@ -239,7 +248,13 @@ class TrainingRun:
         self.last |= values
         self.first = values | self.first
 
-    def save_if_due(self, step: int, loader: RowLoader, *, is_last: bool) -> None:
+    def save_if_due(
+        self,
+        step: int,
+        loader: RowLoader,
+        *,
+        is_last: bool,
+    ) -> None:
         """Write a checkpoint if this step is due; its time is the next step's `checkpoint_s`."""
         if self.checkpointer.should_save(step, is_last=is_last):
             self.save(step, loader)
@@ -259,7 +274,9 @@ class TrainingRun:
         ):
             checkpoint.add(_POLICY, self.policy.save(checkpoint.path / _POLICY))
             state = TrainingState(
-                step=step, loader=loader.state_dict(), counters=dict(self.counters)
+                step=step,
+                loader=loader.state_dict(),
+                counters=dict(self.counters),
             )
             state.save(checkpoint.path)
 
@@ -342,7 +359,12 @@ def open_training_run(
         ExitStack() as closing,
     ):
         host = socket.gethostname()
-        logger.info("process %d on host %s starts, resume=%s", os.getpid(), host, config.resume)
+        logger.info(
+            "process %d on host %s starts, resume=%s",
+            os.getpid(),
+            host,
+            config.resume,
+        )
         checkpointer = Checkpointer(directory.path, config.checkpointing)
         check_logger(config.logger)
         for warning in precision_warnings(config):

@@ -83,7 +83,11 @@ def train(
     return merge_metrics(steps)
 
 
-def stop_if_too_many(run: TrainingRun, step: int, loader: RowLoader) -> None:
+def stop_if_too_many(
+    run: TrainingRun,
+    step: int,
+    loader: RowLoader,
+) -> None:
     """Save `step` and raise SkippedStepsError if too many consecutive steps were skipped."""
     limit = run.config.policy.max_skipped_steps
     in_a_row = run.num_skipped_in_a_row
@@ -119,17 +123,29 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
     return longest
 
 
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]], step: int) -> None:
+def _write_records(
+    path: Path,
+    records: Sequence[Mapping[str, Any]],
+    step: int,
+) -> None:
     with reporting_write_errors(path):
         path.parent.mkdir(exist_ok=True)
     # NaN is not JSON: `_json_number` has replaced it by null.
     lines = []
     for record in records:
         lines.append(json.dumps(record, allow_nan=False) + "\n")
-    write_text(path, "".join(lines), f"the skipped rows of step {step}")
+    write_text(
+        path,
+        "".join(lines),
+        f"the skipped rows of step {step}",
+    )
 
 
-def _records(step: SkippedStep, trained: TrainedBatch, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def _records(
+    step: SkippedStep,
+    trained: TrainedBatch,
+    tokenizer: Any,
+) -> Iterator[dict[str, Any]]:
     """Yield the rows whose loss is not finite; all rows of the step if every loss is finite."""
     losses = dict(sorted(step.row_losses.items()))
     # Without a bad loss the gradients overflowed, for which no single row is responsible.
@@ -167,7 +183,11 @@ def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _summary(records: Sequence[Mapping[str, Any]], num_skipped: int, num_steps: int) -> str:
+def _summary(
+    records: Sequence[Mapping[str, Any]],
+    num_skipped: int,
+    num_steps: int,
+) -> str:
     share = "" if num_steps == 1 else f" ({num_skipped} of {num_steps})"
     num_rows = sum(record["cause"] == "loss" for record in records)
     cause = f"the loss of {num_rows} rows is" if num_rows else "the gradients are"

@@ -115,7 +115,11 @@ def start_workers(
                 rewards = RewardEnvironment(reward_group, functions)
                 rollout_workers = RolloutWorkers(generator, rewards)
                 phase.advance()
-        yield RunWorkers(policy=policy, rollout_workers=rollout_workers, is_colocated=is_colocated)
+        yield RunWorkers(
+            policy=policy,
+            rollout_workers=rollout_workers,
+            is_colocated=is_colocated,
+        )
 
 
 def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
@@ -148,7 +152,9 @@ def _start_policy(config: RunConfig, start: _StartGroup) -> Policy:
 
 
 def _start_generator(
-    config: RunConfig, start: _StartGroup, end_token_ids: Sequence[int]
+    config: RunConfig,
+    start: _StartGroup,
+    end_token_ids: Sequence[int],
 ) -> Generator:
     worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
     group = start(
@@ -164,7 +170,11 @@ def _start_generator(
 
 
 def _group_starter(
-    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
+    config: RunConfig,
+    closing: ExitStack,
+    progress: Progress,
+    *,
+    logs: Path | None,
 ) -> _StartGroup:
     """Return `start(name, worker_class, **kwargs)`, which starts a group on `cluster.backend`.
 
@@ -182,7 +192,11 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
         collective_timeout_s=config.cluster.collective_timeout_s,
     )
 
-    def start(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+    def start(
+        name: str,
+        worker_class: type,
+        **kwargs: Any,
+    ) -> WorkerGroup:
         timeout_s = config.cluster.progress_timeout_s
         group = LocalGroup(worker_class, kwargs, context, name=name, progress_timeout_s=timeout_s)
         closing.callback(group.shutdown)
@@ -192,7 +206,11 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
 
 
 def _ray_starter(
-    config: RunConfig, closing: ExitStack, progress: Progress, *, logs: Path | None
+    config: RunConfig,
+    closing: ExitStack,
+    progress: Progress,
+    *,
+    logs: Path | None,
 ) -> _StartGroup:
     # Imported on demand: a run on the local backend does not need Ray.
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
@@ -200,7 +218,10 @@ def _ray_starter(
 
     cluster = closing.enter_context(
         RayVirtualCluster(
-            config.cluster, generates=config.generates, report=progress.print_line, logs=logs
+            config.cluster,
+            generates=config.generates,
+            report=progress.print_line,
+            logs=logs,
         )
     )
     groups: dict[str, tuple[BundleSet, ParallelLayout]] = {
@@ -210,7 +231,11 @@ def _ray_starter(
         "reward": ("anywhere", ParallelLayout(dp=config.reward.num_workers)),
     }
 
-    def start(name: str, worker_class: type, **kwargs: Any) -> WorkerGroup:
+    def start(
+        name: str,
+        worker_class: type,
+        **kwargs: Any,
+    ) -> WorkerGroup:
         bundles, parallel_layout = groups[name]
         group = RayWorkerGroup(
             cluster,

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 ROW_SCHEMA = PREFERENCE_ROWS
 
 
-def encode_row(encoder: ChatEncoder, config: RunConfig, row: Row) -> EncodedRow | None:
+def encode_row(
+    encoder: ChatEncoder,
+    config: RunConfig,
+    row: Row,
+) -> EncodedRow | None:
     """Encode a pair as joined rows; None if `policy.oversize_rows` drops one of them.
 
     Raises ConfigError if a row is too long and `policy.oversize_rows` is error, or if no token of a
@@ -119,7 +123,10 @@ def collate_pairs(pairs: Sequence[PreferencePair]) -> BatchedDataDict:
 
 
 def check_rows(
-    config: DpoRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
+    config: DpoRunConfig,
+    data: RunData,
+    model: PretrainedConfig | None,
+    diagnostics: Diagnostics,
 ) -> None:
     """Check texts, lengths and budgets; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
@@ -156,7 +163,11 @@ def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
 
 
 def first_lengths(
-    config: DpoRunConfig, data: RunData, num_rows: int | None, num_steps: int, progress: Progress
+    config: DpoRunConfig,
+    data: RunData,
+    num_rows: int | None,
+    num_steps: int,
+    progress: Progress,
 ) -> RowLengths:
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)

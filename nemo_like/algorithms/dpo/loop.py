@@ -68,14 +68,20 @@ def _train(
 
 
 def _update(
-    run: TrainingRun, loader: RowLoader[PreferencePair], loss: PreferenceLoss, step: int
+    run: TrainingRun,
+    loader: RowLoader[PreferencePair],
+    loss: PreferenceLoss,
+    step: int,
 ) -> np.ndarray:
     """Train on the next pairs; return the lengths of their rows, int64 [2N]."""
     batch = collate_pairs(run.next_rows(loader, step))
     plan, sharded = run.plan_and_shard(batch, step, groups=batch["pair"])
     locations = loader.batch_locations()
     trained = TrainedBatch(
-        step=step + 1, batch=batch, locations=np.repeat(locations, 2).tolist(), columns={}
+        step=step + 1,
+        batch=batch,
+        locations=np.repeat(locations, 2).tolist(),
+        columns={},
     )
     with run.workers.policy_onloaded():
         with run.timers("logprobs"):
@@ -95,14 +101,20 @@ def _reference_logprobs(run: TrainingRun, sharded: ShardedBatch) -> Logprobs | N
 
 
 def validate(
-    run: TrainingRun, batches: list[list[PreferencePair]], loss: PreferenceLoss
+    run: TrainingRun,
+    batches: list[list[PreferencePair]],
+    loss: PreferenceLoss,
 ) -> Metrics:
     """Return the loss and the rewards of the validation pairs; empty without any."""
     merged: Metrics = {}
     with run.timers("validation"), run.workers.policy_onloaded():
         for pairs in batches:
             batch = collate_pairs(pairs)
-            plan = run.policy.plan(batch["length"], "evaluate", batch["pair"])
+            plan = run.policy.plan(
+                batch["length"],
+                "evaluate",
+                batch["pair"],
+            )
             sharded = run.policy.shard(batch, plan)
             values = run.policy.evaluate(sharded, loss, _reference_logprobs(run, sharded))
             # Sums and counts are merged, so batches of different size weigh by their pairs.

@@ -8,7 +8,9 @@ from nemo_like.algorithms.grpo.config import AdvantageConfig
 
 
 def group_advantages(
-    rewards: np.ndarray, groups: np.ndarray, config: AdvantageConfig
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    config: AdvantageConfig,
 ) -> np.ndarray:
     """Return advantages, float32 [B], from `rewards` [B] and `groups` int [B].
 
@@ -42,7 +44,11 @@ def group_advantages(
         centred = centred / (std + config.eps)[group_of_row]
     elif config.normalize == "leave_one_out_std":
         others_std = _std_of_others(rewards, means, std, sizes, group_of_row)
-        centred = np.where(others_std > 0, centred / (others_std + config.eps), centred)
+        centred = np.where(
+            others_std > 0,
+            centred / (others_std + config.eps),
+            centred,
+        )
     return np.where(has_spread[group_of_row], centred, 0.0).astype(np.float32)
 
 

@@ -36,7 +36,9 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
 
 
 def _train(
-    config: GrpoRunConfig, source: ExampleSource[Prompt], loader: RowLoader[Prompt]
+    config: GrpoRunConfig,
+    source: ExampleSource[Prompt],
+    loader: RowLoader[Prompt],
 ) -> RunResult:
     total = config.grpo.max_num_steps
     val_prompts = validation_prompts(config, source.data)
@@ -80,7 +82,10 @@ def _train(
 
 
 def roll_out(
-    run: TrainingRun, config: GrpoRunConfig, loader: RowLoader[Prompt], step: int
+    run: TrainingRun,
+    config: GrpoRunConfig,
+    loader: RowLoader[Prompt],
+    step: int,
 ) -> Rollout:
     """Generate and score completions for the next prompts; print a few of them at step 0."""
     prompts = run.next_rows(loader, step)
@@ -121,7 +126,11 @@ def _update(
     with run.workers.policy_onloaded():
         with run.timers("logprobs"):
             logprobs = run.policy.compute_logprobs(sharded)
-        advantages = group_advantages(batch["reward"], batch["group"], config.grpo.advantage)
+        advantages = group_advantages(
+            batch["reward"],
+            batch["group"],
+            config.grpo.advantage,
+        )
         trained = TrainedBatch(
             step=step + 1,
             batch=batch,
@@ -138,11 +147,20 @@ def _update(
     return advantages
 
 
-def save_rollout(run: TrainingRun, rollout: Rollout, advantages: np.ndarray, step: int) -> None:
+def save_rollout(
+    run: TrainingRun,
+    rollout: Rollout,
+    advantages: np.ndarray,
+    step: int,
+) -> None:
     """Write `rollouts/step_<N>.jsonl`, one line per row, if `logger.save_rollouts` is set.
 
     `advantages` is float32 [B].
     """
     if run.config.logger.save_rollouts:
         path = run.directory.rollouts(step)
-        write_json_lines(path, rollout.records(advantages), f"the rollouts of step {step}")
+        write_json_lines(
+            path,
+            rollout.records(advantages),
+            f"the rollouts of step {step}",
+        )

@@ -55,7 +55,10 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
 
 
 def check_rows(
-    config: SftRunConfig, data: RunData, model: PretrainedConfig | None, diagnostics: Diagnostics
+    config: SftRunConfig,
+    data: RunData,
+    model: PretrainedConfig | None,
+    diagnostics: Diagnostics,
 ) -> None:
     """Check texts, lengths, budgets and loss masks; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
@@ -93,7 +96,11 @@ def check_rows(
 
 
 def first_lengths(
-    config: SftRunConfig, data: RunData, num_rows: int | None, num_steps: int, progress: Progress
+    config: SftRunConfig,
+    data: RunData,
+    num_rows: int | None,
+    num_steps: int,
+    progress: Progress,
 ) -> RowLengths:
     """Return the row lengths of the first steps."""
     source = open_source(config, data)

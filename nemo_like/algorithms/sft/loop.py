@@ -31,7 +31,9 @@ def run_sft(config: SftRunConfig) -> RunResult:
 
 
 def _train(
-    config: SftRunConfig, source: ExampleSource[EncodedRow], loader: RowLoader[EncodedRow]
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    loader: RowLoader[EncodedRow],
 ) -> RunResult:
     total = source.num_steps(config.sft)
     validation_set = ValidationSet.open(config, source)
@@ -55,7 +57,10 @@ def _train(
                     batch = BatchedDataDict(collate(run.next_rows(loader, step)))
                     plan, sharded = run.plan_and_shard(batch, step)
                     trained = TrainedBatch(
-                        step=step + 1, batch=batch, locations=loader.batch_locations(), columns={}
+                        step=step + 1,
+                        batch=batch,
+                        locations=loader.batch_locations(),
+                        columns={},
                     )
                     with run.timers("train"), run.workers.policy_onloaded():
                         run.add_metrics(train(run, sharded, trained, loss))
@@ -90,7 +95,11 @@ class ValidationSet:
         return cls(batches, prompts)
 
 
-def validate(run: TrainingRun, validation_set: ValidationSet, step: int) -> Metrics:
+def validate(
+    run: TrainingRun,
+    validation_set: ValidationSet,
+    step: int,
+) -> Metrics:
     """Return the validation loss, and with `sft.val_generate` the reward of generated answers."""
     metrics: Metrics = {}
     with run.timers("validation"):

@@ -69,7 +69,11 @@ def stable_argsort(keys: np.ndarray, bound: int) -> np.ndarray:
     return order
 
 
-def counting_sort(keys: Any, starts: Any, order: Any) -> None:
+def counting_sort(
+    keys: Any,
+    starts: Any,
+    order: Any,
+) -> None:
     """Write the stable order of `keys` [n] to `order` [n].
 
     `starts[k]` is the first position of key k in the result; it is incremented with each key.

@@ -274,7 +274,12 @@ def split_fullest(
     # Sorted, so that the result does not depend on the order of rows within the old bins.
     rows = np.sort(packing.perm[is_repacked_row])
     num_new = num_repacked + num_extra
-    repacked = least_loaded(lengths[rows], capacity, max_items, num_new)
+    repacked = least_loaded(
+        lengths[rows],
+        capacity,
+        max_items,
+        num_new,
+    )
     # LPT balances loads but may leave a row that fits into no bin.
     if repacked is None:
         return _halve_fullest(packing, lengths, num_bins)

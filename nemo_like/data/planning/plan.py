@@ -212,7 +212,11 @@ class BatchPlan:
             microbatch_tokens = loads.reshape(tokens.shape).sum(0)
             step_tokens = np.add.reduceat(microbatch_tokens, self.step_offsets[:-1])
         min_bins_of_step = ceil_div(step_tokens, capacity)
-        stats = bin_stats(loads[is_filled], capacity, int(min_bins_of_step.sum()))
+        stats = bin_stats(
+            loads[is_filled],
+            capacity,
+            int(min_bins_of_step.sum()),
+        )
         num_positions = float(tokens.sum())
         num_padding = float(tokens.sum() - self.lengths.sum())
         positions = self.padded_lengths.astype(np.float64)

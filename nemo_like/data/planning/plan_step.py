@@ -184,13 +184,28 @@ def _items(
     """Build items from padded row lengths int64 [n] and the groups of these rows."""
     row_work = _work(padded, spec)
     if groups is None:
-        return _Items(None, np.ones_like(padded), padded, row_work)
+        return _Items(
+            None,
+            np.ones_like(padded),
+            padded,
+            row_work,
+        )
     num_rows = np.diff(groups.offsets)
     if spec.layout == "packed":
         group_work = None if row_work is None else groups.loads(row_work)
-        return _Items(groups, num_rows, groups.loads(padded), group_work)
+        return _Items(
+            groups,
+            num_rows,
+            groups.loads(padded),
+            group_work,
+        )
     longest = longest_of(groups, padded)
-    return _Items(groups, num_rows, longest, _work(longest, spec))
+    return _Items(
+        groups,
+        num_rows,
+        longest,
+        _work(longest, spec),
+    )
 
 
 def _work(lengths: np.ndarray, spec: PlanSpec) -> np.ndarray | None:

@@ -51,7 +51,11 @@ class Raised:
     def from_exception(cls, error: Exception) -> Raised:
         """Convert an exception with its traceback."""
         text = "".join(traceback.format_exception(error))
-        return cls(_picklable(error), text, is_collective_error(error))
+        return cls(
+            _picklable(error),
+            text,
+            is_collective_error(error),
+        )
 
 
 class WorkerActor:
@@ -61,7 +65,11 @@ class WorkerActor:
     """
 
     def __init__(
-        self, label: str, num_threads: int, heartbeat_key: str, progress_timeout_s: float
+        self,
+        label: str,
+        num_threads: int,
+        heartbeat_key: str,
+        progress_timeout_s: float,
     ) -> None:
         """Prepare the process. With `progress_timeout_s` 0 no heartbeat is sent."""
         # Before the first import of torch, which reads these once. Ray would set them to the
@@ -101,7 +109,10 @@ class WorkerActor:
 
     @ray.method(num_returns=2)
     def build(
-        self, worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]
+        self,
+        worker_class: type,
+        context: WorkerContext,
+        kwargs: Mapping[str, Any],
     ) -> tuple[Raised | None, None]:
         """Construct the worker; return its exception, if any."""
         activity.note("__init__")
@@ -112,7 +123,13 @@ class WorkerActor:
         return None, None
 
     @ray.method(num_returns=2)
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Raised | None, Any]:
+    def call(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Raised | None, Any]:
         """Call a method of the worker; return (exception or None, result)."""
         activity.note(method)
         try:

@@ -87,7 +87,15 @@ class RayWorkerGroup:
             handles = []
             for rank, context in enumerate(contexts):
                 args = (worker_class, context, kwargs_ref)
-                handles.append(self._submit(rank, "__init__", self._actors[rank].build, args, {}))
+                handles.append(
+                    self._submit(
+                        rank,
+                        "__init__",
+                        self._actors[rank].build,
+                        args,
+                        {},
+                    )
+                )
             self.wait(handles)
         except BaseException:
             self.shutdown()
@@ -97,11 +105,21 @@ class RayWorkerGroup:
     def world_size(self) -> int:
         return self.parallel_layout.world_size
 
-    def run_all_workers(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all_workers(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def run_all_workers_sharded_data(
-        self, method: str, /, *sharded: Sequence[Any], **common: Any
+        self,
+        method: str,
+        /,
+        *sharded: Sequence[Any],
+        **common: Any,
     ) -> list[Any]:
         for position, items in enumerate(sharded):
             if len(items) != self.parallel_layout.dp:
@@ -129,7 +147,13 @@ class RayWorkerGroup:
     def put(self, value: Any) -> Handle:
         return Handle(ray.put(value))
 
-    def submit_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Handle]:
+    def submit_all(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Handle]:
         self._raise_if_stopped()
         shared_args = tuple(map(self._share, args))
         shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
@@ -177,7 +201,10 @@ class RayWorkerGroup:
         return self._locations
 
     def _contexts(
-        self, bundles: Sequence[Bundle | None], num_threads: int, collective_timeout_s: float
+        self,
+        bundles: Sequence[Bundle | None],
+        num_threads: int,
+        collective_timeout_s: float,
     ) -> list[WorkerContext]:
         """Return the context of each rank; the rendezvous is on the node of rank 0."""
         address = self._locations[0].ip
@@ -201,9 +228,19 @@ class RayWorkerGroup:
         return contexts
 
     def _call(
-        self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        rank: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Handle:
-        return self._submit(rank, method, self._actors[rank].call, (method, *args), kwargs)
+        return self._submit(
+            rank,
+            method,
+            self._actors[rank].call,
+            (method, *args),
+            kwargs,
+        )
 
     def _submit(
         self,
@@ -239,7 +276,11 @@ class RayWorkerGroup:
         """
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
         # The failures of several workers often arrive together; the first is not always the cause.
-        also_ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+        also_ended, _ = ray.wait(
+            list(pending),
+            num_returns=len(pending),
+            timeout=0,
+        )
         ended += [outcome for outcome in also_ended if outcome not in ended]
         failures = []
         for outcome in ended:
@@ -271,7 +312,10 @@ class RayWorkerGroup:
     def _raise_if_head_lost(self) -> None:
         if self._head.is_lost and self._failure is None:
             self._failure = WorkerFailure(
-                self._head.describe_loss(), group=self.name, rank=0, method="connect"
+                self._head.describe_loss(),
+                group=self.name,
+                rank=0,
+                method="connect",
             )
         if self._head.is_lost and self._failure is not None:
             raise self._failure
@@ -301,7 +345,10 @@ class RayWorkerGroup:
 
 
 def _choose_bundles(
-    cluster: RayVirtualCluster, bundles: BundleSet, parallel_layout: ParallelLayout, name: str
+    cluster: RayVirtualCluster,
+    bundles: BundleSet,
+    parallel_layout: ParallelLayout,
+    name: str,
 ) -> Sequence[Bundle | None]:
     """Return the bundle of each rank; None for a worker without reserved resources."""
     if bundles == "anywhere":
@@ -320,7 +367,11 @@ def _ranks(pending: _Pending) -> set[int]:
 
 
 def _start_actor(
-    name: str, rank: int, bundle: Bundle | None, num_threads: int, monitor: ProgressMonitor
+    name: str,
+    rank: int,
+    bundle: Bundle | None,
+    num_threads: int,
+    monitor: ProgressMonitor,
 ) -> Any:
     """Start the process of one worker in its bundle, or on any node without one."""
     num_cpus = 0.0
@@ -342,10 +393,19 @@ def _start_actor(
         scheduling_strategy=strategy,
     )
     label = f"{name}[{rank}]"
-    return actor_class.remote(label, num_threads, monitor.key(rank), monitor.timeout_s)
+    return actor_class.remote(
+        label,
+        num_threads,
+        monitor.key(rank),
+        monitor.timeout_s,
+    )
 
 
-def _locate(actors: Sequence[Any], name: str, timeout_s: float) -> tuple[Location, ...]:
+def _locate(
+    actors: Sequence[Any],
+    name: str,
+    timeout_s: float,
+) -> tuple[Location, ...]:
     """Return the locations of the actors. Raises ClusterError if one does not start in time."""
     locations = [actor.locate.remote() for actor in actors]
     started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)

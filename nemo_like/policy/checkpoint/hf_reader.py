@@ -41,7 +41,12 @@ class ModelFiles:
             for stored, expected in self._stored_tensors(name, shape):
                 self._check_tensor(stored, expected)
 
-    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+    def read(
+        self,
+        name: str,
+        offset: Shape,
+        shape: Shape,
+    ) -> Tensor:
         """Read a block of `shape` at `offset`, on the CPU and in the files' dtype."""
         block = tuple(
             slice(start, start + length) for start, length in zip(offset, shape, strict=True)

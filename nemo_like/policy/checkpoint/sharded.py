@@ -126,7 +126,11 @@ def _clear(directory: Path) -> None:
             remove_file(path)
 
 
-def _write_blocks(directory: Path, rank: int, blocks: Iterable[Block]) -> dict[str, FileRecord]:
+def _write_blocks(
+    directory: Path,
+    rank: int,
+    blocks: Iterable[Block],
+) -> dict[str, FileRecord]:
     """Write the blocks to as many files as needed; returns the files' records by name."""
     pending: list[Block] = []
     written: dict[str, FileRecord] = {}

@@ -42,7 +42,9 @@ def save(
 
 
 def load(
-    directory: Path, parameters: Sequence[ShardedParameter], optimizer: torch.optim.Optimizer
+    directory: Path,
+    parameters: Sequence[ShardedParameter],
+    optimizer: torch.optim.Optimizer,
 ) -> int:
     """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
 
@@ -67,12 +69,20 @@ def _read_state(reader: CheckpointReader, sharded: ShardedParameter) -> dict[str
     state = {"step": step}
     for moment in MOMENTS:
         state[moment] = torch.zeros_like(parameter, requires_grad=False)
-        _read_into(state[moment], reader, moment, sharded)
+        _read_into(
+            state[moment],
+            reader,
+            moment,
+            sharded,
+        )
     return state
 
 
 def _read_into(
-    target: Tensor, reader: CheckpointReader, kind: str, sharded: ShardedParameter
+    target: Tensor,
+    reader: CheckpointReader,
+    kind: str,
+    sharded: ShardedParameter,
 ) -> None:
     """Copy this rank's shard of `kind` (weight or moment) into `target`."""
     offset, shape = sharded.block()
@@ -95,7 +105,12 @@ def _blocks(
                 tensors[moment] = state[moment]
         for kind, tensor in tensors.items():
             name = f"{kind}/{sharded.name}"
-            yield Block(name, sharded.spec.full_shape, offset, local_shard(tensor))
+            yield Block(
+                name,
+                sharded.spec.full_shape,
+                offset,
+                local_shard(tensor),
+            )
 
 
 def _shapes(parameters: Sequence[ShardedParameter]) -> dict[str, tuple[int, ...]]:

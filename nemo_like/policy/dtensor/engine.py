@@ -65,7 +65,12 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             config, parallel_layout, groups, rank, device, trainable=trainable
         )
         self.parameters = [
-            ShardedParameter(name, parameter, specs[name], groups)
+            ShardedParameter(
+                name,
+                parameter,
+                specs[name],
+                groups,
+            )
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
         self._fsdp_modules = fsdp_modules(self._model)

@@ -58,7 +58,10 @@ class Groups:
         if parallel_layout.tp > 1:
             tp_rank = parallel_layout.coordinates(rank).tp
             tensor = TensorParallel(
-                mesh.get_group("tp"), tp_rank, parallel_layout.tp, parallel_layout.sequence_parallel
+                mesh.get_group("tp"),
+                tp_rank,
+                parallel_layout.tp,
+                parallel_layout.sequence_parallel,
             )
         return cls(
             world=dist.group.WORLD if parallel_layout.world_size > 1 else None,

@@ -35,7 +35,12 @@ class LogprobModel(nn.Module):
     unsharded.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int, groups: Groups) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        chunk_size: int,
+        groups: Groups,
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.groups = groups
@@ -214,7 +219,12 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
     input_ids = torch.arange(8)[None] % head.weight.shape[0]
     logits = causal_lm(input_ids=input_ids, use_cache=False).logits
     hidden = backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state
-    if not torch.allclose(logits, head(hidden), rtol=1e-4, atol=1e-4):
+    if not torch.allclose(
+        logits,
+        head(hidden),
+        rtol=1e-4,
+        atol=1e-4,
+    ):
         raise ConfigError(
             f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
             " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
@@ -223,7 +233,11 @@ def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
 
 
 def _load_and_shard(
-    model: LogprobModel, loader: _RankZeroLoader, precision: str, *, reshard_after_forward: bool
+    model: LogprobModel,
+    loader: _RankZeroLoader,
+    precision: str,
+    *,
+    reshard_after_forward: bool,
 ) -> None:
     """Fill the model and apply FSDP2: a unit per layer and untied embedding, the root for the rest.
 
@@ -243,12 +257,20 @@ def _load_and_shard(
         # Filled and sharded one by one, so that at most one unit is unsharded in memory.
         loader.fill(model, unit)
         fully_shard(
-            unit, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward
+            unit,
+            mesh=mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=reshard_after_forward,
         )
     loader.fill(model, model)
     # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.
-    fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=False)
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=False,
+    )
     for module in fsdp_modules(model):
         # A sum and not a mean: the loss is already divided by the count of the global batch.
         module.set_gradient_divide_factor(1.0)

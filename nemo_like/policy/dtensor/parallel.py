@@ -135,7 +135,12 @@ class TensorParallel:
             rank = self.rank
         return rank * size // self.size, (rank + 1) * size // self.size
 
-    def _shard(self, module: nn.Module, key: str, dim: int) -> dict[nn.Parameter, ShardSpec]:
+    def _shard(
+        self,
+        module: nn.Module,
+        key: str,
+        dim: int,
+    ) -> dict[nn.Parameter, ShardSpec]:
         """Replace a meta parameter by its shard; does nothing if the module has no such one."""
         weight = module._parameters.get(key)
         if weight is None:
@@ -166,7 +171,10 @@ class TensorParallel:
         is_tied = head.weight is embedding.weight
         start, stop = self.shard_range(embedding.num_embeddings)
         embedding.forward = partial(
-            _vocab_parallel_embedding, self.reduce_output, embedding, range(start, stop)
+            _vocab_parallel_embedding,
+            self.reduce_output,
+            embedding,
+            range(start, stop),
         )
         specs = self._shard(embedding, "weight", 0)
         if is_tied:
@@ -214,7 +222,10 @@ def _planned_modules(
 
 
 def _check_block(
-    block: nn.Module, styles: set[str], specs: dict[nn.Parameter, ShardSpec], model_name: str
+    block: nn.Module,
+    styles: set[str],
+    specs: dict[nn.Parameter, ShardSpec],
+    model_name: str,
 ) -> None:
     """Raise ConfigError unless the plan covers all parameters of a tensor-parallel block.
 
@@ -256,7 +267,9 @@ def _gather_block_input(
 
 
 def _row_parallel_linear(
-    reduce_output: Callable[[Tensor], Tensor], module: nn.Linear, hidden: Tensor
+    reduce_output: Callable[[Tensor], Tensor],
+    module: nn.Linear,
+    hidden: Tensor,
 ) -> Tensor:
     """Forward of a row-parallel layer; the bias is added once, after the reduction."""
     out = reduce_output(F.linear(hidden, module.weight))
@@ -264,7 +277,10 @@ def _row_parallel_linear(
 
 
 def _vocab_parallel_embedding(
-    reduce_output: Callable[[Tensor], Tensor], module: nn.Embedding, rows: range, input: Tensor
+    reduce_output: Callable[[Tensor], Tensor],
+    module: nn.Embedding,
+    rows: range,
+    input: Tensor,
 ) -> Tensor:
     """Look up `input` where this rank has the row and sum over the ranks."""
     padding_idx = None

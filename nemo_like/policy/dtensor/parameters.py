@@ -41,7 +41,11 @@ class ShardedParameter:
         start = 0
         stop = self.parameter.shape[0]
         if mesh is not None:
-            start, stop = row_range(stop, mesh.size(), mesh.get_local_rank())
+            start, stop = row_range(
+                stop,
+                mesh.size(),
+                mesh.get_local_rank(),
+            )
         shape = tuple(local_shard(self.parameter).shape)
         assert shape[0] == stop - start, (
             f"{self.name}: FSDP has {shape[0]} rows where {start}..{stop} was expected"
@@ -97,7 +101,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def row_range(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+def row_range(
+    num_rows: int,
+    num_ranks: int,
+    rank: int,
+) -> tuple[int, int]:
     """Rows [start, stop) of dim 0 that FSDP2 gives `rank`.
 
     Example: 5 rows on 3 ranks are (0, 2), (2, 4), (4, 5).

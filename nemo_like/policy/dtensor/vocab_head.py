@@ -17,7 +17,12 @@ from nemo_like.sampling_filter import SamplingFilter
 class VocabularyHead:
     """The output embedding, tied or not."""
 
-    def __init__(self, causal_lm: PreTrainedModel, groups: Groups, chunk_size: int) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        groups: Groups,
+        chunk_size: int,
+    ) -> None:
         self._causal_lm = causal_lm
         self._tensor = groups.tensor
         self._chunk_size = chunk_size

@@ -57,7 +57,11 @@ def load(
     with open_checkpoint(directory) as reader:
         reader.check_model(shapes)
 
-        def read_weight(name: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        def read_weight(
+            name: str,
+            offset: Shape,
+            shape: Shape,
+        ) -> torch.Tensor:
             return reader.read(f"{WEIGHT}/{name}", offset, shape)
 
         fill_weights(parameters, param_map, read_weight, optimizer)

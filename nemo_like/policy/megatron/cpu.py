@@ -68,7 +68,11 @@ def cuda_type_names() -> Iterator[None]:
     """
     original_type = Tensor.type
 
-    def cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cuda_type(
+        tensor: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         result = original_type(tensor, *args, **kwargs)
         if isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -128,7 +132,11 @@ class _Torch:
         return _on_cpu(value) if name in _FACTORIES else value
 
 
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _on_host(
+    tensor: Any,
+    as_numpy: bool = False,
+    record_stream: bool = False,
+) -> Any:
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
     return tensor

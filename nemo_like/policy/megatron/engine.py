@@ -60,7 +60,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         family = family_of(self.spec, config.model_name)
         self._causal_lm = _meta_model(self._model_config)
         sharding = ModelSharding(
-            self.spec, pp=parallel_layout.pp, tp=parallel_layout.tp, ep=parallel_layout.ep
+            self.spec,
+            pp=parallel_layout.pp,
+            tp=parallel_layout.tp,
+            ep=parallel_layout.ep,
         )
         stage, tp_rank, ep_rank = parallel_coords(parallel_layout, rank)
         self._dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -168,7 +171,12 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         def local(name: str) -> Tensor:
             return self._parameters[name].detach().view(self._param_map[name].shape)
 
-        return self._gatherer.gather(names, self.weight_shapes(), self._dtype, local)
+        return self._gatherer.gather(
+            names,
+            self.weight_shapes(),
+            self._dtype,
+            local,
+        )
 
     def save(self, directory: Path) -> dict[str, FileRecord]:
         """See `Engine.save`."""

@@ -169,7 +169,11 @@ class SegmentAttention(MegatronModule):
         return out.reshape(len(out), 1, -1)
 
 
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Apply the rotary embedding [T, 1, D] to `heads` [T, H, D] as Llama does, in two halves."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin

@@ -117,7 +117,12 @@ class PackedModel(GPTModel):
             # the data-parallel ranks.
             weight.shared_embedding = True
 
-    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
             start = 0
@@ -126,9 +131,18 @@ class PackedModel(GPTModel):
                 start = self.pg_collection.tp.rank() * len(hidden)
             is_padding = input_ids[0, start : start + len(hidden)] == self._padding_id
             # transformers' `padding_idx` does the same: the padding token's row has no gradient.
-            hidden = torch.where(is_padding[:, None, None], hidden.detach(), hidden)
+            hidden = torch.where(
+                is_padding[:, None, None],
+                hidden.detach(),
+                hidden,
+            )
         return hidden, *rest
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states

@@ -213,7 +213,12 @@ class ShardedAdamW:
                 moments += [state[kind] for kind in MOMENTS if kind in state]
         return moments
 
-    def gather_state(self, name: str, kind: str, writer: int) -> Tensor | None:
+    def gather_state(
+        self,
+        name: str,
+        kind: str,
+        writer: int,
+    ) -> Tensor | None:
         """Gather a parameter's `weight` or one of MOMENTS on one rank, float32 in its shape.
 
         All ranks that replicate the parameter call. The one with group rank `writer` modulo the
@@ -269,7 +274,12 @@ class ShardedAdamW:
             for _, shard in self.shards():
                 shard.main.data = shard.main.data.to(device)
 
-    def _gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
+    def _gather_full(
+        self,
+        name: str,
+        values: Tensor | None,
+        writer: int,
+    ) -> Tensor:
         """Sum all ranks' zero-padded shards; valid on group rank `writer` only."""
         shape = self._param_map[name].shape
         full = torch.zeros(math.prod(shape), device=self._device)
@@ -281,7 +291,12 @@ class ShardedAdamW:
             dist.reduce(full, group=group, group_dst=writer)
         return full.view(shape)
 
-    def _read_shard(self, name: str, shard: FlatShard, read: ReadBlock) -> Tensor:
+    def _read_shard(
+        self,
+        name: str,
+        shard: FlatShard,
+        read: ReadBlock,
+    ) -> Tensor:
         """Read elements [start, stop) of a parameter; only the rows that contain them are read."""
         spec = self._param_map[name]
         row_size = math.prod(spec.shape[1:])
@@ -292,5 +307,11 @@ class ShardedAdamW:
         return values[shard.start - first : shard.stop - first].to(self._device, copy=True)
 
 
-def _read_kind(read: ReadBlock, kind: str, name: str, offset: Shape, shape: Shape) -> Tensor:
+def _read_kind(
+    read: ReadBlock,
+    kind: str,
+    name: str,
+    offset: Shape,
+    shape: Shape,
+) -> Tensor:
     return read(f"{kind}/{name}", offset, shape)

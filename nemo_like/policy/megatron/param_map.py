@@ -124,7 +124,12 @@ class RankParams:
     Methods named after a sharding take the size of the full tensor and add this rank's shard.
     """
 
-    def __init__(self, sharding: ModelSharding, tp_rank: int, ep_rank: int) -> None:
+    def __init__(
+        self,
+        sharding: ModelSharding,
+        tp_rank: int,
+        ep_rank: int,
+    ) -> None:
         self.spec = sharding.spec
         self.specs: ParamMap = {}
         self._sharding = sharding
@@ -137,20 +142,44 @@ class RankParams:
         """Indices of the experts of this rank."""
         return self._sharding.experts(self._ep_rank)
 
-    def add_replicated(self, name: str, hf_name: str, shape: Shape) -> None:
+    def add_replicated(
+        self,
+        name: str,
+        hf_name: str,
+        shape: Shape,
+    ) -> None:
         """Add a weight that every tp rank has in full; tp rank 0 owns it."""
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(hf_name, zeros, shape, zeros)
-        self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=self._tp_rank == 0)
+        self.specs[name] = ParamSpec(
+            shape,
+            (hf_slice,),
+            is_owner=self._tp_rank == 0,
+        )
 
-    def add_row_parallel(self, name: str, hf_name: str, width: int) -> None:
+    def add_row_parallel(
+        self,
+        name: str,
+        hf_name: str,
+        width: int,
+    ) -> None:
         """Add [hidden size, width] whose columns (input features) are sharded over the tp ranks."""
         size = width // self._sharding.tp
         shape = (self._hidden, size)
-        hf_slice = HFSlice(hf_name, (0, self._tp_rank * size), shape, (0, 0))
+        hf_slice = HFSlice(
+            hf_name,
+            (0, self._tp_rank * size),
+            shape,
+            (0, 0),
+        )
         self.specs[name] = ParamSpec(shape, (hf_slice,), is_owner=True)
 
-    def add_column_parallel(self, name: str, hf_names: Sequence[str], width: int) -> None:
+    def add_column_parallel(
+        self,
+        name: str,
+        hf_names: Sequence[str],
+        width: int,
+    ) -> None:
         """Add fused weights [width, hidden size] whose rows (output features) are sharded.
 
         The rank's rows of the first Hugging Face tensor come first, then those of the second, and
@@ -161,11 +190,23 @@ class RankParams:
         first_row = self._tp_rank * size
         slices = []
         for index, hf_name in enumerate(hf_names):
-            slices.append(HFSlice(hf_name, (first_row, 0), shape, (index * size, 0)))
+            slices.append(
+                HFSlice(
+                    hf_name,
+                    (first_row, 0),
+                    shape,
+                    (index * size, 0),
+                )
+            )
         fused_shape = (len(hf_names) * size, self._hidden)
         self.specs[name] = ParamSpec(fused_shape, tuple(slices), is_owner=True)
 
-    def add_qkv(self, name: str, hf_attention: str, kind: Literal["weight", "bias"]) -> None:
+    def add_qkv(
+        self,
+        name: str,
+        hf_attention: str,
+        kind: Literal["weight", "bias"],
+    ) -> None:
         """Add the fused q, k and v projection: its weight [rows, hidden size], or its bias [rows].
 
         Each tp rank has an equal, contiguous part of the fused rows.
@@ -175,7 +216,14 @@ class RankParams:
         fused = []
         num_rows = 0
         for hf_name, first_row, length in self._fused_qkv_rows(hf_attention, kind):
-            fused.append(HFSlice(hf_name, (first_row, *zeros), (length, *tail), (num_rows, *zeros)))
+            fused.append(
+                HFSlice(
+                    hf_name,
+                    (first_row, *zeros),
+                    (length, *tail),
+                    (num_rows, *zeros),
+                )
+            )
             num_rows += length
         size = num_rows // self._sharding.tp
         start = self._tp_rank * size
@@ -185,14 +233,34 @@ class RankParams:
             if part.numel:
                 local_row = part.local_offset[0] - start
                 slices.append(part._replace(local_offset=(local_row, *zeros)))
-        self.specs[f"{name}.{kind}"] = ParamSpec((size, *tail), tuple(slices), is_owner=True)
+        self.specs[f"{name}.{kind}"] = ParamSpec(
+            (size, *tail),
+            tuple(slices),
+            is_owner=True,
+        )
 
-    def add_expert(self, name: str, hf_name: str, expert: int, shape: Shape) -> None:
+    def add_expert(
+        self,
+        name: str,
+        hf_name: str,
+        expert: int,
+        shape: Shape,
+    ) -> None:
         """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
         stacked_shape = (1, *shape)
         zeros = (0,) * len(shape)
-        hf_slice = HFSlice(hf_name, (expert, *zeros), stacked_shape, (0, *zeros))
-        self.specs[name] = ParamSpec(stacked_shape, (hf_slice,), is_owner=True, is_expert=True)
+        hf_slice = HFSlice(
+            hf_name,
+            (expert, *zeros),
+            stacked_shape,
+            (0, *zeros),
+        )
+        self.specs[name] = ParamSpec(
+            stacked_shape,
+            (hf_slice,),
+            is_owner=True,
+            is_expert=True,
+        )
 
     def add_embedding(self) -> None:
         """Add the input embedding, which the first pipeline stage has."""
@@ -210,7 +278,13 @@ class RankParams:
             # stage both are one parameter.
             self._add_vocabulary(head, EMBEDDING, is_owner=False)
 
-    def _add_vocabulary(self, name: str, hf_name: str, *, is_owner: bool) -> None:
+    def _add_vocabulary(
+        self,
+        name: str,
+        hf_name: str,
+        *,
+        is_owner: bool,
+    ) -> None:
         """Add an embedding whose rows are sharded; the last ranks may have only padding."""
         rows = self._sharding.vocabulary_range(self._tp_rank)
         slices: tuple[HFSlice, ...] = ()

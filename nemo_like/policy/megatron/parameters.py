@@ -45,7 +45,11 @@ def assemble_rows(
     for hf_slice in spec.slices:
         part = hf_slice.rows(start, stop)
         if part.numel:
-            target = rows.narrow(0, part.local_offset[0] - start, part.shape[0])
+            target = rows.narrow(
+                0,
+                part.local_offset[0] - start,
+                part.shape[0],
+            )
             target.copy_(read(part.name, part.offset, part.shape))
     return rows
 
@@ -155,7 +159,13 @@ class FullWeightGatherer:
         group_rank = self._ep_rank if owner.is_expert else self._tp_rank
         return self._stage == owner.stage and group_rank == owner.group_rank
 
-    def _register(self, stage: int, group_rank: int, parameter: str, spec: ParamSpec) -> None:
+    def _register(
+        self,
+        stage: int,
+        group_rank: int,
+        parameter: str,
+        spec: ParamSpec,
+    ) -> None:
         if not spec.is_owner:
             # A replica; the owner sends the same values.
             return
