@@ -20,6 +20,7 @@ def model_problems(
     model = spec.name.replace("{", "{{").replace("}", "}}") or "the model"
     return [
         *_size_problems(layout, engine, spec, model),
+        *_vocabulary_problems(layout, engine, spec, model),
         *_pipeline_problems(layout, spec, model),
         *_expert_problems(layout, engine, spec, model),
     ]
@@ -55,6 +56,18 @@ def _size_problems(
                     f" {count / size:.4g}, not a whole number: set {{{field}}} to"
                     f" {nearest_divisors(common, size)}",
                 )
+
+
+def _vocabulary_problems(
+    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+) -> Iterator[LayoutProblem]:
+    # Megatron-Core pads the vocabulary; FSDP2 cannot shard a table without rows.
+    if engine == "dtensor" and spec.vocab_size < layout.tp:
+        yield LayoutProblem(
+            ("tp",),
+            f"{model} has a vocabulary of {spec.vocab_size}, smaller than {{tp}} {layout.tp}: set"
+            f" it to {spec.vocab_size} or less",
+        )
 
 
 def _pipeline_problems(

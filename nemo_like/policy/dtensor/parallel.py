@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.models.layout_check import model_problems
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 
 # Styles of transformers' `base_model_tp_plan` that this module supports.
@@ -75,10 +78,10 @@ class TensorParallel:
     def parallelize(self, causal_lm: PreTrainedModel, model_name: str) -> dict[str, ShardSpec]:
         """Shard the weights of a model on the meta device and add the collectives.
 
-        Returns the spec of each parameter by name, tied names included. Raises ConfigError, the
-        same on every rank, for a model that cannot be sharded this way.
+        Returns the spec of each parameter by name, tied names included. Raises ConfigError or
+        LayoutError, the same on every rank, for a model that cannot be sharded this way.
         """
-        self._check_heads(causal_lm.config, model_name)
+        self._check_sizes(causal_lm, model_name)
         specs: dict[nn.Parameter, ShardSpec] = {}
         block_styles: dict[nn.Module, set[str]] = {}
         for parent, module, style in _planned_modules(causal_lm, model_name):
@@ -163,11 +166,6 @@ class TensorParallel:
                 model_name,
                 f"its input embedding is a {type(embedding).__name__}, not a plain table",
             )
-        if embedding.num_embeddings < self.size:
-            raise _unsupported(
-                model_name,
-                f"its vocabulary of {embedding.num_embeddings} is smaller than {self.size} ranks",
-            )
         is_tied = head.weight is embedding.weight
         start, stop = self.shard_range(embedding.num_embeddings)
         embedding.forward = partial(
@@ -183,16 +181,13 @@ class TensorParallel:
             specs |= self._shard(head, "weight", 0)
         return specs | self._shard(head, "bias", 0)
 
-    def _check_heads(self, model_config: Any, model_name: str) -> None:
-        num_heads = model_config.num_attention_heads
-        num_kv_heads = getattr(model_config, "num_key_value_heads", None) or num_heads
-        for kind, count in (("attention heads", num_heads), ("key-value heads", num_kv_heads)):
-            if count % self.size:
-                raise ConfigError(
-                    f"policy.model_name={model_name} has {count} {kind}, which {self.size}"
-                    " tensor-parallel ranks cannot share evenly; set parallel.tensor to a divisor"
-                    f" of {count}"
-                )
+    def _check_sizes(self, causal_lm: PreTrainedModel, model_name: str) -> None:
+        """Raise LayoutError for sizes of the model that the ranks cannot share evenly."""
+        layout = ParallelLayout(tp=self.size, sequence_parallel=self.sequence)
+        spec = ModelSpec.from_config(causal_lm.config, model_name)
+        problems = model_problems(layout, "dtensor", spec)
+        if problems:
+            raise LayoutError(problems)
 
 
 def _planned_modules(

@@ -88,16 +88,9 @@ def test_the_ranks_shards_make_up_the_full_weight():
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (
-            LlamaConfig(**SIZES),
-            4,
-            "2 key-value heads, which 4 tensor-parallel ranks cannot share evenly",
-        ),
-        (Qwen3Config(**{**SIZES, "num_attention_heads": 6}), 4, "6 attention heads"),
         (GPT2Config(vocab_size=67, n_embd=32, n_layer=1, n_head=4), 2, "no tensor-parallel plan"),
         (Olmo2Config(**SIZES), 2, r"q_proj, a Linear, to be colwise_gather_output"),
         (Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16), 2, r"experts.*to be "),
-        (LlamaConfig(**{**SIZES, "vocab_size": 1}), 2, "vocabulary of 1 is smaller than 2 ranks"),
     ],
 )
 def test_a_model_that_cannot_be_sharded_is_refused_with_the_way_out(config, size, message):
@@ -105,6 +98,19 @@ def test_a_model_that_cannot_be_sharded_is_refused_with_the_way_out(config, size
         ConfigError, match=rf"policy\.model_name=a model .*{message}.*parallel\.tensor"
     ):
         specs_of(config, rank=0, size=size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({}, "2 key-value heads, and 2 / tp 4 = 0.5, not a whole number: set tp to 2"),
+        ({"num_attention_heads": 6}, "6 attention heads, and 6 / tp 4 = 1.5"),
+        ({"vocab_size": 3}, "a vocabulary of 3, smaller than tp 4: set it to 3 or less"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(LayoutError, match=f"a model has {message}"):
+        specs_of(Qwen3Config(**{**SIZES, **sizes}), rank=0, size=4)
 
 
 def test_a_norm_within_a_block_that_the_plan_leaves_out_is_refused(monkeypatch):
