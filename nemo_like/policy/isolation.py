@@ -22,6 +22,8 @@ from nemo_like.policy.model_inputs import build_inputs
 from nemo_like.policy.row_logprobs import compute_row_logprobs
 
 _LENGTHS = (11, 24, 3, 17)
+_ROUND = 4
+"""Rows are padded to a multiple of this at least, so that padding inside a pack is checked."""
 _MAX_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
 """Limit between a row in a microbatch and the row alone. The reduction order depends on the shapes,
 and bfloat16 has a precision of 8 bits.
@@ -122,16 +124,14 @@ def _compute_logprobs(
     The list is empty on all pipeline stages but the last.
     """
     parallel_layout = engine.parallel_layout
-    # Rows are padded to this multiple, so that the padding inside a pack is checked as well.
-    alignment = 4 * parallel_layout.cp * parallel_layout.tp
+    multiples = parallel_layout.padding_multiples(layout, sequence_length_round=_ROUND)
     lengths = tuple(len(row) for row in rows)
-    aligned = tuple(round_up(length, alignment) for length in lengths)
     if layout == "packed":
-        padded = aligned
-        # One alignment more, for a segment of trailing padding.
-        num_tokens = sum(padded) + alignment
+        padded = tuple(round_up(length, multiples.row) for length in lengths)
+        # Room for a segment of trailing padding.
+        num_tokens = multiples.tokens_of_row(sum(padded) + 1)
     else:
-        padded = (max(aligned),) * len(rows)
+        padded = (round_up(max(lengths), multiples.row),) * len(rows)
         num_tokens = sum(padded)
     microbatch = Microbatch(
         tuple(range(len(rows))),
