@@ -22,7 +22,16 @@ from nemo_like.integer_math import nearest_divisors, round_up
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 """Outermost first: the shape of a device mesh whose ranks are in row-major order."""
-Field = Literal["pp", "dp", "cp", "tp", "ep", "sequence_parallel", "engine", "workers"]
+Field = Literal[
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "ep",
+    "sequence_parallel",
+    "engine",
+    "workers",
+]
 """Something that a user sets and a `LayoutProblem` can name."""
 EngineName = Literal["dtensor", "megatron"]
 Sync = Literal["microbatch", "step"]
@@ -123,24 +132,13 @@ class ParallelLayout:
     """Norms and residuals are sharded by tokens over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        fields: tuple[Field, ...] = (*AXES, "ep")
-        for field in fields:
-            size = getattr(self, field)
-            if size < 1:
-                text = (
-                    f"{{{field}}} is {size}; every axis has a size of at least 1 (1 turns it off)"
-                )
-                raise LayoutError([LayoutProblem((field,), text)])
-        problems = _sequence_problems(self.tp, self.sequence_parallel)
-        stage_size = self.dp * self.cp * self.tp
-        if stage_size % self.ep:
-            text = (
-                f"{{ep}} {self.ep} must divide the workers of a pipeline stage, {self.world_size}"
-                f" {{workers}} / {{pp}} {self.pp} = {stage_size}, and {stage_size} / {self.ep} ="
-                f" {stage_size / self.ep:.4g}, not a whole number: set {{ep}} to"
-                f" {nearest_divisors(stage_size, self.ep)}"
-            )
-            problems.append(LayoutProblem(("ep", "pp", "workers"), text))
+        # Sizes below 1 first: the arithmetic of the other problems divides by them.
+        problems = self._small_sizes()
+        if not problems:
+            problems = [
+                *_sequence_problems(self.tp, self.sequence_parallel),
+                *self._expert_problems(),
+            ]
         if problems:
             raise LayoutError(problems)
 
@@ -166,11 +164,11 @@ class ParallelLayout:
             smaller = num_replicas * replica_size
             larger = smaller + replica_size
             sizes = f"{smaller} or {larger}" if smaller else str(larger)
+            quotient = world_size / replica_size
             text = (
                 f"{{tp}} {tp} x {{cp}} {cp} x {{pp}} {pp} = {replica_size} workers per model"
-                f" replica, and {world_size} {{workers}} / {replica_size} ="
-                f" {world_size / replica_size:.4g} replicas, not a whole number: use {sizes}"
-                " workers"
+                f" replica, and {world_size} {{workers}} / {replica_size} = {quotient:.4g}"
+                f" replicas, not a whole number: use {sizes} workers"
             )
             problem = LayoutProblem(("tp", "cp", "pp", "workers"), text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
@@ -198,7 +196,8 @@ class ParallelLayout:
         tp: int = 0,
     ) -> int:
         """Return the global rank at these coordinates. Raises ValueError outside the layout."""
-        for axis, coordinate, size in zip(AXES, (pp, dp, cp, tp), self.shape, strict=True):
+        coordinates = Coordinates(pp, dp, cp, tp)
+        for axis, coordinate, size in zip(AXES, coordinates, self.shape, strict=True):
             if not 0 <= coordinate < size:
                 raise ValueError(f"{axis} {coordinate} is outside the axis, which has {size}")
         # Row-major order of [pp, dp, cp, tp].
@@ -285,7 +284,9 @@ class ParallelLayout:
         row = math.lcm(sequence_length_round, num_chunks)
         # Packed rows are padded one by one and the total once; padded rows are all as long as the
         # longest, so each of them must also satisfy the multiple of the total.
-        return PaddingMultiples(row if row_layout == "packed" else math.lcm(row, total), total)
+        if row_layout == "padded":
+            row = math.lcm(row, total)
+        return PaddingMultiples(row, total)
 
     def keeps_unsharded(self, engine: EngineName, num_params: int) -> bool:
         """Return True if a model of `num_params` parameters stays unsharded within a step.
@@ -302,8 +303,33 @@ class ParallelLayout:
         # FSDP2 all-gathers each microbatch's weights unless they stay unsharded.
         return "step" if self.keeps_unsharded(engine, num_params) else "microbatch"
 
+    def _small_sizes(self) -> list[LayoutProblem]:
+        problems = []
+        fields: tuple[Field, ...] = (*AXES, "ep")
+        for field in fields:
+            size = getattr(self, field)
+            if size < 1:
+                text = f"{{{field}}} is {size}; a size is at least 1, which turns the axis off"
+                problems.append(LayoutProblem((field,), text))
+        return problems
+
+    def _expert_problems(self) -> list[LayoutProblem]:
+        """The experts of a pipeline stage are distributed over groups of equal size."""
+        stage_size = self.world_size // self.pp
+        if stage_size % self.ep == 0:
+            return []
+        quotient = stage_size / self.ep
+        divisors = nearest_divisors(stage_size, self.ep)
+        text = (
+            f"{{ep}} {self.ep} must divide the workers of a pipeline stage, {self.world_size}"
+            f" {{workers}} / {{pp}} {self.pp} = {stage_size}, and {stage_size} / {self.ep} ="
+            f" {quotient:.4g}, not a whole number: set {{ep}} to {divisors}"
+        )
+        return [LayoutProblem(("ep", "pp", "workers"), text)]
+
     def __str__(self) -> str:
-        text = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        sizes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
+        text = " x ".join(sizes)
         if self.ep > 1:
             text += f", ep {self.ep}"
         if self.sequence_parallel:
