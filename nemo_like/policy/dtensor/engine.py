@@ -64,6 +64,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         self._model, specs = build_model(
             config, parallel_layout, groups, rank, device, trainable=trainable
         )
+        # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
             ShardedParameter(
                 name,

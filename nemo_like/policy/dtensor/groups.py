@@ -45,8 +45,10 @@ class Groups:
         if problems:
             raise LayoutError(problems)
         if parallel_layout.world_size == 1 and not mixed_precision:
+            # No process group exists then, and none is needed.
             return cls()
         mesh = build_device_mesh(parallel_layout, device.type)
+        # Dp and cp ranks with the same tp rank have equal weights: FSDP shards over both axes.
         if parallel_layout.dp > 1 and parallel_layout.cp > 1:
             dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         else:

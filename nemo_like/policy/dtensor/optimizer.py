@@ -73,6 +73,7 @@ class ShardedAdamW:
 
     def zero_grad(self) -> None:
         """Free the gradients."""
+        # Freed and not set to 0: the next forward needs the memory for activations.
         self.adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[Tensor]:
