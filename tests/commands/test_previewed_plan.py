@@ -10,13 +10,14 @@ import pytest
 
 from nemo_like import parallel_layout
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.commands import validate as validate_module
 from nemo_like.commands.first_step import first_lengths
 from nemo_like.commands.plan_arguments import add_arguments
 from nemo_like.commands.plan_request import plan_request
+from nemo_like.commands.validate import validate
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.diagnostics import plan_preview
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.plan_report import make_plan
@@ -64,13 +65,13 @@ def plan_of_validate(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Batc
     """The plan behind the line about the first step."""
     plans = []
 
-    def record(lengths: np.ndarray, spec: PlanSpec) -> BatchPlan:
-        plans.append(plan_batch(lengths, spec))
+    def record(lengths: np.ndarray, spec: PlanSpec, groups: np.ndarray | None) -> BatchPlan:
+        plans.append(plan_batch(lengths, spec, groups))
         return plans[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(validate_module, "plan_batch", record)
-        report = validate_module.validate(config)
+        patch.setattr(plan_preview, "plan_batch", record)
+        report = validate(config)
     assert report.problems == ()
     # The second plan is the one without packing or dynamic batching.
     first, _ = plans
