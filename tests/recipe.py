@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
 from nemo_like.algorithms.sft.config import SftRunConfig
@@ -58,6 +59,19 @@ reward:
     digits: {{path: tests.algorithms.rewards.digit_share}}
 """
         return load_config(GrpoRunConfig, self._write("grpo.yaml", text), list(overrides))
+
+    def dpo(self, *overrides: str) -> DpoRunConfig:
+        """Four steps of DPO with eight pairs each."""
+        text = f"""
+run_name: dpo
+dpo: {{max_num_steps: 4, val_period: 2, val_at_start: true}}
+data:
+  train_path: {self.demo}/dpo_train.jsonl
+  validation_path: {self.demo}/dpo_validation.jsonl
+  max_validation_rows: 12
+"""
+        options = ["policy.train_global_batch_size=8", *overrides]
+        return load_config(DpoRunConfig, self._write("dpo.yaml", text), options)
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name

@@ -33,7 +33,7 @@ from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.losses import NllLoss
+from nemo_like.losses import Loss, NllLoss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
@@ -125,9 +125,8 @@ class Rank:
             parallel_layout=self.parallel_layout,
             model=None,
         )
-        return batch.shard(plan_batch(batch["length"], spec))[
-            self.parallel_layout.dp_rank(self.rank)
-        ]
+        plan = plan_batch(batch["length"], spec, batch.get("pair"))
+        return batch.shard(plan)[self.parallel_layout.dp_rank(self.rank)]
 
 
 def full_gradients(engine: DTensorEngine) -> Iterator[tuple[str, Tensor]]:
@@ -145,7 +144,9 @@ def full_gradients(engine: DTensorEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def gradients(
-    worker: PolicyWorker, shard: SlicedDataDict
+    worker: PolicyWorker,
+    shard: SlicedDataDict,
+    loss: Loss = NllLoss(),  # noqa: B008  (immutable)
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradient of one step that leaves every weight as it is, and the step's metrics."""
     engine: Any = worker._policy
@@ -156,7 +157,7 @@ def gradients(
         return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
-    (metrics,) = worker.train(shard, None, NllLoss())
+    (metrics,) = worker.train(shard, None, loss)
     del engine.optimizer_step
     return found, metric_values(metrics)
 

@@ -143,9 +143,8 @@ class Rank:
             parallel_layout=self.parallel_layout,
             model=load_spec(config.model_name),
         )
-        return batch.shard(plan_batch(batch["length"], spec))[
-            self.parallel_layout.dp_rank(self.context.rank)
-        ]
+        plan = plan_batch(batch["length"], spec, batch.get("pair"))
+        return batch.shard(plan)[self.parallel_layout.dp_rank(self.context.rank)]
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""The gradient of a preference loss is the same in every layout of rows and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.config.schema import ParallelConfig
+from nemo_like.distributed import process_groups
+from nemo_like.distributed.worker_group import WorkerContext
+from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
+from tests.policy.tiny import context, relative_error, run_ranks
+
+TOLERANCE = 1e-5
+PADDED = dataclasses.replace(BASE, train_micro_batch_size=2)
+BATCHING = {
+    "packed": PACKED,
+    "dynamic": DYNAMIC,
+    "one pair at a time": PADDED,
+}
+LAYOUTS = {
+    "one rank": (1, ParallelConfig()),
+    "dp 2": (2, ParallelConfig()),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "cp 2": (2, ParallelConfig(context=2)),
+}
+Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
+
+
+def program(worker_context: WorkerContext, parallel: ParallelConfig, model: str) -> Found:
+    """Gradient and metrics for each way of batching and each loss; gradients are on rank 0."""
+    process_groups.init_process_group(worker_context)
+    torch.set_num_threads(1)
+    rank = Rank(worker_context, parallel)
+    found: Found = {}
+    for batching, batching_config in BATCHING.items():
+        config = dataclasses.replace(
+            batching_config, model_name=model, train_global_batch_size=len(PAIR_LENGTHS)
+        )
+        worker = rank.worker(config)
+        shard = rank.shard(config, pair_batch())
+        for name, loss in LOSSES.items():
+            found[batching, name] = gradients(worker, shard, PreferenceLoss(config=loss))
+    process_groups.destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_gradient_of_a_preference(
+    layout, model_dir, rank_pool, meeting
+):
+    world_size, parallel = LAYOUTS[layout]
+    model = model_dir("qwen3")
+    if world_size == 1:
+        results = [program(context(0, 1, meeting), parallel, model)]
+    else:
+        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model)
+    for name, config in LOSSES.items():
+        expected, loss = gradients_by_definition(model, pair_batch(), config)
+        for batching in BATCHING:
+            values, metrics = results[0][batching, name]
+            found = {key: torch.from_numpy(value) for key, value in values.items()}
+            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
+            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
+            for other in results[1:]:
+                assert other[batching, name][1]["rewards/margins"] == metrics["rewards/margins"]
+
+
+def test_a_pair_in_two_microbatches_is_an_error(model_dir, meeting):
+    """A plan without groups may separate the rows of a pair."""
+    process_groups.init_process_group(context(0, 1, meeting))
+    rank = Rank(context(0, 1, meeting), ParallelConfig())
+    config = dataclasses.replace(PADDED, model_name=model_dir("qwen3"), train_micro_batch_size=1)
+    batch = pair_batch()
+    pair = batch.pop("pair")
+    shard = rank.shard(config, batch)
+    shard["pair"] = pair
+    with pytest.raises(ValueError, match="without the other"):
+        rank.worker(config).train(shard, None, PreferenceLoss(config=LOSSES["dpo"]))
+    process_groups.destroy()
