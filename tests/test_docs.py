@@ -40,7 +40,7 @@ PAGE_NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 AREAS = (
     "packing", "policy", "mismatch", "reward", "generation", "validation", "timing", "performance",
-    "progress", "data",
+    "progress", "data", "rewards", "logprobs",
 )  # fmt: skip
 """First parts of metric names."""
 

@@ -41,7 +41,7 @@ class LossInputs:
     """int64 [T]: row of each position, 0 on padding."""
     row_num_tokens: Tensor
     """float32 [R]: trained tokens of each row over all context-parallel ranks."""
-    columns: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     """float32 [T] each: columns per token, such as `prev_logprobs` and `reference_logprobs`."""
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[R] each: columns per row, such as `advantages`."""
