@@ -97,16 +97,14 @@ class HFGenerationWorker:
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             prompts = [prompt_ids[row] for row in batch]
-            rows += self._decode_batch(
-                prompts,
-                seeds[batch],
-                sampling,
-                max_total_length,
-            )
+            rows += self._decode_batch(prompts, seeds[batch], sampling, max_total_length)
+        # Back to the order of the prompts.
         rows = [rows[position] for position in np.argsort(order)]
+        token_ids = [row.token_ids for row in rows]
+        logprobs = [row.logprobs for row in rows]
         return Completions(
-            Jagged.from_rows([row.token_ids for row in rows], np.int32),
-            Jagged.from_rows([row.logprobs for row in rows], np.float32),
+            Jagged.from_rows(token_ids, np.int32),
+            Jagged.from_rows(logprobs, np.float32),
             [row.finish_reason for row in rows],
             self._weight_version,
         )
@@ -136,7 +134,8 @@ class HFGenerationWorker:
         for name, tensor in bucket.decode():
             target = targets.get(name)
             if target is None:
-                raise ValueError(f"weight {name!r} is not part of {type(self._model).__name__}")
+                model = type(self._model).__name__
+                raise ValueError(f"weight {name!r} is not part of {model}")
             if target.shape != tensor.shape:
                 raise ValueError(
                     f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is"
@@ -175,15 +174,16 @@ class HFGenerationWorker:
         """Decode the prompts together until all are finished; one row per prompt, in order."""
         rows = []
         for prompt in prompts:
-            max_new_tokens = min(sampling.max_new_tokens, max_total_length - len(prompt))
+            max_length = max_total_length - len(prompt)
+            max_new_tokens = min(sampling.max_new_tokens, max_length)
             rows.append(_Row(max_new_tokens=max_new_tokens))
         max_steps = max(row.max_new_tokens for row in rows)
         uniforms = torch.from_numpy(row_uniforms(seeds, max_steps)).to(self._device)
         forward = _CachedForward(self._model, prompts, max_total_length, self._device)
         # The rows that are still in the batch; finished ones stay until the next removal.
         slots = rows
-        for index in range(uniforms.shape[1]):
-            activity.note(f"decoding step {index + 1} of {uniforms.shape[1]}, {len(slots)} rows")
+        for index in range(max_steps):
+            activity.note(f"decoding step {index + 1} of {max_steps}, {len(slots)} rows")
             token_ids, logprobs = sample_tokens(forward.logits, uniforms[:, index], sampling)
             self._extend(
                 slots,
@@ -237,10 +237,11 @@ class HFGenerationWorker:
         # Only a tail is decoded. A token has at least one byte, so the longest string in bytes is
         # a limit for its tokens. One more, because tokenizers may treat the first token of a text
         # differently.
-        num_tail_tokens = max(len(string.encode()) for string in stop_strings) + 1
-        tails = self._tokenizer.batch_decode(
-            [row.token_ids[-num_tail_tokens:] for row in rows], clean_up_tokenization_spaces=False
-        )
+        longest = max(len(string.encode()) for string in stop_strings)
+        num_tail_tokens = longest + 1
+        tail_ids = [row.token_ids[-num_tail_tokens:] for row in rows]
+        # Clean-up would change the text around the string.
+        tails = self._tokenizer.batch_decode(tail_ids, clean_up_tokenization_spaces=False)
         return [any(string in tail for string in stop_strings) for tail in tails]
 
 
@@ -253,9 +254,9 @@ def declared_end_token_ids(
     if model.generation_config is not None:
         declared = model.generation_config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(
-        token_id for token_id in (*ids, tokenizer.eos_token_id) if isinstance(token_id, int)
-    )
+    candidates = [*ids, tokenizer.eos_token_id]
+    # Either may be None.
+    return frozenset(token_id for token_id in candidates if isinstance(token_id, int))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -285,17 +286,21 @@ class _CachedForward:
         device: torch.device,
     ) -> None:
         longest = max(len(prompt) for prompt in prompts)
-        input_ids = np.zeros((len(prompts), longest), dtype=np.int64)
-        attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        shape = (len(prompts), longest)
+        input_ids = np.zeros(shape, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
         # Left-padded, so that the last column is every row's last token.
         for slot, prompt in enumerate(prompts):
-            input_ids[slot, longest - len(prompt) :] = prompt
-            attention_mask[slot, longest - len(prompt) :] = 1
+            start = longest - len(prompt)
+            input_ids[slot, start:] = prompt
+            attention_mask[slot, start:] = 1
         self._model = model
         self._last_position = max_total_length - 1
         self._cache = DynamicCache(config=model.config)
         self._attention_mask = torch.from_numpy(attention_mask).to(device)
-        positions = (self._attention_mask.cumsum(dim=-1) - 1).clamp_(min=0)
+        num_tokens_before = self._attention_mask.cumsum(dim=-1) - 1
+        # Padding has -1, for which a model may have no position.
+        positions = num_tokens_before.clamp_(min=0)
         # int64 [b, 1]: position of each row's last token.
         self._positions = positions[:, -1:]
         self.logits = self._forward(torch.from_numpy(input_ids).to(device), positions)
@@ -305,7 +310,8 @@ class _CachedForward:
         self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, 1), value=1)
         # Only finished rows that are not yet removed reach the limit; a model may have no position
         # beyond it.
-        self._positions = (self._positions + 1).clamp_(max=self._last_position)
+        next_positions = self._positions + 1
+        self._positions = next_positions.clamp_(max=self._last_position)
         self.logits = self._forward(token_ids[:, None], self._positions)
 
     def keep(self, slots: Tensor) -> None:

@@ -24,9 +24,11 @@ def row_uniforms(seeds: np.ndarray, num_tokens: int) -> np.ndarray:
     """
     raw = np.empty((len(seeds), num_tokens), dtype=np.uint64)
     for row, seed in enumerate(seeds):
-        raw[row] = np.random.Philox(key=int(seed)).random_raw(num_tokens)
+        generator = np.random.Philox(key=int(seed))
+        raw[row] = generator.random_raw(num_tokens)
     # The upper 53 bits, the precision of float64.
-    return (raw >> np.uint64(11)) * 2.0**-53
+    upper_bits = raw >> np.uint64(11)
+    return upper_bits * 2.0**-53
 
 
 def sample_tokens(
@@ -47,15 +49,21 @@ def sample_tokens(
     logits = filter_logits(logits / params.temperature, params.token_filter)
     # float64, so that rounding of a long cumulative sum does not move mass between tokens and does
     # not depend on the batch.
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    target = uniforms[:, None] * cumulative[:, -1:]
+    probabilities = logits.double().softmax(dim=-1)
+    cumulative = probabilities.cumsum(dim=-1)
+    # Relative to the computed total, which rounding moves away from 1.
+    total = cumulative[:, -1:]
+    target = uniforms[:, None] * total
     token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     # The search passes the end only for non-finite logits. The log-prob is not finite then, which
     # the caller checks.
-    token_ids = token_ids.clamp_(max=logits.shape[-1] - 1)
+    last_token_id = logits.shape[-1] - 1
+    token_ids = token_ids.clamp_(max=last_token_id)
     return token_ids, _log_probs_of(logits, token_ids)
 
 
 def _log_probs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
-    picked = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+    """Return the log-probs [B] of `token_ids` [B] under softmax of `logits` [B, V]."""
+    index = token_ids[:, None]
+    picked = logits.gather(-1, index).squeeze(-1)
     return picked - logits.logsumexp(dim=-1)

@@ -81,7 +81,8 @@ class ClippedPolicyGradientLoss:
         columns = inputs.columns
         # Masked positions have no sample; their difference is set to 0 so that neither value nor
         # gradient can be NaN.
-        delta = torch.where(mask, inputs.policy_logprobs - columns["prev_logprobs"], 0.0)
+        log_ratio = inputs.policy_logprobs - columns["prev_logprobs"]
+        delta = torch.where(mask, log_ratio, 0.0)
         losses, per_token = self._surrogate(delta, inputs.per_token("advantages"))
         if self.config.reference_policy_kl_penalty > 0:
             # The reference's log-probs are unfiltered, so the policy's must be as well.
@@ -102,7 +103,9 @@ class ClippedPolicyGradientLoss:
                 losses = losses - self.config.entropy_coefficient * entropy
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
-        loss_total, loss_weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
+        # Together, so that the device is waited for once.
+        totals = torch.stack([loss_sum.detach(), weights.sum()])
+        loss_total, loss_weight = totals.tolist()
         metrics: Metrics = {
             "policy/loss": Mean(loss_total, loss_weight),
             **mean_metrics(per_token, mask),
@@ -122,12 +125,15 @@ class ClippedPolicyGradientLoss:
         """
         low = 1.0 - self.config.ratio_clip_min
         high = 1.0 + self.config.ratio_clip_max
-        ratio = torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT))
-        losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+        exponent = delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+        ratio = torch.exp(exponent)
+        unclipped = -advantages * ratio
+        clipped = -advantages * ratio.clamp(low, high)
+        losses = torch.maximum(unclipped, clipped)
         # Only where the advantage pushes the ratio further out does the clip remove the gradient.
         clipped_high = (ratio > high) & (advantages > 0)
         clipped_low = (ratio < low) & (advantages < 0)
-        kl_k3 = torch.exp(delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) - 1 - delta
+        kl_k3 = ratio - 1 - delta
         per_token = {
             "policy/ratio_mean": ratio,
             "policy/approx_kl_k1": -delta,
@@ -166,7 +172,9 @@ def reference_kl(
     """
     policy_logprobs = torch.where(mask, policy_logprobs, 0.0)
     with torch.no_grad():
-        difference = torch.where(mask, reference_logprobs - policy_logprobs, 0.0)
+        difference = reference_logprobs - policy_logprobs
+        # Masked positions may have no reference value.
+        difference = torch.where(mask, difference, 0.0)
         gradient = -difference.clamp(-_MAX_KL, _MAX_KL)
         difference = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
         if kind == "k1":
@@ -225,6 +233,8 @@ def mismatch_metrics(
         mask,
     )
     # max() of an empty tensor is an error.
-    max_difference = float(difference.abs().max()) if difference.numel() else 0.0
+    max_difference = 0.0
+    if difference.numel():
+        max_difference = float(difference.abs().max())
     metrics["mismatch/logprob_diff_max"] = Max(max_difference)
     return metrics

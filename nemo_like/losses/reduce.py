@@ -156,7 +156,11 @@ def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> Metrics:
     sums = []
     for value in values.values():
         # where() and not a product: an infinity at a masked position must not become NaN.
-        sums.append(torch.where(mask, value.detach().float(), 0.0).sum())
-    count_tensor = mask.to(torch.float32).sum()
-    *totals, count = torch.stack([*sums, count_tensor]).tolist()
-    return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
+        masked = torch.where(mask, value.detach().float(), 0.0)
+        sums.append(masked.sum())
+    sums.append(mask.to(torch.float32).sum())
+    *totals, count = torch.stack(sums).tolist()
+    metrics: Metrics = {}
+    for name, total in zip(values, totals, strict=True):
+        metrics[name] = Mean(total, count)
+    return metrics

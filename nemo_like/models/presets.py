@@ -57,6 +57,7 @@ def load_spec(model: str) -> ModelSpec:
     Raises ConfigError for anything else and for files that cannot be used.
     """
     path = Path(model).expanduser()
+    # A path has priority: a directory may have the name of a preset.
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
@@ -71,7 +72,8 @@ def load_spec(model: str) -> ModelSpec:
         return ModelSpec.from_config(config, model)
     preset = PRESETS.get(model.lower())
     if preset is None:
-        sizes = ", ".join(f"{size} ({name})" for size, (name, _) in PRESETS.items())
+        choices = [f"{size} ({name})" for size, (name, _) in PRESETS.items()]
+        sizes = ", ".join(choices)
         raise ConfigError(
             f"unknown model {model!r}: there is no such directory or config.json, and the presets"
             f" are {sizes}"

@@ -32,8 +32,10 @@ def import_transformers_without_torch() -> None:
         return
     hidden = [name for name in _NOT_NEEDED if name not in sys.modules]
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # transformers reports that models are not available
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # importlib reports None as not installed
+    # transformers reports that models are not available.
+    logging.disable(logging.WARNING)
+    # importlib reports a module that is None as not installed.
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401
         from transformers.utils.import_utils import is_torch_available
@@ -72,19 +74,18 @@ def _open(
         return from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
         raise OSError(_first_line(error)) from error
-    except (
-        Exception
-    ) as error:  # corrupt files raise almost any type; the Rust tokenizers raise Exception itself
+    # Corrupt files raise almost any type; the Rust tokenizers raise Exception itself.
+    except Exception as error:
         raise ValueError(_first_line(error)) from error
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of the error's text, with its type where the text alone would not state what
-    is wrong.
-    """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    if isinstance(error, OSError | ImportError) or type(error) in (ValueError, Exception):
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}"
+    """Return the first line of the error's text, after its type where the text needs it."""
+    name = type(error).__name__
+    text = str(error).strip()
+    if not text:
+        return name
+    first = text.splitlines()[0].strip()
+    # A KeyError's text, for example, is the key alone.
+    is_sentence = isinstance(error, OSError | ImportError) or type(error) in (ValueError, Exception)
+    return first if is_sentence else f"{name}: {first}"

@@ -15,6 +15,8 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import shown_value
 
 _REQUIRED = object()
+_SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Values of `layer_types` with softmax attention; any other is linear in the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,10 @@ class ModelSpec:
         num_heads = fields.size("num_attention_heads", "n_head")
         attention_bias = bool(fields.get("attention_bias", default=False))
         traits = _TRAITS.get(model_type, _FamilyTraits())
+        # transformers 5 has `rope_parameters`, older files `rope_scaling`, which may be null.
         rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
+        # Without a value of their own, heads divide the hidden size.
+        default_head_dim = max(hidden_size // num_heads, 1)
         return cls(
             name=fields.name,
             model_type=model_type,
@@ -156,7 +161,7 @@ class ModelSpec:
             ),
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", "num_kv_heads", default=num_heads),
-            head_dim=fields.size("head_dim", default=max(hidden_size // num_heads, 1)),
+            head_dim=fields.size("head_dim", default=default_head_dim),
             vocab_size=fields.size("vocab_size"),
             max_positions=fields.get("max_position_embeddings", "n_positions", default=None),
             num_mlp_matrices=traits.num_mlp_matrices,
@@ -178,7 +183,9 @@ class ModelSpec:
     @property
     def num_sparse_layers(self) -> int:
         """Layers with experts."""
-        return 0 if self.moe is None else len(self.moe.layers)
+        if self.moe is None:
+            return 0
+        return len(self.moe.layers)
 
     @property
     def num_active_params(self) -> int:
@@ -188,10 +195,12 @@ class ModelSpec:
         embedding table (a lookup), norms and biases are left out; a tied output projection counts,
         since it is multiplied.
         """
-        num_dense = self.num_layers - self.num_sparse_layers
-        feed_forward = num_dense * self._dense_params + self.num_sparse_layers * self._moe_params
+        num_dense_layers = self.num_layers - self.num_sparse_layers
         attention = self.num_layers * self._attention_params
-        return attention + feed_forward + self.embedding_params
+        dense = num_dense_layers * self._dense_params
+        sparse = self.num_sparse_layers * self._moe_params
+        # The output projection has the size of the embedding, whether it is tied or not.
+        return attention + dense + sparse + self.embedding_params
 
     @property
     def num_params(self) -> int:
@@ -200,8 +209,8 @@ class ModelSpec:
         idle_experts = 0
         if self.moe is not None:
             num_idle = self.moe.num_experts - self.moe.num_active_experts
-            one_expert = self.num_mlp_matrices * self.hidden_size * self.moe.expert_size
-            idle_experts = self.num_sparse_layers * num_idle * one_expert
+            expert_params = self._mlp_params(self.moe.expert_size)
+            idle_experts = self.num_sparse_layers * num_idle * expert_params
         return self.num_active_params + input_embedding + self._vector_params + idle_experts
 
     @property
@@ -233,28 +242,39 @@ class ModelSpec:
         """Intermediate size that one token passes: all its experts together in an MoE layer."""
         if self.moe is None:
             return self.intermediate_size
-        return self.moe.num_active_experts * self.moe.expert_size + self.moe.shared_size
+        routed_size = self.moe.num_active_experts * self.moe.expert_size
+        return routed_size + self.moe.shared_size
 
     @property
     def _attention_params(self) -> int:
         """Parameters of the projections of one layer."""
         latent = self.latent
         if latent is None:
-            return self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+            # Query and output projections have all heads, key and value projections the kv heads.
+            num_projected_heads = 2 * (self.num_heads + self.num_kv_heads)
+            return self.hidden_size * self.head_dim * num_projected_heads
         query_key_dim = latent.nope_dim + latent.rope_dim
+        query_width = self.num_heads * query_key_dim
         if latent.query_rank:
-            query = latent.query_rank * (self.hidden_size + self.num_heads * query_key_dim)
+            query = latent.query_rank * (self.hidden_size + query_width)
         else:
-            query = self.hidden_size * self.num_heads * query_key_dim
+            query = self.hidden_size * query_width
+        # Rotary keys bypass the compression: one vector of `rope_dim` per token for all heads.
         compress = self.hidden_size * (latent.kv_rank + latent.rope_dim)
-        expand = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
-        output = self.num_heads * latent.value_dim * self.hidden_size
+        expanded_width = self.num_heads * (latent.nope_dim + latent.value_dim)
+        expand = latent.kv_rank * expanded_width
+        output_width = self.num_heads * latent.value_dim
+        output = output_width * self.hidden_size
         return query + compress + expand + output
 
     @property
     def _dense_params(self) -> int:
         """Parameters of one dense feed-forward block."""
-        return self.num_mlp_matrices * self.hidden_size * self.intermediate_size
+        return self._mlp_params(self.intermediate_size)
+
+    def _mlp_params(self, size: int) -> int:
+        """Parameters of a feed-forward block of intermediate size `size`."""
+        return self.num_mlp_matrices * self.hidden_size * size
 
     @property
     def _moe_params(self) -> int:
@@ -262,21 +282,25 @@ class ModelSpec:
         if self.moe is None:
             return 0
         router = self.hidden_size * self.moe.num_experts
-        return router + self.num_mlp_matrices * self.hidden_size * self.active_mlp_size
+        return router + self._mlp_params(self.active_mlp_size)
 
     @property
     def _vector_params(self) -> int:
         """Norms and biases."""
+        # The norms before attention and before the feed-forward block.
         per_layer = 2 * self.hidden_size
         if self.has_qkv_bias:
-            per_layer += (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            num_biased_heads = self.num_heads + 2 * self.num_kv_heads
+            per_layer += num_biased_heads * self.head_dim
         if self.has_output_bias:
             per_layer += self.hidden_size
         if self.has_qk_norm:
+            # One weight for all query heads, one for all key heads.
             per_layer += 2 * self.head_dim
         if self.has_mlp_bias:
             per_layer += 2 * self.intermediate_size + self.hidden_size
-        return self.num_layers * per_layer + self.hidden_size
+        final_norm = self.hidden_size
+        return self.num_layers * per_layer + final_norm
 
 
 class _Fields:
@@ -289,9 +313,11 @@ class _Fields:
                 f" {shown_value(config)}"
             )
         self._config = config
-        self.name = name or str(self._lookup("_name_or_path") or self._lookup("model_type") or "")
+        own_name = self._lookup("_name_or_path") or self._lookup("model_type") or ""
+        self.name = name or str(own_name)
         text_config = self._lookup("text_config")
-        if text_config is not None:  # multimodal configurations nest the language model
+        # Multimodal configurations nest the language model.
+        if text_config is not None:
             self._config = text_config
 
     def get(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -301,13 +327,16 @@ class _Fields:
             if value is not None:
                 return value
         if default is _REQUIRED:
-            raise ConfigError(f"{self.model} has no {' / '.join(names)} in its config.json")
+            spellings = " / ".join(names)
+            raise ConfigError(f"{self.model} has no {spellings} in its config.json")
         return default
 
     def size(self, *names: str, default: Any = _REQUIRED) -> int:
         """As `get`. Raises ConfigError for a value that is not a positive integer."""
         value = self.get(*names, default=default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        # bool is a subclass of int.
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < 1:
             raise ConfigError(
                 f"{self.model} gives {names[0]} {shown_value(value)} in its config.json; it must"
                 " be a positive integer"
@@ -324,32 +353,38 @@ class _Fields:
         return getattr(self._config, name, None)
 
 
-def _windows(
-    fields: _Fields,
-    traits: _FamilyTraits,
-    num_layers: int,
-) -> tuple[int | None, ...]:
+def _windows(fields: _Fields, traits: _FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for attention to all positions."""
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)
+    # Newer configurations name the kind of every layer; older ones have a rule.
     if kinds is not None:
         chunk = fields.get("attention_chunk_size", default=None)
         by_kind = {"sliding_attention": window, "chunked_attention": window or chunk}
         return tuple(by_kind.get(kind) for kind in kinds)
-    if window is None or not fields.get("use_sliding_window", default=True):
+    is_used = fields.get("use_sliding_window", default=True)
+    if window is None or not is_used:
         return (None,) * num_layers
     if traits.has_window_in_every_layer:
         return (window,) * num_layers
     period = fields.get("sliding_window_pattern", default=None)
-    if period is not None:  # every period-th layer attends to all positions (Gemma)
-        return tuple(None if (layer + 1) % period == 0 else window for layer in range(num_layers))
+    windows: list[int | None] = [window] * num_layers
+    if period is not None:
+        # Every period-th layer attends to all positions (Gemma).
+        for layer in range(period - 1, num_layers, period):
+            windows[layer] = None
+        return tuple(windows)
+    # Layers below `max_window_layers` attend to all positions (Qwen2, Qwen3).
     first = fields.get("max_window_layers", default=0)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    for layer in range(min(first, num_layers)):
+        windows[layer] = None
+    return tuple(windows)
 
 
 def _linear_attention_layers(fields: _Fields) -> frozenset[int]:
     kinds = fields.get("layer_types", default=None) or ()
-    softmax_kinds = ("full_attention", "sliding_attention", "chunked_attention")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind not in softmax_kinds)
+    linear_layers = [layer for layer, kind in enumerate(kinds) if kind not in _SOFTMAX_KINDS]
+    return frozenset(linear_layers)
 
 
 def _latent(fields: _Fields) -> LatentAttention | None:
@@ -366,9 +401,11 @@ def _latent(fields: _Fields) -> LatentAttention | None:
 
 def _moe(fields: _Fields, num_layers: int) -> MoeSpec | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
+    # 0 experts mean a dense model.
     if not fields.get(*names, default=0):
         return None
     expert_size = fields.size("moe_intermediate_size", "intermediate_size")
+    # Qwen gives the size of the shared expert, DeepSeek the number of shared experts.
     shared_size = fields.get("shared_expert_intermediate_size", default=0)
     if not shared_size:
         shared_size = expert_size * fields.get("n_shared_experts", default=0)
@@ -388,9 +425,10 @@ def _moe_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
     dense = set(fields.get("mlp_only_layers", default=()))
     # Qwen counts layers from 1 (`(layer + 1) % step == 0`), DeepSeek from 0. With a period of 1
     # both are every layer.
-    shift = 1 if fields.get("decoder_sparse_step", default=None) is not None else 0
-    return frozenset(
-        layer
-        for layer in range(num_layers)
-        if (layer + shift) % period == 0 and layer >= first and layer not in dense
-    )
+    counts_from_one = fields.get("decoder_sparse_step", default=None) is not None
+    layers = set()
+    for layer in range(max(first, 0), num_layers):
+        number = layer + 1 if counts_from_one else layer
+        if number % period == 0 and layer not in dense:
+            layers.add(layer)
+    return frozenset(layers)

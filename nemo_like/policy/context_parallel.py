@@ -47,8 +47,10 @@ def gather_keys_values(
 ) -> tuple[Tensor, Tensor]:
     """Gather `k` and `v` [T_k, H_kv, D] of the exchange from this rank's [T/c, H_kv, D]."""
     # Stacked, so that there is one collective in the forward and one in the backward.
-    gathered = gather_rows(group, torch.stack((k, v), dim=1))
-    k, v = gathered.index_select(0, exchange.kv_index).unbind(1)
+    local = torch.stack((k, v), dim=1)
+    gathered = gather_rows(group, local)
+    selected = gathered.index_select(0, exchange.kv_index)
+    k, v = selected.unbind(1)
     return k, v
 
 
@@ -91,39 +93,46 @@ def _make_exchange(
         # On CUDA the check would wait for the device.
         _check(cu_seqlens.tolist(), size, num_positions)
     device = cu_seqlens.device
+    num_chunks = 2 * size
     starts = cu_seqlens.long()
-    chunks = starts.diff() // (2 * size)
-    lengths_q = chunks[:, None].expand(-1, 2).flatten()
+    # int64 [R]: length of one chunk of each segment.
+    chunk_lengths = starts.diff() // num_chunks
+    # int64 [2R]: two queries per segment, each as long as a chunk.
+    lengths_q = chunk_lengths[:, None].expand(-1, 2).flatten()
     # Query chunk r sees r + 1 chunks, query chunk 2c-1-r sees 2c-r.
-    num_chunks_k = torch.tensor([rank + 1, 2 * size - rank], device=device)
-    lengths_k = (chunks[:, None] * num_chunks_k).flatten()
+    num_chunks_k = torch.tensor([rank + 1, num_chunks - rank], device=device)
+    lengths_k = (chunk_lengths[:, None] * num_chunks_k).flatten()
     bounds_k = _bounds(lengths_k)
     # The sum of `lengths_k`, computed on the host so as not to wait for the device: each segment
     # contributes 2c + 1 of its chunks.
-    num_keys = (2 * size + 1) * (num_positions // 2)
-    query = torch.repeat_interleave(
-        torch.arange(len(lengths_k), device=device), lengths_k, output_size=num_keys
-    )
+    num_keys = (num_chunks + 1) * (num_positions // 2)
+    # int64 [T_k] from here on: for each key its query, and its place in the segment.
+    queries = torch.arange(len(lengths_k), device=device)
+    query = torch.repeat_interleave(queries, lengths_k, output_size=num_keys)
+    segment = query // 2
     position = torch.arange(num_keys, device=device) - bounds_k[query]
-    length = chunks[query // 2]
-    chunk = position // length
+    chunk_length = chunk_lengths[segment]
+    chunk = position // chunk_length
     is_first = chunk < size
-    owner = torch.where(is_first, chunk, 2 * size - 1 - chunk)
+    owner = torch.where(is_first, chunk, num_chunks - 1 - chunk)
     # A rank's share of a segment is its first chunk, then its second.
-    offset_of_chunk = torch.where(is_first, 0, length)
-    within_share = starts[query // 2] // size + position % length + offset_of_chunk
+    share_start = starts[segment] // size
+    offset_of_chunk = torch.where(is_first, 0, chunk_length)
+    within_share = share_start + position % chunk_length + offset_of_chunk
+    max_chunk_length = max_seqlen // num_chunks
     return Exchange(
         kv_index=owner * num_positions + within_share,
         cu_seqlens_q=_bounds(lengths_q).int(),
         cu_seqlens_k=bounds_k.int(),
-        max_seqlen_q=max_seqlen // (2 * size),
-        max_seqlen_k=max_seqlen // (2 * size) * (2 * size - rank),
+        max_seqlen_q=max_chunk_length,
+        max_seqlen_k=max_chunk_length * (num_chunks - rank),
     )
 
 
 def _bounds(lengths: Tensor) -> Tensor:
-    """[n + 1] segment bounds from [n] lengths."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    """Return segment bounds int64 [n + 1] from lengths int64 [n]."""
+    ends = lengths.cumsum(0)
+    return torch.nn.functional.pad(ends, (1, 0))
 
 
 def _check(

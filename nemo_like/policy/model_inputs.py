@@ -75,13 +75,8 @@ class ModelInputs:
             # Packed, or context-parallel: already one sequence.
             return self
         num_segments, width = self.input_ids.shape
-        bounds = torch.arange(
-            0,
-            (num_segments + 1) * width,
-            width,
-            dtype=torch.int32,
-            device=self.input_ids.device,
-        )
+        segment = torch.arange(num_segments + 1, dtype=torch.int32, device=self.input_ids.device)
+        bounds = segment * width
         return dataclasses.replace(
             self,
             input_ids=self.input_ids.reshape(1, -1),
@@ -127,20 +122,30 @@ def build_inputs(
     columns: dict[str, Tensor] = {}
     row_columns: dict[str, Tensor] = {}
     for name, column in shard.items():
+        if name == "input_ids":
+            continue
         if isinstance(column, Jagged):
-            if name != "input_ids":
-                values = grid.gather(name, column, 1, has_label, 0)
-                columns[name] = _tensor(values, device, is_mask=name.endswith("_mask"))
+            values = grid.gather(name, column, 1, has_label, 0)
+            is_mask = name.endswith("_mask")
+            columns[name] = _tensor(values, device, is_mask=is_mask)
         elif _is_row_column(column):
             row_columns[name] = _row_column(column, grid.rows, device)
+    # Token ids are stored as int32; embedding and gather need int64.
+    input_ids = input_ids.astype(np.int64, copy=False).reshape(shape)
+    labels = labels.astype(np.int64, copy=False)
+    row_ids = np.where(is_real, grid.segment, 0)
+    cu_seqlens = None
+    if grid.is_packed:
+        # int32, as the attention kernels require.
+        cu_seqlens = _tensor(grid.bounds.astype(np.int32), device)
     return ModelInputs(
-        input_ids=_tensor(input_ids.astype(np.int64, copy=False).reshape(shape), device),
+        input_ids=_tensor(input_ids, device),
         position_ids=_tensor(grid.position.reshape(shape), device),
-        cu_seqlens=_tensor(grid.bounds.astype(np.int32), device) if grid.is_packed else None,
+        cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(grid.bounds).max()),
-        labels=_tensor(labels.astype(np.int64, copy=False), device),
+        labels=_tensor(labels, device),
         label_mask=_tensor(has_label, device),
-        row_ids=_tensor(np.where(is_real, grid.segment, 0), device),
+        row_ids=_tensor(row_ids, device),
         columns=columns,
         row_columns=row_columns,
         lengths=microbatch.lengths,
@@ -171,8 +176,9 @@ def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
     starts = _starts(inputs.padded_lengths)[:-1]
     row, token = segment_positions(lengths)
     result = np.zeros(len(token), dtype=np.float32)
-    predicted = token > 0
-    result[predicted] = flat[(starts[row] + token - 1)[predicted]]
+    is_predicted = token > 0
+    predicting_position = starts[row] + token - 1
+    result[is_predicted] = flat[predicting_position[is_predicted]]
     return Jagged.from_lengths(result, lengths)
 
 
@@ -184,10 +190,15 @@ def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarr
     """
     if not microbatch.rows:
         return np.zeros(1, dtype=np.int64)
-    starts = token_mask.offsets[np.array(microbatch.rows, dtype=np.int64)]
-    row, token = segment_positions(np.array(microbatch.lengths, dtype=np.int64))
-    kept = (token_mask.values[starts[row] + token] != 0) & (token > 0)
-    return np.bincount(row, weights=kept, minlength=len(starts)).astype(np.int64)
+    rows = np.array(microbatch.rows, dtype=np.int64)
+    starts = token_mask.offsets[rows]
+    # Lengths after truncation, which may be shorter than the rows of the mask.
+    lengths = np.array(microbatch.lengths, dtype=np.int64)
+    row, token = segment_positions(lengths)
+    is_kept = token_mask.values[starts[row] + token] != 0
+    is_counted = is_kept & (token > 0)
+    counts = np.bincount(row, weights=is_counted, minlength=len(rows))
+    return counts.astype(np.int64)
 
 
 def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,9 +207,11 @@ def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and
     positions [0, 1, 0, 1, 2].
     """
-    segment = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-    start = _starts(lengths)[:-1][segment]
-    return segment, np.arange(len(segment), dtype=np.int64) - start
+    segments = np.arange(len(lengths), dtype=np.int64)
+    segment = np.repeat(segments, lengths)
+    starts = _starts(lengths)
+    position = np.arange(len(segment), dtype=np.int64)
+    return segment, position - starts[segment]
 
 
 def cp_shard_positions(
@@ -217,17 +230,20 @@ def cp_shard_positions(
         raise ValueError(f"cp_rank {cp_rank} is not in 0..{cp_size - 1}")
     if cp_size == 1:
         return np.arange(padded.sum(), dtype=np.int64)
-    if (padded % (2 * cp_size)).any():
+    num_chunks = 2 * cp_size
+    if (padded % num_chunks).any():
         raise ValueError(
-            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {2 * cp_size}"
+            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {num_chunks}"
         )
-    chunk = padded // (2 * cp_size)
-    row, position = segment_positions(2 * chunk)
-    is_second = position >= chunk[row]
+    chunk_lengths = padded // num_chunks
+    row, position = segment_positions(2 * chunk_lengths)
+    chunk_length = chunk_lengths[row]
+    is_second = position >= chunk_length
     # A rank's first chunk is number r. Its second is number 2c-1-r, at the start of which
     # `position` has already advanced by one chunk.
-    skipped = np.where(is_second, 2 * cp_size - 2 - cp_rank, cp_rank)
-    return _starts(padded)[:-1][row] + position + skipped * chunk[row]
+    num_skipped_chunks = np.where(is_second, num_chunks - 2 - cp_rank, cp_rank)
+    row_start = _starts(padded)[row]
+    return row_start + position + num_skipped_chunks * chunk_length
 
 
 def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
@@ -235,9 +251,8 @@ def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int
 
     `concat(shares of rank 0, 1, ...)[result]` is the pack in order.
     """
-    gathered = np.concatenate(
-        [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
-    )
+    shares = [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
+    gathered = np.concatenate(shares)
     inverse = np.empty_like(gathered)
     inverse[gathered] = np.arange(len(gathered), dtype=np.int64)
     return inverse
@@ -246,7 +261,9 @@ def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int
 def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Return the padded length of every segment: the rows, then trailing padding if any."""
     trailing = num_tokens - sum(padded_lengths)
-    return (*padded_lengths, trailing) if trailing else tuple(padded_lengths)
+    if trailing == 0:
+        return tuple(padded_lengths)
+    return (*padded_lengths, trailing)
 
 
 @dataclass(frozen=True)
@@ -279,8 +296,9 @@ class _Grid:
         segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
         bounds = _starts(segments)
         positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
+        # Every context-parallel rank has an equal share of every segment.
         share_lengths = np.array(segments) // spec.cp_size
-        segment = np.repeat(np.arange(len(segments), dtype=np.int64), share_lengths)
+        segment, _ = segment_positions(share_lengths)
         num_rows = len(microbatch.rows)
         # The segment of trailing padding has no real tokens.
         lengths = np.zeros(len(segments), dtype=np.int64)
@@ -309,18 +327,23 @@ class _Grid:
         fill: int,
     ) -> np.ndarray:
         """Return [T, ...]: token `position + shift` of each row where `where`, else `fill`."""
-        gathered = np.full((len(where), *column.values.shape[1:]), fill, dtype=column.dtype)
+        shape = (len(where), *column.values.shape[1:])
+        gathered = np.full(shape, fill, dtype=column.dtype)
         if self.num_rows == 0:
             return gathered
         segment = self.segment[where]
-        source = column.offsets[self.rows][segment] + self.position[where] + shift
-        is_beyond = source >= column.offsets[self.rows + 1][segment]
+        starts = column.offsets[self.rows]
+        ends = column.offsets[self.rows + 1]
+        source = starts[segment] + self.position[where] + shift
+        is_beyond = source >= ends[segment]
+        # A column that is too short would otherwise give tokens of the next row.
         if is_beyond.any():
             first = segment[np.argmax(is_beyond)]
             row = self.rows[first]
+            num_tokens = column.lengths[row]
             num_read = self.length[self.segment == first][0]
             raise ValueError(
-                f"column {name!r} has {column.lengths[row]} tokens in row {row}, but the plan reads"
+                f"column {name!r} has {num_tokens} tokens in row {row}, but the plan reads"
                 f" {num_read}; every token column needs a value for each token of its row"
             )
         gathered[where] = column.values[source]
@@ -334,12 +357,8 @@ def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return starts
 
 
-def _tensor(
-    array: np.ndarray,
-    device: str | torch.device,
-    *,
-    is_mask: bool = False,
-) -> Tensor:
+def _tensor(array: np.ndarray, device: str | torch.device, *, is_mask: bool = False) -> Tensor:
+    """Copy an array to `device` in its shape; a mask becomes bool."""
     array = array.astype(bool) if is_mask else np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)
     return tensor.to(device, non_blocking=True)
@@ -362,7 +381,9 @@ def _row_column(
         # Indexing copies. An array from shared memory is read-only, which torch cannot represent.
         taken = torch.from_numpy(column[rows])
     else:
-        taken = column[torch.from_numpy(rows).to(column.device)]
+        index = torch.from_numpy(rows).to(column.device)
+        taken = column[index]
     if len(rows) == 0:
-        return taken.new_zeros((1, *column.shape[1:]), device=device)
+        shape = (1, *column.shape[1:])
+        return taken.new_zeros(shape, device=device)
     return taken.to(device)

@@ -46,17 +46,23 @@ def segment_attention(
     bounds_q = tuple(spans.cu_seqlens_q.tolist())
     bounds_k = tuple(spans.cu_seqlens_k.tolist())
     if bounds_q[-1] != q.shape[0]:
-        raise ValueError(f"cu_seqlens ends at {bounds_q[-1]} but there are {q.shape[0]} positions")
+        end = bounds_q[-1]
+        raise ValueError(f"cu_seqlens ends at {end} but there are {len(q)} positions")
     plan = _plan_calls(bounds_q, bounds_k, causal)
     if not plan.groups:
         return torch.empty_like(q)
     k = _match_heads(q, k, dim=1)
     v = _match_heads(q, v, dim=1)
-    outputs = [_attend_group(q, k, v, group, scale, window, causal) for group in plan.groups]
+    outputs = []
+    for group in plan.groups:
+        output = _attend_group(q, k, v, group, scale, window, causal)
+        outputs.append(output)
+    # A single group is not copied.
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.inverse is None:
         return out
-    return out.index_select(0, plan.inverse.to(out.device))
+    inverse = plan.inverse.to(out.device)
+    return out.index_select(0, inverse)
 
 
 def sdpa(
@@ -78,8 +84,11 @@ def sdpa(
         # kernel that materialises the [S, S] matrix.
         k = _match_heads(q, k, dim=1)
         v = _match_heads(q, v, dim=1)
-    enable_gqa = q.shape[1] != k.shape[1]
-    has_window = window is not None and window < q.shape[2]
+    num_heads, length_q = q.shape[1:3]
+    num_kv_heads, length_k = k.shape[1:3]
+    enable_gqa = num_heads != num_kv_heads
+    # A window as long as the queries removes nothing.
+    has_window = window is not None and window < length_q
     if not any(lags) and not has_window:
         return F.scaled_dot_product_attention(
             q,
@@ -89,14 +98,7 @@ def sdpa(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    mask = _mask(
-        q.shape[2],
-        k.shape[2],
-        lags,
-        window,
-        causal,
-        q.device,
-    )
+    mask = _mask(length_q, length_k, lags, window, causal, q.device)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -168,43 +170,46 @@ def _plan_calls(
     causal attention does not see it, and its output is dropped.
     """
     segments = []
-    bounds = zip(itertools.pairwise(bounds_q), itertools.pairwise(bounds_k), strict=True)
-    for (start_q, end_q), (start_k, end_k) in bounds:
-        if end_q > start_q:
-            segments.append(
-                _Segment(
-                    start_q,
-                    end_q - start_q,
-                    start_k,
-                    end_k - start_k,
-                )
-            )
+    ranges_q = itertools.pairwise(bounds_q)
+    ranges_k = itertools.pairwise(bounds_k)
+    for (start_q, end_q), (start_k, end_k) in zip(ranges_q, ranges_k, strict=True):
+        length_q = end_q - start_q
+        length_k = end_k - start_k
+        if length_q > 0:
+            segments.append(_Segment(start_q, length_q, start_k, length_k))
     # Sorted, so that segments of one group are neighbours. They have one `chunk`, the ratio of key
     # to query length, so that similar query lengths imply similar key lengths.
-    segments.sort(key=lambda segment: (segment.chunk, segment.length_q, segment.start_q))
+    segments.sort(key=_group_order)
     groups: list[_Group] = []
     order: list[Tensor] = []
     while segments:
         longest = segments.pop()
         members = [longest]
         if causal and longest.length_k <= _MAX_GROUPED_LENGTH:
-            min_length = longest.length_q - max(8, longest.length_q // 4)
+            # At most a quarter of a group is padding; very short segments differ by 8 at most.
+            max_padding = max(8, longest.length_q // 4)
+            min_length = longest.length_q - max_padding
             while segments and _fits_group(segments[-1], longest, min_length):
                 members.append(segments.pop())
         group = _make_group(sorted(members))
         groups.append(group)
         order.append(_output_positions(group))
-    source = torch.cat(order) if order else torch.zeros(0, dtype=torch.int64)
-    is_in_order = bool((source[1:] > source[:-1]).all())
-    return _CallPlan(tuple(groups), None if is_in_order else torch.argsort(source))
+    if not order:
+        return _CallPlan((), None)
+    source = torch.cat(order)
+    is_ascending = source[1:] > source[:-1]
+    inverse = None if is_ascending.all() else torch.argsort(source)
+    return _CallPlan(tuple(groups), inverse)
 
 
-def _fits_group(
-    segment: _Segment,
-    longest: _Segment,
-    min_length: int,
-) -> bool:
-    return segment.chunk == longest.chunk and segment.length_q >= min_length
+def _group_order(segment: _Segment) -> tuple[int, int, int]:
+    return segment.chunk, segment.length_q, segment.start_q
+
+
+def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
+    if segment.chunk != longest.chunk:
+        return False
+    return segment.length_q >= min_length
 
 
 def _make_group(members: list[_Segment]) -> _Group:
@@ -230,21 +235,19 @@ def _make_group(members: list[_Segment]) -> _Group:
     )
 
 
-def _slots(
-    starts: Tensor,
-    lengths: Tensor,
-    length: int,
-) -> _Slots:
-    """Slots of segments at `starts` [n] with `lengths` [n], padded to `length`."""
+def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
+    """Slots of segments at `starts` int64 [n] with `lengths` int64 [n], padded to `length`."""
     index = torch.arange(length)
     last = lengths[:, None] - 1
-    positions = starts[:, None] + torch.minimum(index, last)
-    is_kept = index <= last
-    return _Slots(positions.flatten(), is_kept.flatten().nonzero().squeeze(1))
+    index_in_segment = torch.minimum(index, last)
+    positions = starts[:, None] + index_in_segment
+    is_kept = (index <= last).flatten()
+    kept = is_kept.nonzero().squeeze(1)
+    return _Slots(positions.flatten(), kept)
 
 
 def _output_positions(group: _Group) -> Tensor:
-    """Source positions of the group's output, in its order."""
+    """Source positions of the group's output in its order, int64 [kept slots]."""
     if group.slots_q is None:
         start = group.segments[0].start_q
         return torch.arange(start, start + group.length_q)
@@ -260,7 +263,7 @@ def _attend_group(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """Return [kept positions of the group, H, D]."""
+    """Return [kept positions of the group, H, D]; `q`, `k` and `v` are those of all segments."""
     # A query chunk at the end of its keys is `lag` positions behind their start.
     lags = [segment.length_k - segment.length_q for segment in group.segments]
     if group.slots_q is None or group.slots_k is None:
@@ -268,7 +271,9 @@ def _attend_group(
         q = _slice(q, segment.start_q, segment.length_q)
         k = _slice(k, segment.start_k, segment.length_k)
         v = _slice(v, segment.start_k, segment.length_k)
-        return sdpa(q, k, v, scale, window, causal, lags)[0].transpose(0, 1)
+        out = sdpa(q, k, v, scale, window, causal, lags)
+        # [1, H, length, D] to [length, H, D].
+        return out[0].transpose(0, 1)
     num_segments = len(group.segments)
     q = _rectangle(q, group.slots_q, num_segments)
     k = _rectangle(k, group.slots_k, num_segments)
@@ -288,7 +293,8 @@ def _slice(
     length: int,
 ) -> Tensor:
     """Return a view [1, H, length, D] of `tensor` [T, H, D]."""
-    return tensor.narrow(0, start, length).transpose(0, 1)[None]
+    rows = tensor.narrow(0, start, length)
+    return rows.transpose(0, 1)[None]
 
 
 def _rectangle(
@@ -297,8 +303,11 @@ def _rectangle(
     num_segments: int,
 ) -> Tensor:
     """Copy `tensor` [T, H, D] to [num_segments, H, length, D]."""
-    rows = tensor.index_select(0, slots.positions.to(tensor.device))
-    return rows.view(num_segments, -1, *tensor.shape[1:]).transpose(1, 2)
+    positions = slots.positions.to(tensor.device)
+    rows = tensor.index_select(0, positions)
+    # [slots, H, D] to [num_segments, length, H, D].
+    rows = rows.unflatten(0, (num_segments, -1))
+    return rows.transpose(1, 2)
 
 
 def _mask(
@@ -310,16 +319,23 @@ def _mask(
     device: torch.device,
 ) -> Tensor:
     """Return bool [B or 1, 1, length_q, length_k]: True where a query attends to a key."""
-    positions = torch.arange(length_q, device=device) + torch.tensor(lags, device=device)[:, None]
-    distance = positions[:, None, :, None] - torch.arange(length_k, device=device)
+    lag = torch.tensor(lags, device=device)[:, None]
+    positions_q = torch.arange(length_q, device=device) + lag
+    positions_k = torch.arange(length_k, device=device)
+    # int64 [B or 1, 1, length_q, length_k]
+    distance = positions_q[:, None, :, None] - positions_k
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is None:
         return mask
     # Without causality the window is symmetric.
-    return mask & (distance < window) & (distance > -window)
+    is_near = (distance < window) & (distance > -window)
+    return mask & is_near
 
 
 def _match_heads(q: Tensor, kv: Tensor, dim: int) -> Tensor:
-    """Repeat the key-value heads of `kv` along `dim` to the number of query heads."""
-    repeats = q.shape[dim] // kv.shape[dim]
-    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim)
+    """Repeat the H_kv heads of `kv` along `dim` to the H heads of `q`; other dims may differ."""
+    num_heads = q.shape[dim]
+    num_kv_heads = kv.shape[dim]
+    if num_heads == num_kv_heads:
+        return kv
+    return kv.repeat_interleave(num_heads // num_kv_heads, dim)

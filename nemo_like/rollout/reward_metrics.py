@@ -24,9 +24,15 @@ def reward_metrics(
     both if all rewards of the batch are equal. `reward/frac_groups_all_zero` is the share of groups
     whose rewards are all 0.
     """
-    _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    # Groups may have any numbers; `group_of_row` int64 [B] counts them from 0.
+    _, group_of_row, sizes = np.unique(
+        groups,
+        return_inverse=True,
+        return_counts=True,
+    )
     num_groups = len(sizes)
-    means = np.bincount(group_of_row, weights=rewards) / sizes
+    group_sums = np.bincount(group_of_row, weights=rewards)
+    means = group_sums / sizes
     deviations = np.abs(rewards - means[group_of_row])
     group_deviations = np.bincount(group_of_row, weights=deviations)
     has_spread = group_deviations > _TOLERANCE * sizes
@@ -39,17 +45,29 @@ def reward_metrics(
     is_worst = has_range & (equal_rewards <= worst + _TOLERANCE)
     is_zero = np.abs(equal_rewards) <= _TOLERANCE
     # The sample standard deviation is not defined for one reward.
-    std = float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+    std = 0.0
+    if len(rewards) > 1:
+        std = float(rewards.std(ddof=1))
     metrics: Metrics = {
-        "reward/mean": Mean(float(rewards.sum()), len(rewards)),
+        "reward/mean": _mean(rewards),
         "reward/std": Mean(std),
         "reward/max": Max(float(best)),
         "reward/min": Min(float(worst)),
-        "reward/frac_groups_zero_std": Mean(float((~has_spread).sum()), num_groups),
-        "reward/frac_groups_all_best": Mean(float(is_best.sum()), num_groups),
-        "reward/frac_groups_all_worst": Mean(float(is_worst.sum()), num_groups),
-        "reward/frac_groups_all_zero": Mean(float(is_zero.sum()), num_groups),
+        "reward/frac_groups_zero_std": _share(~has_spread, num_groups),
+        "reward/frac_groups_all_best": _share(is_best, num_groups),
+        "reward/frac_groups_all_worst": _share(is_worst, num_groups),
+        "reward/frac_groups_all_zero": _share(is_zero, num_groups),
     }
     for name, values in components.items():
-        metrics[f"reward/{name}_mean"] = Mean(float(values.sum()), len(values))
+        metrics[f"reward/{name}_mean"] = _mean(values)
     return metrics
+
+
+def _mean(values: np.ndarray) -> Mean:
+    """Return the mean of `values` [B]."""
+    return Mean(float(values.sum()), len(values))
+
+
+def _share(mask: np.ndarray, num_groups: int) -> Mean:
+    """Return the share of groups that are True in `mask` bool [n]."""
+    return Mean(float(mask.sum()), num_groups)

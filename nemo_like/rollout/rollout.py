@@ -36,27 +36,33 @@ class Rollout:
     def metrics(self) -> Metrics:
         """Return metrics of rewards, lengths, and completions that reached the length limit."""
         lengths = self.completions.token_ids.lengths
-        stopped = np.array([reason == "stop" for reason in self.completions.finish_reasons])
+        reasons = np.array(self.completions.finish_reasons)
+        is_stopped = reasons == "stop"
+        # Without the completions that reached the limit, whose length is that of the limit.
+        stopped_lengths = lengths[is_stopped]
         prompt_lengths = self.batch["length"] - lengths
         num_rows = len(lengths)
-        num_stopped = int(stopped.sum())
+        num_tokens = float(lengths.sum())
+        num_prompt_tokens = float(prompt_lengths.sum())
+        num_stopped_tokens = float(stopped_lengths.sum())
+        num_truncated = float(num_rows - len(stopped_lengths))
+        p90 = float(np.quantile(lengths, 0.9))
         metrics: Metrics = reward_metrics(
             self.batch["reward"],
             self.batch["group"],
             self.components,
         )
         metrics |= {
-            "generation/completion_length_mean": Mean(float(lengths.sum()), num_rows),
+            "generation/completion_length_mean": Mean(num_tokens, num_rows),
             "generation/completion_length_max": Max(float(lengths.max())),
             "generation/completion_length_min": Min(float(lengths.min())),
-            "generation/completion_length_p90": Max(float(np.quantile(lengths, 0.9))),
-            # Without the completions that reached the limit, whose length is that of the limit.
+            "generation/completion_length_p90": Max(p90),
             "generation/completion_length_stopped_mean": Mean(
-                float(lengths[stopped].sum()), num_stopped
+                num_stopped_tokens, len(stopped_lengths)
             ),
-            "generation/truncated_share": Mean(float((~stopped).sum()), num_rows),
-            "generation/prompt_length_mean": Mean(float(prompt_lengths.sum()), num_rows),
-            "generation/num_tokens": Sum(float(lengths.sum())),
+            "generation/truncated_share": Mean(num_truncated, num_rows),
+            "generation/prompt_length_mean": Mean(num_prompt_tokens, num_rows),
+            "generation/num_tokens": Sum(num_tokens),
         }
         return metrics
 
@@ -92,7 +98,8 @@ def row_seeds(
 
     It depends on the run's seed and the step only, so a resumed run samples the same completions.
     """
-    return np.random.SeedSequence((seed, step)).generate_state(num_rows, np.uint64)
+    sequence = np.random.SeedSequence((seed, step))
+    return sequence.generate_state(num_rows, np.uint64)
 
 
 def collect(
@@ -114,7 +121,9 @@ def collect(
     `weight_version`.
     """
     # Prompt-major: the completions of a prompt are consecutive rows.
-    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    repeated: list[Prompt] = []
+    for prompt in prompts:
+        repeated += [prompt] * group_size
     prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
     with timers("generation"):
         completions = generator.generate(
@@ -132,15 +141,15 @@ def collect(
         )
     token_ids = [ids.tolist() for ids in completions.token_ids]
     texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    samples = [
-        RewardSample(
+    samples = []
+    for prompt, text in zip(repeated, texts, strict=True):
+        sample = RewardSample(
             prompt=prompt.text,
             completion=text,
             answer=prompt.answer,
             row=prompt.row,
         )
-        for prompt, text in zip(repeated, texts, strict=True)
-    ]
+        samples.append(sample)
     with timers("reward"):
         reward, components = rewards.score(samples)
     batch = _training_rows(prompt_ids, completions)
@@ -163,9 +172,10 @@ def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataD
     input_ids = Jagged.from_rows(rows, np.int32)
     num_tokens = len(input_ids.values)
     # [T] over the tokens of all rows: the position in the row tells prompt and completion apart.
-    first_token = np.repeat(input_ids.offsets[:-1], input_ids.lengths)
+    row_start = np.repeat(input_ids.offsets[:-1], input_ids.lengths)
     prompt_length = np.repeat(prompt_ids.lengths, input_ids.lengths)
-    is_completion = np.arange(num_tokens) - first_token >= prompt_length
+    position = np.arange(num_tokens) - row_start
+    is_completion = position >= prompt_length
     token_mask = is_completion.astype(np.uint8)
     logprobs = np.zeros(num_tokens, dtype=np.float32)
     # Both sides are in row order, so the completions' log-probs fit the selected positions.

@@ -7,6 +7,7 @@ transferred bit by bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,12 +43,14 @@ class Bucket:
             values.append(tensor.detach())
         shapes = tuple(tuple(tensor.shape) for tensor in values)
         dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in values)
-        starts, total = _layout([tensor.numel() * tensor.element_size() for tensor in values])
+        sizes = [tensor.nbytes for tensor in values]
+        starts, total = _layout(sizes)
         # Zeros and not empty, so that the bytes of the alignment are defined.
         data = torch.zeros(total, dtype=torch.uint8)
-        for start, tensor in zip(starts, values, strict=True):
+        for tensor, start, size in zip(values, starts, sizes, strict=True):
             raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-            data[start : start + raw.numel()].copy_(raw)
+            target = data[start : start + size]
+            target.copy_(raw)
         return cls(tuple(names), shapes, dtypes, data.numpy())
 
     def decode(self) -> Iterator[tuple[str, Tensor]]:
@@ -58,9 +61,9 @@ class Bucket:
         # A copy: an array from Ray's object store is read-only, which torch cannot represent.
         flat = torch.empty(len(self.data), dtype=torch.uint8)
         flat.numpy()[:] = self.data
-        sizes = [
-            _num_bytes(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
+        sizes = []
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            sizes.append(_num_bytes(shape, dtype))
         starts, total = _layout(sizes)
         if total != flat.numel():
             raise ValueError(
@@ -76,7 +79,8 @@ class Bucket:
             strict=True,
         ):
             raw = flat[start : start + size]
-            yield name, raw.view(getattr(torch, dtype)).reshape(shape)
+            values = raw.view(getattr(torch, dtype))
+            yield name, values.reshape(shape)
 
 
 def plan_buckets(num_bytes: Sequence[int], max_bytes: int) -> tuple[range, ...]:
@@ -93,7 +97,7 @@ def plan_buckets(num_bytes: Sequence[int], max_bytes: int) -> tuple[range, ...]:
     total = 0
     for index, weight_bytes in enumerate(num_bytes):
         # Rounded up, so that the alignment inside the bucket does not exceed the limit.
-        size = weight_bytes + -weight_bytes % _ALIGNMENT
+        size = _aligned(weight_bytes)
         if index > start and total + size > max_bytes:
             buckets.append(range(start, index))
             start = index
@@ -109,10 +113,17 @@ def _layout(num_bytes: Sequence[int]) -> tuple[list[int], int]:
     starts: list[int] = []
     end = 0
     for size in num_bytes:
-        starts.append(end + -end % _ALIGNMENT)
-        end = starts[-1] + size
+        start = _aligned(end)
+        starts.append(start)
+        end = start + size
     return starts, end
 
 
+def _aligned(num_bytes: int) -> int:
+    """Round up to the alignment."""
+    return num_bytes + -num_bytes % _ALIGNMENT
+
+
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize
+    itemsize: int = getattr(torch, dtype).itemsize
+    return math.prod(shape) * itemsize

@@ -188,17 +188,14 @@ class RankParams:
         size = width // self._sharding.tp
         shape = (size, self._hidden)
         first_row = self._tp_rank * size
+        offset = (first_row, 0)
         slices = []
-        for index, hf_name in enumerate(hf_names):
-            slices.append(
-                HFSlice(
-                    hf_name,
-                    (first_row, 0),
-                    shape,
-                    (index * size, 0),
-                )
-            )
-        fused_shape = (len(hf_names) * size, self._hidden)
+        num_rows = 0
+        for hf_name in hf_names:
+            local_offset = (num_rows, 0)
+            slices.append(HFSlice(hf_name, offset, shape, local_offset))
+            num_rows += size
+        fused_shape = (num_rows, self._hidden)
         self.specs[name] = ParamSpec(fused_shape, tuple(slices), is_owner=True)
 
     def add_qkv(
@@ -216,28 +213,26 @@ class RankParams:
         fused = []
         num_rows = 0
         for hf_name, first_row, length in self._fused_qkv_rows(hf_attention, kind):
-            fused.append(
-                HFSlice(
-                    hf_name,
-                    (first_row, *zeros),
-                    (length, *tail),
-                    (num_rows, *zeros),
-                )
+            hf_slice = HFSlice(
+                hf_name,
+                offset=(first_row, *zeros),
+                shape=(length, *tail),
+                local_offset=(num_rows, *zeros),
             )
+            fused.append(hf_slice)
             num_rows += length
+        # A rank's rows may begin and end inside a projection.
         size = num_rows // self._sharding.tp
         start = self._tp_rank * size
         slices = []
         for unsharded in fused:
             part = unsharded.rows(start, start + size)
-            if part.numel:
-                local_row = part.local_offset[0] - start
-                slices.append(part._replace(local_offset=(local_row, *zeros)))
-        self.specs[f"{name}.{kind}"] = ParamSpec(
-            (size, *tail),
-            tuple(slices),
-            is_owner=True,
-        )
+            if part.numel == 0:
+                continue
+            local_row = part.local_offset[0] - start
+            slices.append(part._replace(local_offset=(local_row, *zeros)))
+        shape = (size, *tail)
+        self.specs[f"{name}.{kind}"] = ParamSpec(shape, tuple(slices), is_owner=True)
 
     def add_expert(
         self,
@@ -247,16 +242,15 @@ class RankParams:
         shape: Shape,
     ) -> None:
         """Add one unsharded expert: index `expert` of the stacked tensor [experts, *shape]."""
-        stacked_shape = (1, *shape)
         zeros = (0,) * len(shape)
         hf_slice = HFSlice(
             hf_name,
-            (expert, *zeros),
-            stacked_shape,
-            (0, *zeros),
+            offset=(expert, *zeros),
+            shape=(1, *shape),
+            local_offset=(0, *zeros),
         )
         self.specs[name] = ParamSpec(
-            stacked_shape,
+            hf_slice.shape,
             (hf_slice,),
             is_owner=True,
             is_expert=True,
@@ -290,7 +284,8 @@ class RankParams:
         slices: tuple[HFSlice, ...] = ()
         if rows:
             shape = (len(rows), self._hidden)
-            slices = (HFSlice(hf_name, (rows.start, 0), shape, (0, 0)),)
+            offset = (rows.start, 0)
+            slices = (HFSlice(hf_name, offset, shape, (0, 0)),)
         padded_shape = (self._sharding.vocabulary_rows, self._hidden)
         self.specs[name] = ParamSpec(padded_shape, slices, is_owner)
 
@@ -301,12 +296,17 @@ class RankParams:
         """
         head_dim = self.spec.head_dim
         num_kv_heads = self.spec.num_kv_heads
-        group_size = self.spec.num_heads // num_kv_heads * head_dim
+        heads_per_group = self.spec.num_heads // num_kv_heads
+        q_size = heads_per_group * head_dim
+        q_name = f"{hf_attention}.q_proj.{kind}"
+        k_name = f"{hf_attention}.k_proj.{kind}"
+        v_name = f"{hf_attention}.v_proj.{kind}"
         rows = []
         for group in range(num_kv_heads):
-            rows.append((f"{hf_attention}.q_proj.{kind}", group * group_size, group_size))
-            rows.append((f"{hf_attention}.k_proj.{kind}", group * head_dim, head_dim))
-            rows.append((f"{hf_attention}.v_proj.{kind}", group * head_dim, head_dim))
+            kv_row = group * head_dim
+            rows.append((q_name, group * q_size, q_size))
+            rows.append((k_name, kv_row, head_dim))
+            rows.append((v_name, kv_row, head_dim))
         return rows
 
 
@@ -317,4 +317,7 @@ def parallel_coords(parallel_layout: ParallelLayout, rank: int) -> tuple[int, in
 
 
 def _index(offset: Shape, shape: Shape) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    slices = []
+    for start, length in zip(offset, shape, strict=True):
+        slices.append(slice(start, start + length))
+    return tuple(slices)

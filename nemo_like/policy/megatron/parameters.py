@@ -44,13 +44,12 @@ def assemble_rows(
     rows = torch.zeros(stop - start, *spec.shape[1:])
     for hf_slice in spec.slices:
         part = hf_slice.rows(start, stop)
-        if part.numel:
-            target = rows.narrow(
-                0,
-                part.local_offset[0] - start,
-                part.shape[0],
-            )
-            target.copy_(read(part.name, part.offset, part.shape))
+        if part.numel == 0:
+            continue
+        first_row = part.local_offset[0] - start
+        target = rows.narrow(0, first_row, part.shape[0])
+        values = read(part.name, part.offset, part.shape)
+        target.copy_(values)
     return rows
 
 
@@ -136,8 +135,12 @@ class FullWeightGatherer:
             # All replicas call `local`, which may be a collective; only the sender uses the result.
             parameter = local(owner.parameter)
             if self._rank == sender:
-                slices = [parameter[hf_slice.local_index].reshape(-1) for hf_slice in owner.slices]
-                values = torch.cat(slices).to(full.dtype)
+                # One message per parameter instead of one per slice.
+                flat_slices = []
+                for hf_slice in owner.slices:
+                    values = parameter[hf_slice.local_index]
+                    flat_slices.append(values.reshape(-1))
+                values = torch.cat(flat_slices).to(full.dtype)
         if sender != 0 and self._rank == sender:
             assert values is not None
             dist.send(values, dst=0)
@@ -147,7 +150,8 @@ class FullWeightGatherer:
         if self._rank == 0:
             assert values is not None
             sizes = [hf_slice.numel for hf_slice in owner.slices]
-            for hf_slice, part in zip(owner.slices, values.split(sizes), strict=True):
+            parts = values.split(sizes)
+            for hf_slice, part in zip(owner.slices, parts, strict=True):
                 full[hf_slice.hf_index] = part.view(hf_slice.shape)
 
     def _sender(self, owner: _ShardOwner) -> int:
@@ -170,7 +174,9 @@ class FullWeightGatherer:
             # A replica; the owner sends the same values.
             return
         # A fused parameter has slices of several Hugging Face tensors.
-        for name in dict.fromkeys(hf_slice.name for hf_slice in spec.slices):
-            slices = tuple(hf_slice for hf_slice in spec.slices if hf_slice.name == name)
-            owner = _ShardOwner(stage, group_rank, spec.is_expert, parameter, slices)
+        slices_of_name: dict[str, list[HFSlice]] = {}
+        for hf_slice in spec.slices:
+            slices_of_name.setdefault(hf_slice.name, []).append(hf_slice)
+        for name, slices in slices_of_name.items():
+            owner = _ShardOwner(stage, group_rank, spec.is_expert, parameter, tuple(slices))
             self._owners.setdefault(name, []).append(owner)
