@@ -171,7 +171,10 @@ class HFGenerationWorker:
         sampling: SamplingParams,
         max_total_length: int,
     ) -> list[_Row]:
-        """Decode the prompts together until all are finished; one row per prompt, in order."""
+        """Decode the prompts together until all are finished; one row per prompt, in order.
+
+        `prompts` are int32 [length] each, `seeds` uint64 [P].
+        """
         rows = []
         for prompt in prompts:
             max_length = max_total_length - len(prompt)
@@ -321,6 +324,7 @@ class _CachedForward:
         self._positions = self._positions[slots]
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the logits [b, V] after the last of the new tokens int64 [b, n]."""
         output = self._model(
             input_ids=input_ids,
             attention_mask=self._attention_mask,

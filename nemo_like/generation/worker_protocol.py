@@ -119,7 +119,7 @@ class Completions:
         return len(self.finish_reasons)
 
     def take(self, rows: np.ndarray) -> Completions:
-        """Return the given rows in the given order."""
+        """Return the given rows (int64 [n]) in the given order."""
         reasons = [self.finish_reasons[row] for row in rows]
         return Completions(
             self.token_ids.take(rows),
@@ -161,7 +161,10 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
         sampling: SamplingParams,
         max_total_length: int,
     ) -> Completions:
-        """Return one completion for each row of `prompt_ids`; see `Generator.generate`."""
+        """Return one completion for each of the P rows of `prompt_ids`; `seeds` is uint64 [P].
+
+        See `Generator.generate`.
+        """
         ...
 
     def offload(self) -> None:

@@ -22,7 +22,7 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-    """Return `hidden`, equal on all ranks; the backward all-reduces its gradient.
+    """Return `hidden` [...], equal on all ranks; the backward all-reduces its gradient [...].
 
     Used before a computation of which each rank does a part.
     """
@@ -30,7 +30,7 @@ def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
 
 
 def sum_over(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
-    """All-reduce the ranks' `partial_sums`; the backward is the identity."""
+    """All-reduce the ranks' `partial_sums` [...]; the backward is the identity."""
     return _PairedCollective.apply(partial_sums, group, _all_reduce, _identity)  # type: ignore[return-value]
 
 
@@ -83,15 +83,18 @@ class _PairedCollective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.backward_collective(gradients[0], ctx.group), None, None, None
+        (gradient,) = gradients
+        return ctx.backward_collective(gradient, ctx.group), None, None, None
 
 
 def _identity(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a view of `tensor` [...]."""
     # A view, because autograd does not accept an input returned unchanged.
     return tensor.view_as(tensor)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' `tensor` [...], a new tensor."""
     # A copy, because all_reduce works in place and autograd may still need the input.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -99,12 +102,16 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    """Return [n x T, ...], the ranks' `tensor` [T, ...] in rank order."""
+    num_rows = group.size() * tensor.shape[0]
+    gathered = tensor.new_empty(num_rows, *tensor.shape[1:])
     dist.all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
 def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    shard = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    """Return this rank's [T / n, ...] of the sum of the ranks' `tensor` [T, ...]."""
+    num_rows = tensor.shape[0] // group.size()
+    shard = tensor.new_empty(num_rows, *tensor.shape[1:])
     dist.reduce_scatter_single(shard, tensor.contiguous(), group=group)
     return shard

@@ -60,8 +60,9 @@ def plan_exchange(
     group: dist.ProcessGroup,
     num_positions: int,
 ) -> Exchange:
-    """Return the exchange of this rank of `group`, which has `num_positions` positions.
+    """Return the exchange of this rank of `group`, which has `num_positions` = T/c positions.
 
+    `cu_seqlens` int32 [R + 1] are the segment bounds over all ranks of the group.
     It is computed once per `cu_seqlens` tensor, as all layers of a forward pass the same one.
     """
     key = (group.size(), group.rank(), num_positions, max_seqlen)
@@ -88,7 +89,7 @@ def _make_exchange(
     rank: int,
     num_positions: int,
 ) -> Exchange:
-    """Build the exchange on the device of `cu_seqlens`, without waiting for the device."""
+    """Build the exchange on the device of `cu_seqlens` [R + 1], without waiting for the device."""
     if cu_seqlens.device.type == "cpu":
         # On CUDA the check would wait for the device.
         _check(cu_seqlens.tolist(), size, num_positions)

@@ -94,22 +94,26 @@ def probe_isolation(
 
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """Return the mean |difference| over all tokens of some rows; 0 only for bit-equal rows."""
-    return float(np.abs(np.concatenate(found) - np.concatenate(expected)).mean())
+    difference = np.concatenate(found) - np.concatenate(expected)
+    return float(np.abs(difference).mean())
 
 
 def _random_rows(vocab_size: int) -> list[np.ndarray]:
+    """Draw rows of `_LENGTHS`, int32 [length] each."""
     # A fixed seed: every rank must compute the same rows.
     generator = np.random.default_rng(0)
-    return [generator.integers(0, vocab_size, length).astype(np.int32) for length in _LENGTHS]
+    rows = []
+    for length in _LENGTHS:
+        row = generator.integers(0, vocab_size, length)
+        rows.append(row.astype(np.int32))
+    return rows
 
 
-def _with_other_token(
-    rows: Sequence[np.ndarray],
-    row: int,
-    vocab_size: int,
-) -> list[np.ndarray]:
+def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
+    """Return a copy of `rows`, int32 [length] each, with another token 2 in row `row`."""
     changed = [tokens.copy() for tokens in rows]
-    changed[row][2] = (changed[row][2] + 1) % vocab_size
+    token = changed[row][2]
+    changed[row][2] = (token + 1) % vocab_size
     return changed
 
 

@@ -49,19 +49,21 @@ class LogprobStore:
     def keep(self, columns: Mapping[str, Jagged], names: tuple[LogprobName, ...]) -> LogprobHandle:
         """Keep the columns of the pass that `start_pass` began; they replace the previous ones.
 
-        `names` are those of the pass; `columns` is empty on all pipeline stages but the last.
+        `names` are those of the pass; `columns`, float32 [T] in shard order, is empty on all
+        pipeline stages but the last.
         """
         self._columns = dict(columns)
         return LogprobHandle(self._num_passes - 1, names)
 
     def columns(self, handle: LogprobHandle, input_ids: Jagged) -> dict[str, Jagged]:
-        """Return the columns of `handle`, float32, in the order of the shard with `input_ids`.
+        """Return the columns of `handle`, float32 [T], for the shard with `input_ids` [T].
 
         Raises ValueError if the columns were released, or belong to rows of other lengths.
         """
         latest = self._num_passes - 1
+        # The values of an older pass are gone, and those of the latest belong to other rows.
         if handle.pass_index != latest:
-            kept = f"those of pass {latest}" if self._num_passes else "none"
+            kept = "none" if latest < 0 else f"those of pass {latest}"
             raise ValueError(
                 f"the log-probs of pass {handle.pass_index} were released: a worker keeps those of"
                 f" its latest pass only, here {kept}; call compute_logprobs for this batch again,"

@@ -135,6 +135,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocab: VocabShard | None,
         token_filter: SamplingFilter | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return l, H and l_f, float32 [T] each; those that are not computed are empty."""
         num_tokens = hidden.shape[0]
         if vocab is not None:
             labels = labels - vocab.start
@@ -197,6 +198,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_entropy: Tensor | None,
         grad_kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels, logsumexp, entropy, thresholds, log_inverse_mass = (
             ctx.saved_tensors
         )
@@ -238,7 +240,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_logprobs is None else grad_logprobs[part],
                 entropy_part,
                 kept_part,
-            ).div_(ctx.temperature)
+            )
+            # With respect to the logits before the temperature.
+            gradient = gradient.div_(ctx.temperature)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(hidden.dtype)
@@ -246,7 +250,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight, gradient, hidden[part])
-        if grad_hidden is not None and ctx.vocab is not None and not ctx.vocab.partial_hidden_grad:
+        # Each rank has the gradient from its own vocabulary rows.
+        needs_reduction = ctx.vocab is not None and not ctx.vocab.partial_hidden_grad
+        if grad_hidden is not None and needs_reduction:
             dist.all_reduce(grad_hidden, group=ctx.vocab.group)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -274,7 +280,8 @@ class _LocalLabels(NamedTuple):
         labels = labels[:, None]
         if vocab is None:
             return cls(labels, None)
-        mask = (labels >= 0) & (labels < weight.shape[0])
+        num_rows = weight.shape[0]
+        mask = (labels >= 0) & (labels < num_rows)
         return cls(labels.where(mask, 0), mask)
 
     def pick(self, logits: Tensor) -> Tensor:
@@ -294,7 +301,8 @@ class _LocalLabels(NamedTuple):
         label_is_removed = torch.zeros_like(self.row, dtype=torch.bool)
         if self.mask is not None:
             # Index 0 stands for a label of another rank; local token 0 keeps its own value there.
-            label_is_removed = is_removed.gather(1, self.row) & ~self.mask
+            is_removed_at_row = is_removed.gather(1, self.row)
+            label_is_removed = is_removed_at_row & ~self.mask
         return is_removed.scatter_(1, self.row, label_is_removed)
 
     def add_to(self, gradient: Tensor, values: Tensor) -> Tensor:
@@ -314,8 +322,11 @@ def _scaled_logits(
     temperature: float,
 ) -> Tensor:
     """Return float32 logits [chunk, V], a new tensor that the caller may overwrite."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.float()
+    if temperature == 1.0:
+        return logits
+    return logits.div_(temperature)
 
 
 def _reduce(
@@ -341,21 +352,20 @@ def _reduce(
     exponentials = shifted.exp() if with_entropy else shifted.exp_()
     torch.sum(exponentials, dim=1, out=total)
     if is_removed is not None:
-        torch.sum(
-            exponentials.masked_fill(is_removed, 0.0),
-            dim=1,
-            out=sums[4],
-        )
+        kept = exponentials.masked_fill(is_removed, 0.0)
+        torch.sum(kept, dim=1, out=sums[4])
     if with_entropy:
         # The limit of exp(s) s for s -> -inf is 0, but 0 * -inf is NaN.
-        torch.sum(exponentials.mul_(shifted).nan_to_num_(nan=0.0), dim=1, out=product)
+        products = exponentials.mul_(shifted).nan_to_num_(nan=0.0)
+        torch.sum(products, dim=1, out=product)
 
 
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
     """All-gather [ranks, 4 or 5, T] from each rank's [4 or 5, T]."""
     if vocab is None:
         return sums[None]
-    return gather_rows(vocab.group, sums).unflatten(0, (-1, len(sums)))
+    gathered = gather_rows(vocab.group, sums)
+    return gathered.unflatten(0, (-1, len(sums)))
 
 
 def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -370,12 +380,17 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
     scale = lag.exp()
     total = (scale * totals).sum(dim=0)
     log_total = total.log()
-    logprobs = picked.amax(dim=0) - highest - log_total
+    # Ranks without the label have -inf.
+    label_logit = picked.amax(dim=0)
+    logprobs = label_logit - highest - log_total
+    logsumexp = highest + log_total
     if not with_entropy:
-        return logprobs, highest + log_total, logprobs.new_empty(0)
+        return logprobs, logsumexp, logprobs.new_empty(0)
     # H = lse - sum p z on shifted logits: log(total) - sum(exp(s) s) / total.
-    product = (scale * (products + lag * totals)).sum(dim=0)
-    return logprobs, highest + log_total, log_total - product / total
+    shifted_products = products + lag * totals
+    product = (scale * shifted_products).sum(dim=0)
+    entropy = log_total - product / total
+    return logprobs, logsumexp, entropy
 
 
 def _combine_kept(
@@ -394,8 +409,10 @@ def _combine_kept(
     highests = gathered[:, 0]
     kept_totals = gathered[:, 4]
     highest = highests.amax(dim=0)
-    kept = ((highests - highest).exp() * kept_totals).sum(dim=0).log()
-    log_inverse_mass = logsumexp - (highest + kept)
+    scale = (highests - highest).exp()
+    kept_total = (scale * kept_totals).sum(dim=0)
+    kept_logsumexp = highest + kept_total.log()
+    log_inverse_mass = logsumexp - kept_logsumexp
     return logprobs + log_inverse_mass, log_inverse_mass
 
 
@@ -419,9 +436,12 @@ def _logits_gradient(
 
     `entropy` is (gradient, value) of the entropy. See `_ChunkedLogprobs` for the formulas.
     """
+    # Before the logits are overwritten.
     is_removed = None if kept is None else labels.removed(logits, kept.thresholds)
     log_probs = logits.sub_(logsumexp[:, None])
-    scale = torch.zeros_like(logsumexp) if grad_logprobs is None else grad_logprobs
+    scale = grad_logprobs
+    if scale is None:
+        scale = torch.zeros_like(logsumexp)
     if entropy is None and kept is None:
         gradient = log_probs.exp_().mul_(-scale[:, None])
         return labels.add_to(gradient, scale)
@@ -434,10 +454,13 @@ def _logits_gradient(
         inner = log_probs.clamp_(min=_LOWEST).add_(value[:, None])
         inner.mul_(grad_entropy[:, None]).add_(scale[:, None])
     if kept is not None and is_removed is not None:
-        scaled = (kept.grad * kept.log_inverse_mass.exp())[:, None].expand_as(inner)
+        # p_f = p exp(lse(z) - lse(z of the kept tokens)).
+        kept_scale = kept.grad * kept.log_inverse_mass.exp()
+        scaled = kept_scale[:, None].expand_as(inner)
         inner.add_(scaled.masked_fill(is_removed, 0.0))
         scale = scale + kept.grad
-    return labels.add_to(inner.mul_(probs).neg_(), scale)
+    gradient = inner.mul_(probs).neg_()
+    return labels.add_to(gradient, scale)
 
 
 def _accumulate(

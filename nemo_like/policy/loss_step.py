@@ -32,6 +32,7 @@ class LossStep:
         inputs: ModelInputs,
         outputs: TokenLogprobs,
     ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
+        """Return (loss float32 [] with gradient, (metrics, detached loss inputs [T]))."""
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = outputs.entropy
         if entropy is not None and not self.loss.entropy_gradient:

@@ -26,7 +26,7 @@ def compute_row_logprobs(
     temperature: float = 1.0,
     token_filter: SamplingFilter | None = None,
 ) -> list[Jagged]:
-    """Return one Jagged of float32 log-probs per microbatch; 0 where `label_mask` is False.
+    """Return one Jagged [T] of float32 log-probs per microbatch; 0 where `label_mask` is False.
 
     Every rank calls. The list is empty on all pipeline stages but the last.
     """

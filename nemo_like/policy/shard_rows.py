@@ -49,8 +49,9 @@ class ShardRows:
         """Count the trained tokens of each row, int64 [R]; [1] of 0 for a dummy microbatch."""
         counts = num_predicted_tokens(self.columns["token_mask"], microbatch)
         if "row_mask" in self.columns and microbatch.rows:
+            rows = list(microbatch.rows)
             row_mask = np.asarray(self.columns["row_mask"], dtype=bool)
-            counts = counts * row_mask[list(microbatch.rows)]
+            counts = counts * row_mask[rows]
         return counts
 
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
@@ -67,12 +68,13 @@ class ShardRows:
         counts = counts.to(self.device, torch.float32)
         is_trained_row = counts > 0
         # Logits are computed only where the label mask is True, so a narrow mask saves memory.
-        mask = inputs.label_mask & inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
+        is_trained = inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
+        mask = inputs.label_mask & is_trained
         row_columns = {**inputs.row_columns, NUM_TRAINED: counts}
         return dataclasses.replace(inputs, label_mask=mask, row_columns=row_columns)
 
     def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
-        """Reorder `parts` (one Jagged per microbatch) to the shard's rows: float32.
+        """Reorder `parts`, one Jagged [T] per microbatch, to the rows of the shard: float32 [T].
 
         Truncated tokens, which are in no microbatch, get 0.
         """

@@ -57,7 +57,7 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
-        """Return kept log-probs, float32 per token in shard order.
+        """Return kept log-probs, float32 [T] over the tokens of the shard in its row order.
 
         Empty on all pipeline stages but the last. Raises ValueError if `logprobs` is not the handle
         of the latest call of `compute_logprobs`.

@@ -160,9 +160,10 @@ def collect(
 
 
 def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataDict:
-    """Concatenate each prompt and its completion to one row.
+    """Concatenate each of the B prompts and its completion to one row.
 
-    Only completion tokens are trained and have the log-probs of the sampler.
+    Only completion tokens are trained and have the log-probs of the sampler. Token columns are
+    [T] over the tokens of all rows, row columns [B].
     """
     num_rows = len(prompt_ids)
     rows = []

@@ -35,7 +35,7 @@ class Bucket:
 
     @classmethod
     def encode(cls, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """Copy the tensors, from any device, into one buffer in host memory."""
+        """Copy the tensors [...], from any device, into one buffer in host memory."""
         names: list[str] = []
         values: list[Tensor] = []
         for name, tensor in tensors:

@@ -42,8 +42,10 @@ class Region(NamedTuple):
         starts = []
         lengths = []
         for start, length, other_start, other_length in zip(*self, *other, strict=True):
+            end = start + length
+            other_end = other_start + other_length
             common_start = max(start, other_start)
-            common_end = min(start + length, other_start + other_length)
+            common_end = min(end, other_end)
             starts.append(common_start)
             lengths.append(max(0, common_end - common_start))
         return Region(tuple(starts), tuple(lengths))
@@ -52,7 +54,8 @@ class Region(NamedTuple):
         """Return the index of this region in a tensor of the region `within`."""
         slices = []
         for start, length, outer in zip(self.offset, self.shape, within.offset, strict=True):
-            slices.append(slice(start - outer, start - outer + length))
+            first = start - outer
+            slices.append(slice(first, first + length))
         return tuple(slices)
 
 
@@ -83,11 +86,13 @@ class CheckpointReader:
 
     def check_model(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ConfigError unless the checkpoint is of a model with these weights."""
+        # Lists, because a shape may be a tuple or a torch.Size.
         expected = {name: list(shape) for name, shape in shapes.items()}
         saved = {name: list(shape) for name, shape in self.shapes.items()}
-        different = sorted(
-            name for name in expected.keys() | saved if expected.get(name) != saved.get(name)
-        )
+        different = []
+        for name in sorted(expected.keys() | saved):
+            if expected.get(name) != saved.get(name):
+                different.append(name)
         if different:
             name = different[0]
             raise ConfigError(
@@ -102,13 +107,8 @@ class CheckpointReader:
             regions = [block.region for block in self._blocks.get(name, [])]
             check_partition(self._directory, name, shape, regions)
 
-    def read(
-        self,
-        name: str,
-        offset: Sequence[int],
-        shape: Sequence[int],
-    ) -> Tensor:
-        """Read the region of the tensor `name` as a new float32 tensor on the CPU.
+    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read a region of the tensor `name` as a new float32 tensor [*shape] on the CPU.
 
         Raises CheckpointError if the stored blocks do not cover it.
         """
@@ -179,11 +179,7 @@ def check_partition(
     They do if they are inside the tensor, do not overlap and have as many elements as the tensor.
     """
     for region in regions:
-        ends = [start + length for start, length in zip(*region, strict=True)]
-        is_inside = len(ends) == len(shape) and all(
-            end <= length for end, length in zip(ends, shape, strict=True)
-        )
-        if not is_inside:
+        if not _is_inside(region, shape):
             raise CheckpointError(
                 f"a block of {name} in {directory} lies outside the tensor: {region}"
             )
@@ -207,6 +203,16 @@ def check_partition(
     if len(pairs):
         first, second = (regions[index] for index in pairs[0])
         raise CheckpointError(f"two blocks of {name} in {directory} overlap: {first} and {second}")
+
+
+def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    """Return True if `region`, whose offset is not negative, is inside a tensor of `shape`."""
+    if len(region.shape) != len(shape):
+        return False
+    for start, length, full_length in zip(region.offset, region.shape, shape, strict=True):
+        if start + length > full_length:
+            return False
+    return True
 
 
 def open_blocks(
@@ -234,7 +240,9 @@ def open_blocks(
                 shape = tuple(file.get_slice(key).get_shape())
                 name = position["name"]
                 offset = tuple(position["offset"])
-                if len(offset) != len(shape) or not all(map(_is_count, offset)):
+                is_valid = len(offset) == len(shape) and all(map(_is_count, offset))
+                if not is_valid:
+                    # Shortened, because damaged bytes can be a text of any length.
                     raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
                 block = StoredBlock(Region(offset, shape), file, key)
                 blocks.setdefault(name, []).append(block)
@@ -262,8 +270,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             f"{path} does not exist, so {directory} is not a complete policy checkpoint"
         )
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
         raise CheckpointError(
             f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}"
         )
@@ -282,9 +290,12 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 def _are_file_sizes(files: Any) -> bool:
     # The pattern also rejects names that would lead out of the directory.
-    return isinstance(files, dict) and all(
-        _FILE_NAME.fullmatch(name) and _is_count(size) for name, size in files.items()
-    )
+    if not isinstance(files, dict):
+        return False
+    for name, size in files.items():
+        if _FILE_NAME.fullmatch(name) is None or not _is_count(size):
+            return False
+    return True
 
 
 def _are_shapes(shapes: Any) -> bool:
@@ -298,4 +309,6 @@ def _are_shapes(shapes: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     # bool is a subclass of int; torch takes sizes below 2^63.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return 0 <= value < 2**63

@@ -124,6 +124,7 @@ class Router(TopKRouter):
     """MoE router whose logits are float32 whatever the precision of the weights is."""
 
     def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [..., experts] of `input` [..., D]."""
         return F.linear(input.float(), self.weight.float())
 
 

@@ -84,6 +84,7 @@ class PackedModel(GPTModel):
         self._padding_id = padding_id
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
+        """Return hidden states, or activations for the next stage, [T / cp, 1, D]."""
         assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
         # The rotary module reads only dtype and device of its first argument.
         like = torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device)
@@ -117,12 +118,8 @@ class PackedModel(GPTModel):
             # the data-parallel ranks.
             weight.shared_embedding = True
 
-    def _preprocess(
-        self,
-        input_ids: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Any, ...]:
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Embed `input_ids` [1, T / cp] on the first stage, without gradient for padding."""
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
             start = 0
@@ -138,11 +135,7 @@ class PackedModel(GPTModel):
             )
         return hidden, *rest
 
-    def _postprocess(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden_states` [T / cp, 1, D] as they are."""
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states

@@ -206,7 +206,7 @@ class ShardedAdamW:
         return FlatShard(span.start, span.end, sub.adamw.param_groups[group]["params"][index])
 
     def moments(self) -> list[Tensor]:
-        """Both Adam moments of this rank's shards; empty before the first step."""
+        """Both Adam moments of this rank's shards, float32 [numel] each; empty before a step."""
         moments = []
         for sub in self.sub_optimizers:
             for state in sub.adamw.state.values():
@@ -234,10 +234,11 @@ class ShardedAdamW:
         return full if sub.group.rank() == writer else None
 
     def set_weight(self, name: str, full: Tensor) -> None:
-        """Copy this rank's shard of the parameter from the `full` float32 values."""
+        """Copy this rank's shard of the parameter from `full`, float32 in its shape [...]."""
         shard = self.shard(name)
         if shard is not None:
-            shard.main.detach().copy_(full.flatten()[shard.start : shard.stop])
+            values = full.flatten()[shard.start : shard.stop]
+            shard.main.detach().copy_(values)
 
     def restore(self, num_steps: int | None, read: ReadBlock) -> None:
         """Read Adam's state from blocks `exp_avg/<weight>` and `exp_avg_sq/<weight>`.
@@ -274,13 +275,8 @@ class ShardedAdamW:
             for _, shard in self.shards():
                 shard.main.data = shard.main.data.to(device)
 
-    def _gather_full(
-        self,
-        name: str,
-        values: Tensor | None,
-        writer: int,
-    ) -> Tensor:
-        """Sum all ranks' zero-padded shards; valid on group rank `writer` only."""
+    def _gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
+        """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""
         shape = self._param_map[name].shape
         full = torch.zeros(math.prod(shape), device=self._device)
         shard = self.shard(name)
@@ -291,20 +287,20 @@ class ShardedAdamW:
             dist.reduce(full, group=group, group_dst=writer)
         return full.view(shape)
 
-    def _read_shard(
-        self,
-        name: str,
-        shard: FlatShard,
-        read: ReadBlock,
-    ) -> Tensor:
-        """Read elements [start, stop) of a parameter; only the rows that contain them are read."""
+    def _read_shard(self, name: str, shard: FlatShard, read: ReadBlock) -> Tensor:
+        """Read elements [start, stop) of a parameter: float32 [stop - start].
+
+        Only the rows that contain them are read.
+        """
         spec = self._param_map[name]
         row_size = math.prod(spec.shape[1:])
         first_row = shard.start // row_size
         end_row = ceil_div(shard.stop, row_size)
         values = assemble_rows(spec, read, first_row, end_row).flatten()
         first = first_row * row_size
-        return values[shard.start - first : shard.stop - first].to(self._device, copy=True)
+        elements = values[shard.start - first : shard.stop - first]
+        # A copy, so that the rows around the shard are freed.
+        return elements.to(self._device, copy=True)
 
 
 def _read_kind(

@@ -128,7 +128,7 @@ class FullWeightGatherer:
         full: Tensor,
         local: Callable[[str], Tensor],
     ) -> None:
-        """Copy the slices of `owner` into `full` on rank 0."""
+        """Copy the slices of `owner` into `full` [*shape] on rank 0; elsewhere `full` is [0]."""
         sender = self._sender(owner)
         values = None
         if self._has_parameter(owner):

@@ -60,7 +60,7 @@ class VocabularyHead:
         )
 
     def _weight(self) -> Tensor:
-        """Return this rank's rows without the padding of the vocabulary."""
+        """Return this rank's rows [V / tp, D] without the padding of the vocabulary."""
         model = self._model
         if model.share_embeddings_and_output_weights:
             weight = model.shared_embedding_or_output_weight()
