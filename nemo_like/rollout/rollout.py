@@ -69,14 +69,17 @@ class Rollout:
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
         """Return one JSON object per row, for `rollouts/step_<N>.jsonl`. `advantages` is [B]."""
         lengths = self.completions.token_ids.lengths
+        groups = self.batch["group"]
+        rewards = self.batch["reward"]
         records = []
         for i, sample in enumerate(self.samples):
+            # NumPy scalars are not JSON.
             record: dict[str, Any] = {
-                "group": int(self.batch["group"][i]),
+                "group": int(groups[i]),
                 "prompt": sample.prompt,
                 "completion": sample.completion,
                 "answer": sample.answer,
-                "reward": float(self.batch["reward"][i]),
+                "reward": float(rewards[i]),
             }
             for name, values in self.components.items():
                 record[f"reward_{name}"] = float(values[i])

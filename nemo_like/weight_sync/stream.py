@@ -38,12 +38,16 @@ class Bucket:
         """Copy the tensors [...], from any device, into one buffer in host memory."""
         names: list[str] = []
         values: list[Tensor] = []
+        shapes: list[tuple[int, ...]] = []
+        dtypes: list[str] = []
+        sizes: list[int] = []
         for name, tensor in tensors:
+            dtype = str(tensor.dtype)
             names.append(name)
             values.append(tensor.detach())
-        shapes = tuple(tuple(tensor.shape) for tensor in values)
-        dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in values)
-        sizes = [tensor.nbytes for tensor in values]
+            shapes.append(tuple(tensor.shape))
+            dtypes.append(dtype.removeprefix("torch."))
+            sizes.append(tensor.nbytes)
         starts, total = _layout(sizes)
         # Zeros and not empty, so that the bytes of the alignment are defined.
         data = torch.zeros(total, dtype=torch.uint8)
@@ -51,7 +55,12 @@ class Bucket:
             raw = tensor.contiguous().reshape(-1).view(torch.uint8)
             target = data[start : start + size]
             target.copy_(raw)
-        return cls(tuple(names), shapes, dtypes, data.numpy())
+        return cls(
+            tuple(names),
+            tuple(shapes),
+            tuple(dtypes),
+            data.numpy(),
+        )
 
     def decode(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with its tensor, in host memory and independent of the bucket.
@@ -65,9 +74,10 @@ class Bucket:
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             sizes.append(_num_bytes(shape, dtype))
         starts, total = _layout(sizes)
-        if total != flat.numel():
+        num_bytes = flat.numel()
+        if total != num_bytes:
             raise ValueError(
-                f"a bucket of {len(self.names)} tensors has {flat.numel()} bytes; its shapes need"
+                f"a bucket of {len(self.names)} tensors has {num_bytes} bytes; its shapes need"
                 f" {total}"
             )
         for name, shape, dtype, start, size in zip(
