@@ -250,10 +250,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight, gradient, hidden[part])
+        vocab = ctx.vocab
         # Each rank has the gradient from its own vocabulary rows.
-        needs_reduction = ctx.vocab is not None and not ctx.vocab.partial_hidden_grad
-        if grad_hidden is not None and needs_reduction:
-            dist.all_reduce(grad_hidden, group=ctx.vocab.group)
+        if grad_hidden is not None and vocab is not None and not vocab.partial_hidden_grad:
+            dist.all_reduce(grad_hidden, group=vocab.group)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
