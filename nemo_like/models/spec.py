@@ -353,7 +353,11 @@ class _Fields:
         return getattr(self._config, name, None)
 
 
-def _windows(fields: _Fields, traits: _FamilyTraits, num_layers: int) -> tuple[int | None, ...]:
+def _windows(
+    fields: _Fields,
+    traits: _FamilyTraits,
+    num_layers: int,
+) -> tuple[int | None, ...]:
     """Return the window of each layer, None for attention to all positions."""
     kinds = fields.get("layer_types", default=None)
     window = fields.get("sliding_window", default=None)

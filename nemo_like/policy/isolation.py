@@ -109,7 +109,11 @@ def _random_rows(vocab_size: int) -> list[np.ndarray]:
     return rows
 
 
-def _with_other_token(rows: Sequence[np.ndarray], row: int, vocab_size: int) -> list[np.ndarray]:
+def _with_other_token(
+    rows: Sequence[np.ndarray],
+    row: int,
+    vocab_size: int,
+) -> list[np.ndarray]:
     """Return a copy of `rows`, int32 [length] each, with another token 2 in row `row`."""
     changed = [tokens.copy() for tokens in rows]
     token = changed[row][2]

@@ -357,7 +357,12 @@ def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return starts
 
 
-def _tensor(array: np.ndarray, device: str | torch.device, *, is_mask: bool = False) -> Tensor:
+def _tensor(
+    array: np.ndarray,
+    device: str | torch.device,
+    *,
+    is_mask: bool = False,
+) -> Tensor:
     """Copy an array to `device` in its shape; a mask becomes bool."""
     array = array.astype(bool) if is_mask else np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)

@@ -206,7 +206,11 @@ def _group_order(segment: _Segment) -> tuple[int, int, int]:
     return segment.chunk, segment.length_q, segment.start_q
 
 
-def _fits_group(segment: _Segment, longest: _Segment, min_length: int) -> bool:
+def _fits_group(
+    segment: _Segment,
+    longest: _Segment,
+    min_length: int,
+) -> bool:
     if segment.chunk != longest.chunk:
         return False
     return segment.length_q >= min_length
@@ -235,7 +239,11 @@ def _make_group(members: list[_Segment]) -> _Group:
     )
 
 
-def _slots(starts: Tensor, lengths: Tensor, length: int) -> _Slots:
+def _slots(
+    starts: Tensor,
+    lengths: Tensor,
+    length: int,
+) -> _Slots:
     """Slots of segments at `starts` int64 [n] with `lengths` int64 [n], padded to `length`."""
     index = torch.arange(length)
     last = lengths[:, None] - 1

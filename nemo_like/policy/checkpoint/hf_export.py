@@ -79,7 +79,11 @@ def write_hf(
         _write_index(stored, shapes, dtype.itemsize, directory)
 
 
-def _checked(name: str, tensor: Tensor, directory: Path) -> Tensor:
+def _checked(
+    name: str,
+    tensor: Tensor,
+    directory: Path,
+) -> Tensor:
     """Return `tensor` [...]. Raises NonFiniteError if an element is not finite."""
     if not all_within([tensor]):
         raise NonFiniteError(

@@ -107,7 +107,12 @@ class CheckpointReader:
             regions = [block.region for block in self._blocks.get(name, [])]
             check_partition(self._directory, name, shape, regions)
 
-    def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        offset: Sequence[int],
+        shape: Sequence[int],
+    ) -> Tensor:
         """Read a region of the tensor `name` as a new float32 tensor [*shape] on the CPU.
 
         Raises CheckpointError if the stored blocks do not cover it.

@@ -118,7 +118,12 @@ class PackedModel(GPTModel):
             # the data-parallel ranks.
             weight.shared_embedding = True
 
-    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
         """Embed `input_ids` [1, T / cp] on the first stage, without gradient for padding."""
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
@@ -135,7 +140,12 @@ class PackedModel(GPTModel):
             )
         return hidden, *rest
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """Return `hidden_states` [T / cp, 1, D] as they are."""
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states

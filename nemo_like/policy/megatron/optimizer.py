@@ -275,7 +275,12 @@ class ShardedAdamW:
             for _, shard in self.shards():
                 shard.main.data = shard.main.data.to(device)
 
-    def _gather_full(self, name: str, values: Tensor | None, writer: int) -> Tensor:
+    def _gather_full(
+        self,
+        name: str,
+        values: Tensor | None,
+        writer: int,
+    ) -> Tensor:
         """Sum all ranks' zero-padded shards to [*shape]; valid on group rank `writer` only."""
         shape = self._param_map[name].shape
         full = torch.zeros(math.prod(shape), device=self._device)
@@ -287,7 +292,12 @@ class ShardedAdamW:
             dist.reduce(full, group=group, group_dst=writer)
         return full.view(shape)
 
-    def _read_shard(self, name: str, shard: FlatShard, read: ReadBlock) -> Tensor:
+    def _read_shard(
+        self,
+        name: str,
+        shard: FlatShard,
+        read: ReadBlock,
+    ) -> Tensor:
         """Read elements [start, stop) of a parameter: float32 [stop - start].
 
         Only the rows that contain them are read.
