@@ -264,7 +264,8 @@ def _train_rank(
 ) -> tuple[list[float], dict[str, Jagged], str]:
     """Train on one rank; return its losses, its log-probs and the message of the isolation check.
 
-    Checkpoints after the first and the last step are saved in `folder`.
+    Checkpoints after the first and the last step are saved in `folder`. Log-probs are float32, [L]
+    per row.
     """
     transformers_logging.disable_progress_bar()
     # The differences are to come from the layout, not from the order of atomic additions.
@@ -421,7 +422,10 @@ def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
 
 
 def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
-    """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint."""
+    """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint.
+
+    Shapes are those of the weights, [..., ...].
+    """
     with open_checkpoint(checkpoint) as reader:
         return {
             name: reader.read(
@@ -434,7 +438,10 @@ def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the max relative difference over all tensors, and the tensor's name."""
+    """Return the max relative difference over all tensors, and the tensor's name.
+
+    Tensors of one name have the same shape.
+    """
     if found.keys() != expected.keys():
         differing = sorted(found.keys() ^ expected.keys())
         return np.inf, f"the names differ: {differing[:3]}"
@@ -448,7 +455,8 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
 def _relative(found: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> float:
     """Return the L2 norm of the difference over that of `expected`.
 
-    It is infinite for different shapes and for values that are not finite.
+    It is infinite for different shapes and for values that are not finite. Both sides have the same
+    shape, [n] or a weight's.
     """
     found = np.asarray(found, dtype=np.float64)
     expected = np.asarray(expected, dtype=np.float64)

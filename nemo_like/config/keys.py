@@ -104,6 +104,7 @@ def field_constraints(section: type) -> dict[str, tuple[Constraint, ...]]:
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
     """Return (`X`, True) for `X | None`, else (`annotation`, False)."""
+    # `X | None` and `Optional[X]` have different origins.
     if get_origin(annotation) in (Union, types.UnionType):
         others = [part for part in get_args(annotation) if part is not type(None)]
         assert len(others) == 1, f"{annotation}: the schema has no unions but X | None"
@@ -136,6 +137,7 @@ def type_at(root: Any, path: str) -> Any | None:
     for name in names:
         annotation, _ = without_none(annotation)
         if is_open_section(annotation):
+            # Any name is legal there; all entries have one type.
             annotation = get_args(annotation)[1]
         elif is_section(annotation) and name in field_types(annotation):
             annotation = field_types(annotation)[name]
@@ -174,6 +176,7 @@ def unknown_key_text(job: JobSchema, path: str) -> str:
     if len(path) > _MAX_PATH_CHARACTERS:
         return f"unknown key {shortened(path)}"
     for other, config in job.jobs.items():
+        # A similar key of this job would be a wrong suggestion for a key of another one.
         if type_at(config, path) is not None:
             return (
                 f"unknown key {path} in a config for `{job.kind}`: it belongs to"
@@ -182,6 +185,7 @@ def unknown_key_text(job: JobSchema, path: str) -> str:
     unknown, rest = _split_at_unknown(root, path)
     nearest = []
     for key in suggest_keys(root, unknown):
+        # Only the section may be misspelled; then the complete key can be suggested.
         full_key = key + rest
         nearest.append(full_key if type_at(root, full_key) is not None else key)
     if nearest:

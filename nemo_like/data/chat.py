@@ -164,9 +164,11 @@ class ChatEncoder:
         """Decode the row in segments of equal mask: (text, is trained)."""
         edges = np.flatnonzero(np.diff(row.token_mask)) + 1
         parts = zip(np.split(row.input_ids, edges), np.split(row.token_mask, edges), strict=True)
-        return tuple(
-            (str(self.tokenizer.decode(ids.tolist())), bool(mask.any())) for ids, mask in parts
-        )
+        segments = []
+        for ids, mask in parts:
+            text = str(self.tokenizer.decode(ids.tolist()))
+            segments.append((text, bool(mask.any())))
+        return tuple(segments)
 
     def marked_text(self, row: EncodedRow) -> str:
         """Decode the row with the trained parts between ⟦ and ⟧."""
@@ -177,19 +179,19 @@ class ChatEncoder:
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Add the system prompt and apply the prompt template."""
         prepared = list(messages)
-        if self._system_prompt is not None and not any(
-            message["role"] == "system" for message in messages
-        ):
+        # A system prompt of the row takes precedence.
+        has_own = any(message["role"] == "system" for message in messages)
+        if self._system_prompt is not None and not has_own:
             prepared.insert(0, {"role": "system", "content": self._system_prompt})
         template = self._prompt_template
         if template is None:
             return prepared
-        return [
-            {**message, "content": template.format(prompt=message["content"])}
-            if message["role"] == "user"
-            else message
-            for message in prepared
-        ]
+        for index, message in enumerate(prepared):
+            if message["role"] == "user":
+                content = template.format(prompt=message["content"])
+                # A copy: the message belongs to the row.
+                prepared[index] = {**message, "content": content}
+        return prepared
 
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
         """Encode `text` up to the end of the last span, tokenized separately at the start of spans.
@@ -197,11 +199,14 @@ class ChatEncoder:
         The tokens before an answer are therefore exactly those of `encode_prompt`, even if the
         tokenizer would merge the last characters of the prompt with the first of the answer.
         """
-        pieces: list[tuple[str, bool]] = [(text[: spans[0][0]], False)]
-        for (start, end), following in zip(
-            spans, [*(start for start, _ in spans[1:]), spans[-1][1]], strict=True
-        ):
-            pieces += [(text[start:end], start > 0), (text[end:following], True)]
+        first_start, _ = spans[0]
+        _, last_end = spans[-1]
+        # (text, whether it follows other text); the text between two spans belongs to neither.
+        pieces: list[tuple[str, bool]] = [(text[:first_start], False)]
+        next_starts = [*(start for start, _ in spans[1:]), last_end]
+        for (start, end), next_start in zip(spans, next_starts, strict=True):
+            pieces.append((text[start:end], start > 0))
+            pieces.append((text[end:next_start], True))
         ids = self._tokenize(pieces)
         for index in range(1, len(pieces), 2):
             (turn, follows), (following, _) = pieces[index], pieces[index + 1]
@@ -212,10 +217,9 @@ class ChatEncoder:
                 if np.array_equal(both[: len(ids[index])], ids[index]):
                     ids[index + 1] = both[len(ids[index]) :]
         # Pieces alternate: not trained, trained, not trained, ...
-        trained = np.arange(len(ids)) % 2
-        return EncodedRow(
-            np.concatenate(ids), np.repeat(trained.astype(np.uint8), [len(part) for part in ids])
-        )
+        is_trained = (np.arange(len(ids)) % 2).astype(np.uint8)
+        mask = np.repeat(is_trained, [len(part) for part in ids])
+        return EncodedRow(np.concatenate(ids), mask)
 
     @cached_property
     def _separators(self) -> tuple[str, ...]:
@@ -223,20 +227,26 @@ class ChatEncoder:
         tokens = self.tokenizer.added_tokens_decoder.values()
         texts = [str(token) for token in tokens if not token.rstrip and not token.single_word]
         # A text that is part of another added token may be the beginning of that token.
-        return tuple(
-            text
-            for text in texts
-            if text and sum(text in other for other in self.template.special_texts) == 1
-        )
+        separators = []
+        for text in texts:
+            num_containing = sum(text in other for other in self.template.special_texts)
+            if text and num_containing == 1:
+                separators.append(text)
+        return tuple(separators)
 
     def _tokenize(self, pieces: Sequence[tuple[str, bool]]) -> list[np.ndarray]:
-        """Tokenize pieces (text, follows other text) in one call; see `_token_ids`."""
+        """Tokenize pieces (text, follows other text) in one call; see `_token_ids`.
+
+        Returns int32 [L] per piece.
+        """
         texts = [self._after_eos(text) if follows else text for text, follows in pieces]
         encoded: Any = self._call_tokenizer(texts)["input_ids"]
-        return [
-            np.array(ids[1:] if follows else ids, dtype=np.int32)
-            for ids, (_, follows) in zip(encoded, pieces, strict=True)
-        ]
+        tokenized = []
+        for ids, (_, follows) in zip(encoded, pieces, strict=True):
+            # The first token is the eos token that was put in front.
+            own_ids = ids[1:] if follows else ids
+            tokenized.append(np.array(own_ids, dtype=np.int32))
+        return tokenized
 
     def _call_tokenizer(self, text: str | list[str]) -> Any:
         """Return the encoding without special tokens. Raises ConfigError if the tokenizer fails on

@@ -94,13 +94,14 @@ class Structures:
 
     def facts(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Facts:
         """Return the facts of a conversation, which depend on its structure alone."""
-        key = _compressed(tuple(map(_kind, messages))), bool(tools)
-        found = self._facts.get(key)
-        if found is None:
+        kinds = _compressed(tuple(map(_kind, messages)))
+        key = (kinds, bool(tools))
+        if key not in self._facts:
+            # A data set has few structures; the limit bounds the memory for an unusual one.
             if len(self._facts) >= _MAX_STRUCTURES:
                 self._facts.clear()
-            found = self._facts[key] = self._learn(*key)
-        return found
+            self._facts[key] = self._learn(*key)
+        return self._facts[key]
 
     def _learn(self, kinds: tuple[Kind, ...], has_tools: bool) -> Facts:
         """Render the probe conversation of a structure and derive its facts."""
@@ -114,7 +115,8 @@ class Structures:
         missing = [what for word, what in words if word not in full]
         if has_tools and _TOOL not in full:
             missing.append("the row's tools")
-        return Facts(missing[0] if missing else None, self._verified_frame(messages, tools, full))
+        frame = self._verified_frame(messages, tools, full)
+        return Facts(missing[0] if missing else None, frame)
 
     def _verified_frame(
         self,
@@ -127,12 +129,11 @@ class Structures:
         if frame is None:
             return None
         try:
-            is_exact = frame.spans(messages, tools, full) == exact_spans(
-                self._template, messages, tools, full
-            )
+            exact = exact_spans(self._template, messages, tools, full)
         except ConfigError:
             return None
-        return frame if is_exact else None
+        # The fast method is only used for a structure for which it was verified once.
+        return frame if frame.spans(messages, tools, full) == exact else None
 
 
 def learn_frame(template: ChatTemplate) -> Frame | None:
@@ -149,16 +150,23 @@ def learn_frame(template: ChatTemplate) -> Frame | None:
         return None
     prompt = template.generation_prompt
     if prompt:
-        size = common_prefix(prompt, full[len(closed) :]) if full.startswith(closed) else 0
+        # A finished turn may lack the end of the generation prompt, such as an open think block.
+        size = 0
+        if full.startswith(closed):
+            size = common_prefix(prompt, full[len(closed) :])
         header = prompt[:size]
     else:
-        header = opened.rpartition(user["content"])[2]
+        _, _, header = opened.rpartition(user["content"])
+    # A control token is the safest marker: no tokenizer produces it from plain text.
     special = [text for text in template.special_texts if text and text in header]
     marker = min(special, key=header.find) if special else header.strip()
-    markers = (marker, end)
-    # `Frame.spans` searches for markers in JSON text, so they must not need escapes.
-    if not marker or any(json.dumps(each, ensure_ascii=False)[1:-1] != each for each in markers):
+    if not marker:
         return None
+    markers = (marker, end)
+    for text in markers:
+        # `Frame.spans` searches for markers in JSON text, so they must not need escapes.
+        if json.dumps(text, ensure_ascii=False) != f'"{text}"':
+            return None
     return Frame(header, prompt[len(header) :], end, markers)
 
 
@@ -166,12 +174,16 @@ def _kind(message: Message) -> Kind:
     """Return the kind of a message."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
+    is_assistant = message["role"] == "assistant"
+    reasoning = [message.get(key) for key in REASONING_KEYS]
+    # Templates treat three calls like more of them.
+    num_calls = min(len(message.get("tool_calls", ())), 3)
     return (
         message["role"],
         bool(text.strip()),
-        message["role"] == "assistant" and "</think>" in text,
-        any(isinstance(message.get(key), str) and message[key] for key in REASONING_KEYS),
-        min(len(message.get("tool_calls", ())), 3),
+        is_assistant and "</think>" in text,
+        any(isinstance(value, str) and value for value in reasoning),
+        num_calls,
         "tool_call_id" in message or "name" in message,
     )
 
@@ -196,17 +208,18 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
     messages: list[Message] = []
     words: list[tuple[str, str]] = []
     open_calls: list[str] = []
-    for turn, (role, has_content, has_thought, has_reasoning, num_calls, names_call) in enumerate(
-        kinds
-    ):
+    for turn, kind in enumerate(kinds):
+        role, has_content, has_thought, has_reasoning, num_calls, names_call = kind
         message: Message = {"role": role}
         if has_content:
             word = f"qz{turn}contentzq"
-            message["content"] = (
-                f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}" if has_thought else word
-            )
+            message["content"] = word
+            if has_thought:
+                # Templates may remove thoughts, so only the word after them must be rendered.
+                message["content"] = f"<think>\n{_THOUGHT}{turn}\n</think>\n\n{word}"
             words.append((word, f"the content of a message of role {role!r}"))
         elif not num_calls:
+            # A message with calls may lack the key, which some templates distinguish.
             message["content"] = ""
         if has_reasoning:
             message["reasoning_content"] = f"{_THOUGHT}{turn}"
@@ -215,13 +228,14 @@ def _distinct_words(kinds: Sequence[Kind]) -> tuple[list[Message], list[tuple[st
             message["tool_calls"] = calls
             open_calls += [call["id"] for call in calls]
             for call in calls:
-                ((key, value),) = call["function"]["arguments"].items()
-                words += [(word, "a tool call") for word in (call["function"]["name"], key, value)]
+                function = call["function"]
+                ((key, value),) = function["arguments"].items()
+                for word in (function["name"], key, value):
+                    words.append((word, "a tool call"))
         if names_call:
-            message |= {
-                "name": "qznamezq",
-                "tool_call_id": open_calls.pop(0) if open_calls else "qzid00000",
-            }
+            # Some templates check that a result refers to a call before it.
+            message["name"] = "qznamezq"
+            message["tool_call_id"] = open_calls.pop(0) if open_calls else "qzid00000"
         messages.append(message)
     return messages, words
 

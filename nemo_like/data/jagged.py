@@ -31,8 +31,9 @@ class Jagged:
     def from_rows(
         cls, rows: Sequence[Sequence[int] | Sequence[float] | np.ndarray], dtype: np.dtype | type
     ) -> Jagged:
-        """Concatenate `rows`; an empty sequence gives zero rows."""
-        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        """Concatenate `rows`; an empty sequence gives zero rows. Each row is [L] or [L, ...]."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        # NumPy cannot concatenate zero arrays.
         if len(rows) == 0:
             return cls.from_lengths(np.empty(0, dtype), lengths)
         values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
@@ -56,12 +57,15 @@ class Jagged:
 
     def __getitem__(self, row: int) -> np.ndarray:
         """Return row `row` as a view [L]."""
+        # Without this check a slice beyond the end would be an empty row.
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
+        start, stop = self.offsets[row : row + 2]
+        return self.values[start:stop]
 
     def __iter__(self) -> Iterator[np.ndarray]:
+        """Iterate over the rows, each a view [L]."""
         return (self[row] for row in range(len(self)))
 
     @property
@@ -75,12 +79,20 @@ class Jagged:
         return self.values.dtype
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Return rows [start, stop) as a view: no token is copied."""
+        """Return rows [start, stop) as a view: no token is copied.
+
+        Values are [T'] of the T tokens.
+        """
         offsets = self.offsets[start : stop + 1]
-        return Jagged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+        first = offsets[0]
+        values = self.values[first : offsets[-1]]
+        return Jagged(values, offsets - first)
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Jagged:
-        """Select rows in the given order; each token is copied exactly once."""
+        """Select rows in the given order; each token is copied exactly once.
+
+        `rows` is int [n]; values are [T'].
+        """
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.offsets[:-1][rows]
         stops = self.offsets[1:][rows]
@@ -90,24 +102,34 @@ class Jagged:
         # An index per token is faster than a slice per row while rows are short; the measured
         # break-even is about 100 tokens per row.
         if num_tokens < _SHORT_ROW_TOKENS * len(rows):
+            # Token j of the result is token j + shift of the values, with one shift per row.
             shifts = np.repeat(starts - offsets[:-1], lengths)
             index = shifts + np.arange(num_tokens, dtype=np.int64)
             return Jagged(self.values[index], offsets)
-        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
-        slices = [self.values[start:stop] for start, stop in bounds]
-        values = np.concatenate(slices) if slices else self.values[:0].copy()
-        return Jagged(values, offsets)
+        slices = []
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            slices.append(self.values[start:stop])
+        if not slices:
+            return Jagged(self.values[:0].copy(), offsets)
+        return Jagged(np.concatenate(slices), offsets)
 
     def truncate(self, max_length: int) -> Jagged:
-        """Truncate every row at its end to at most `max_length` tokens."""
+        """Truncate every row at its end to at most `max_length` tokens.
+
+        Values are [T'] of the T tokens.
+        """
         first = np.repeat(self.offsets[:-1], self.lengths)
         position = np.arange(len(self.values), dtype=np.int64) - first
         lengths = np.minimum(self.lengths, max_length)
-        return Jagged.from_lengths(self.values[position < max_length], lengths)
+        kept = self.values[position < max_length]
+        return Jagged.from_lengths(kept, lengths)
 
     @staticmethod
     def concat(parts: Sequence[Jagged]) -> Jagged:
-        """Concatenate the rows of all parts, in order. Raises ValueError for no parts."""
+        """Concatenate the rows of all parts, in order. Raises ValueError for no parts.
+
+        Values are [T] in total, offsets [B + 1].
+        """
         if not parts:
             raise ValueError("Jagged.concat needs at least one part")
         values = np.concatenate([part.values for part in parts])
@@ -141,6 +163,7 @@ class Jagged:
             )
         shape = (len(self), padded_length, *self.values.shape[1:])
         padded = np.full(shape, pad_value, dtype=self.values.dtype)
+        # A mask selects in row-major order, which is the order of the flat values.
         is_real = np.arange(padded_length) < lengths[:, None]
         padded[is_real] = self.values
         return padded

@@ -43,6 +43,7 @@ class RowSketch:
         counts = np.zeros(_NUM_CELLS, np.int64)
         id_xors = np.zeros(_NUM_CELLS, np.uint64)
         check_xors = np.zeros(_NUM_CELLS, np.uint64)
+        # Another hash than that of the cells; otherwise a cell could not verify itself.
         checks = mix(ids ^ np.uint64(_CHECK_SALT))
         for cells in _cells(ids):
             counts += np.bincount(cells, minlength=_NUM_CELLS)
@@ -53,7 +54,7 @@ class RowSketch:
     def difference(self, other: RowSketch) -> tuple[np.ndarray, np.ndarray] | None:
         """Decode (ids only in this set, ids only in `other`), uint64 each.
 
-        Returns None if there are too many to decode.
+        Returns None if there are too many to decode. Both are [number of ids].
         """
         counts = self.counts - other.counts
         ids = self.ids ^ other.ids
@@ -72,6 +73,7 @@ class RowSketch:
             if not any(cells[0] == cell for cells in value_cells):
                 continue
             only[sign].append(int(value[0]))
+            # More ids than cells cannot be decoded; the loop would not end.
             if len(only[1]) + len(only[-1]) > len(counts):
                 return None
             # Removing the id from its other cells may leave one id in them.
@@ -109,20 +111,28 @@ class RowSketch:
 def mix(values: np.ndarray) -> np.ndarray:
     """Hash uint64 [N] bijectively: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed = _xor_shift(mixed, 30) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = _xor_shift(mixed, 27) * np.uint64(0x94D049BB133111EB)
+    return _xor_shift(mixed, 31)
+
+
+def _xor_shift(values: np.ndarray, *shifts: int) -> np.ndarray:
+    """Return the exclusive or of uint64 [N] with its right shifts."""
+    result = values
+    for shift in shifts:
+        result = result ^ (values >> np.uint64(shift))
+    return result
 
 
 def unmix(values: np.ndarray) -> np.ndarray:
     """Invert `mix`, uint64 [N]."""
     # The constants are the modular inverses of those in `mix`. A shift by k of 64 bits is undone by
     # repeating it with multiples of k.
-    mixed = values ^ (values >> np.uint64(31)) ^ (values >> np.uint64(62))
+    mixed = _xor_shift(values, 31, 62)
     mixed = mixed * np.uint64(0x319642B2D24D8EC3)
-    mixed = mixed ^ (mixed >> np.uint64(27)) ^ (mixed >> np.uint64(54))
+    mixed = _xor_shift(mixed, 27, 54)
     mixed = mixed * np.uint64(0x96DE1B173F119089)
-    mixed = mixed ^ (mixed >> np.uint64(30)) ^ (mixed >> np.uint64(60))
+    mixed = _xor_shift(mixed, 30, 60)
     return mixed - np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -20,6 +20,7 @@ def row_tools(row: Mapping[str, Any]) -> list[Tool] | None:
     The column may be JSON text.
     """
     tools = row.get("tools")
+    # Columnar files cannot have schemas of different structure, so they contain JSON text.
     if isinstance(tools, str):
         tools = json.loads(tools) if tools.strip() else None
     return list(tools) if tools else None
@@ -31,6 +32,7 @@ def tools_problem(value: Any) -> str | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
+        # Deeply nested brackets exceed Python's recursion limit.
         except (ValueError, RecursionError) as error:
             return f"column 'tools' is not {wanted}: {error}"
     if not value:
@@ -64,7 +66,10 @@ def calls_problem(message: Message) -> str | None:
             f" calls tools"
         )
     for index, call in enumerate(calls):
-        function = call.get("function") or call if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):
+            # Some data sets write name and arguments directly into the call.
+            function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return (
                 f"tool_calls[{index}] has no function name; give {{'function': {{'name': ...,"
@@ -105,6 +110,7 @@ def without_nulls(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    # An item of a list is kept even if it is null: its position may matter.
     if isinstance(value, list):
         return [without_nulls(each) for each in value]
     return value
@@ -115,8 +121,10 @@ def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
     call = {key: value for key, value in call.items() if value is not None}
     # Some data sets write the name and arguments directly into the call.
     if not isinstance(call.get("function"), dict):
-        names = ("name", "arguments")
-        inner = {key: call.pop(key) for key in names if key in call}
+        inner = {}
+        for key in ("name", "arguments"):
+            if key in call:
+                inner[key] = call.pop(key)
         call = {
             "type": "function",
             **call,
@@ -124,9 +132,11 @@ def _clean_call(call: dict[str, Any]) -> dict[str, Any]:
         }
     function = {key: value for key, value in call["function"].items() if value is not None}
     arguments = function.get("arguments", {})
+    # OpenAI's format has JSON text; templates iterate over the arguments.
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    function["arguments"] = arguments
+    return {**call, "function": function}
 
 
 def _parsed(text: str) -> Any:

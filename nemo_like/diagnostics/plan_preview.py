@@ -66,7 +66,10 @@ def _plan_metrics(
     lengths: np.ndarray,
     model: ModelSpec | None,
 ) -> dict[str, float]:
-    """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned."""
+    """Return the metrics `packing/*` of a training step; ValueError if it cannot be planned.
+
+    `lengths` is int64 [B].
+    """
     spec = plan_spec(
         policy,
         purpose="train",

@@ -267,6 +267,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return self._split_evenly(shards, batch_size, allow_uneven_shards)
 
     def _take(self, rows: np.ndarray) -> SlicedDataDict:
+        """Select `rows`, int64 [n], of every column."""
         return SlicedDataDict({name: take_rows(column, rows) for name, column in self.data.items()})
 
     def _shard_by_plan(
@@ -407,6 +408,7 @@ class SlicedDataDict(BatchedDataDict):
 
 
 def _as_int64(values: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """Return `values` as int64 [n]."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     return np.asarray(values, dtype=np.int64)

@@ -78,7 +78,10 @@ def deal_by_length(lengths: np.ndarray, num_workers: int) -> list[np.ndarray]:
 
 
 def _check_room(lengths: np.ndarray, max_total_length: int) -> None:
-    """Raise ValueError for the first prompt that is empty or leaves no room for a token."""
+    """Raise ValueError for the first prompt that is empty or leaves no room for a token.
+
+    `prompt_ids` has B rows of int32 [L].
+    """
     invalid = np.flatnonzero((lengths == 0) | (lengths >= max_total_length))
     if len(invalid) == 0:
         return

@@ -86,7 +86,10 @@ class HFGenerationWorker:
         sampling: SamplingParams,
         max_total_length: int,
     ) -> Completions:
-        """See `Generator.generate`; raises RuntimeError during a weight update."""
+        """See `Generator.generate`; raises RuntimeError during a weight update.
+
+        `prompt_ids` has B rows of int32 [L], `seeds` is uint64 [B].
+        """
         if self._missing is not None:
             raise RuntimeError(
                 "generate was called inside a weight update; the model is partly of the old weights"

@@ -197,6 +197,7 @@ class _WithGradient(torch.autograd.Function):
         value: Tensor,
         derivative: Tensor,
     ) -> Tensor:
+        """Return `value`, of the same shape as `variable`."""
         ctx.save_for_backward(derivative)
         return value.clone()
 
@@ -207,6 +208,7 @@ class _WithGradient(torch.autograd.Function):
         ctx: Any,
         grad_value: Tensor,
     ) -> tuple[Tensor, None, None]:
+        """Multiply `grad_value` by the derivative; both have the same shape."""
         (derivative,) = ctx.saved_tensors
         return grad_value * derivative, None, None
 

@@ -20,6 +20,7 @@ Normalization = Literal["token", "sequence"]
 
 
 def _identity(values: Tensor) -> Tensor:
+    """Return `values` of any shape, unchanged."""
     return values
 
 

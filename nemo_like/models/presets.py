@@ -63,6 +63,7 @@ def load_spec(model: str) -> ModelSpec:
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
+        # A file of weights given by mistake is no text at all.
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{shown_path(path)} is not JSON: {error}") from error
         if not isinstance(config, dict):

@@ -300,7 +300,10 @@ def _default_budget(
     memory: MemoryModel | None,
     multiple: int,
 ) -> tuple[int, str]:
-    """Return the token budget of a request without one, and a note about it."""
+    """Return the token budget of a request without one, and a note about it.
+
+    `lengths` is int64 [B].
+    """
     longest = round_up(int(lengths.max()), multiple)
     not_given = f"{request.budget_name} was not given"
     if memory is None or request.memory_gib is None:

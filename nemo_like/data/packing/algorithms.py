@@ -102,7 +102,10 @@ class SequencePacker:
             )
 
     def pack(self, sequence_lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
-        """Return the row indices of each bin as lists. Raises ValueError as `pack_csr` does."""
+        """Return the row indices of each bin as lists. Raises ValueError as `pack_csr` does.
+
+        `sequence_lengths` is int [n].
+        """
         # The time includes the conversion to lists, which callers of `pack` need.
         start = perf_counter()
         bins = self.pack_csr(sequence_lengths).bins()
@@ -120,6 +123,7 @@ class SequencePacker:
 
         Raises ValueError for a length below 1 or (rounded up) above the capacity, and if
         `min_bin_count` or `bin_count_multiple` needs more bins than there are rows.
+        `sequence_lengths` is int [n].
         """
         lengths = self._padded_lengths(sequence_lengths)
         if self.algorithm == PackingAlgorithm.BALANCED:
@@ -148,7 +152,7 @@ class SequencePacker:
         return packers.split_fullest(packing, lengths, self.bin_capacity, num_bins, max_items)
 
     def _pack_balanced(self, lengths: np.ndarray) -> Packing:
-        """Run the joint scheduler for one rank, with tokens as work."""
+        """Run the joint scheduler for one rank, with tokens as work. `lengths` is int64 [n]."""
         # Without a cost model tokens are the only known measure of work. With one rank every bin
         # is a microbatch, so the bin count settings are those of microbatches.
         scheduled = schedule(

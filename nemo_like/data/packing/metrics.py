@@ -38,7 +38,10 @@ class PackingMetrics:
         bin_capacity: int,
         packing_time: float | None = None,
     ) -> dict[str, float]:
-        """Record and return the statistics of one packing; `packing_time` is in seconds."""
+        """Record and return the statistics of one packing; `packing_time` is in seconds.
+
+        `sequence_lengths` is int [n].
+        """
         stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
         self._stats.append(stats)
         if packing_time is not None:

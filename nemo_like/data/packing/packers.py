@@ -99,7 +99,7 @@ def first_fit_decreasing(
     max_items: int,
     seed: int = 0,
 ) -> Packing:
-    """Pack the longest row first, each into the first bin with room."""
+    """Pack the longest row first, each into the first bin with room. `lengths` is int64 [n]."""
     return _first_fit(
         lengths,
         longest_first(lengths),
@@ -114,7 +114,7 @@ def first_fit_shuffle(
     max_items: int,
     seed: int = 0,
 ) -> Packing:
-    """Pack rows in a random order, each into the first bin with room."""
+    """Pack rows in a random order, each into the first bin with room. `lengths` is int64 [n]."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     return _first_fit(lengths, order, capacity, max_items)
 
@@ -125,7 +125,10 @@ def concatenative(
     max_items: int,
     seed: int = 0,
 ) -> Packing:
-    """Pack rows in the given order; the first that does not fit closes the bin (next fit)."""
+    """Pack rows in the given order; the first that does not fit closes the bin (next fit).
+
+    `lengths` is int64 [n].
+    """
     num_bins, bin_of = _run(kernels.next_fit, lengths, lambda array: (capacity, max_items))
     return _sorted_by_bin(np.arange(len(lengths)), bin_of, num_bins)
 
@@ -138,7 +141,7 @@ def best_fit_decreasing(
 ) -> Packing:
     """Pack the longest row first, each into the fullest bin with room.
 
-    Of equally full bins the last one that changed is used.
+    Of equally full bins the last one that changed is used. `lengths` is int64 [n].
     """
     order = longest_first(lengths)
     kernel = None
@@ -172,7 +175,10 @@ def modified_first_fit_decreasing(
     max_items: int,
     seed: int = 0,
 ) -> Packing:
-    """Pack by Johnson and Garey's five phases; the last is first fit decreasing of the rest."""
+    """Pack by Johnson and Garey's five phases; the last is first fit decreasing of the rest.
+
+    `lengths` is int64 [n].
+    """
     order = longest_first(lengths)
     ordered = lengths[order]
     num_bins = int(np.count_nonzero(2 * lengths > capacity))
@@ -228,7 +234,7 @@ def least_loaded(
 ) -> Packing | None:
     """Pack the longest row first, each into the least loaded of `num_bins` bins (LPT).
 
-    Returns None if a row does not fit there.
+    Returns None if a row does not fit there. `lengths` is int64 [n].
     """
     order = longest_first(lengths)
     fits, bin_of = _run(
@@ -251,6 +257,7 @@ def split_fullest(
     k is minimal such that the mean load of the new bins is at least the load of the next fullest
     bin, so the maximum load is as small as it can be without changing the other bins. The rows of
     the k bins go longest first to the least loaded new bin. There is at most one bin per row.
+    `lengths` is int64 [n].
     """
     num_extra = num_bins - packing.num_bins
     if num_extra <= 0:
@@ -295,7 +302,8 @@ def _halve_fullest(
 ) -> Packing:
     """Repeatedly split the fullest bin of two or more rows in two, until there are `num_bins`.
 
-    This is always possible, but less balanced than repacking several bins at once.
+    This is always possible, but less balanced than repacking several bins at once. `lengths` is
+    int64 [n].
     """
     num_extra = num_bins - packing.num_bins
     # A bin of one row cannot be split.
@@ -344,6 +352,8 @@ def _first_fit(
     num_leaves = 1 << (max_bins - 1).bit_length()
 
     def workspace(array: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
+        """Return `max_items`, the tree [2 * num_leaves], its size and the free items"
+        " [num_leaves]."""
         tree = np.full(2 * num_leaves, capacity)
         free_items = np.full(num_leaves, max_items)
         return max_items, array(tree), num_leaves, array(free_items)
@@ -397,7 +407,10 @@ def _max_open_bins(
     capacity: int,
     max_items: int,
 ) -> int:
-    """Upper bound on the number of bins that first fit or best fit opens."""
+    """Upper bound on the number of bins that first fit or best fit opens.
+
+    `lengths` is int64 [n].
+    """
     # Of the bins below `max_items` rows at most one is less than half full; bins with `max_items`
     # rows are bounded by the number of rows.
     by_tokens = 2 * int(lengths.sum()) // capacity + 1

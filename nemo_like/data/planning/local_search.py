@@ -51,7 +51,10 @@ class AssignmentSearch:
         return self.num_bins // self.num_ranks
 
     def fill_by_step(self) -> np.ndarray | None:
-        """Fill one microbatch after the other up to a common work limit; None if a row is left."""
+        """Fill one microbatch after the other up to a common work limit; None if a row is left.
+
+        Returns int64 [n].
+        """
         parent = self._array(np.arange(len(self.items) + 1))
         return self._construct(
             "fill_by_step",
@@ -95,7 +98,10 @@ class AssignmentSearch:
         return np.repeat(targets, self.num_ranks)
 
     def best_fit(self) -> np.ndarray | None:
-        """Pack by tokens with best fit decreasing; None if that needs more than `num_bins` bins."""
+        """Pack by tokens with best fit decreasing; None if that needs more than `num_bins` bins.
+
+        Returns int64 [n].
+        """
         packing = packers.best_fit_decreasing(self.items.tokens, self.capacity, len(self.items))
         return self._use_all_bins(packing)
 
@@ -104,7 +110,10 @@ class AssignmentSearch:
         return np.bincount(bin_of, self.items.work, minlength=self.num_bins)
 
     def lockstep_work(self, bin_of: np.ndarray) -> float:
-        """Sum over microbatches of the max-loaded bin, with bins grouped by similar work."""
+        """Sum over microbatches of the max-loaded bin, with bins grouped by similar work.
+
+        `bin_of` is int64 [n].
+        """
         descending = np.sort(self.bin_work(bin_of))[::-1]
         # Every `num_ranks` bins form a microbatch, whose first bin is the max-loaded one.
         max_loaded = descending[:: self.num_ranks]
@@ -150,7 +159,8 @@ class AssignmentSearch:
         """Reduce the makespan by swapping bins between ranks: (rank of each bin, steps used).
 
         Swapping bins never violates the token limit. Each bin is treated as an item of one token in
-        a bin of capacity one, so that `balance_ranks` can only swap.
+        a bin of capacity one, so that `balance_ranks` can only swap. `bin_of` is int64 [n],
+        `rank_of` int64 [K].
         """
         bin_work = self.bin_work(bin_of)
         order = np.argsort(-bin_work, kind="stable")
@@ -173,7 +183,10 @@ class AssignmentSearch:
         return new_rank_of, steps
 
     def balance_bins(self, bin_of: np.ndarray, max_steps: int) -> tuple[np.ndarray, int]:
-        """Reduce the max-loaded bin of each microbatch by local search: (assignment, steps)."""
+        """Reduce the max-loaded bin of each microbatch by local search: (assignment, steps).
+
+        `bin_of` is int64 [n].
+        """
         return self._local_search(bin_of, np.arange(self.num_bins), max_steps)
 
     def balance_ranks(
@@ -182,11 +195,17 @@ class AssignmentSearch:
         rank_of: np.ndarray,
         max_steps: int,
     ) -> tuple[np.ndarray, int]:
-        """Reduce the makespan by local search over rows; the rank of each bin is fixed."""
+        """Reduce the makespan by local search over rows; the rank of each bin is fixed.
+
+        `bin_of` is int64 [n], `rank_of` int64 [K].
+        """
         return self._local_search(bin_of, rank_of, max_steps)
 
     def _array(self, values: np.ndarray) -> Any:
-        """Convert to a list for the interpreter, which indexes lists faster than arrays."""
+        """Convert to a list for the interpreter, which indexes lists faster than arrays.
+
+        `values` has any shape, [n] or [K].
+        """
         if self.kernels is None:
             return values.tolist()
         return values
@@ -197,7 +216,10 @@ class AssignmentSearch:
         bin_work: np.ndarray,
         *arguments: Any,
     ) -> np.ndarray | None:
-        """Run a construction kernel; None if it leaves a row unassigned."""
+        """Run a construction kernel; None if it leaves a row unassigned.
+
+        `bin_work` is float64 [K]; returns int64 [n].
+        """
         tokens = self._array(self.items.tokens)
         work = self._array(self.items.work)
         bin_of = self._array(np.full(len(self.items), -1))
@@ -224,7 +246,10 @@ class AssignmentSearch:
         return self._use_all_bins(packing)
 
     def _use_all_bins(self, packing: packers.Packing) -> np.ndarray | None:
-        """Spread a packing over all bins, as far as there are rows; None if it has too many."""
+        """Spread a packing over all bins, as far as there are rows; None if it has too many.
+
+        Returns int64 [n].
+        """
         if packing.num_bins > self.num_bins:
             return None
         num_bins = min(self.num_bins, len(self.items))
@@ -285,7 +310,10 @@ class AssignmentSearch:
         slot_of: np.ndarray,
         num_slots: int,
     ) -> balance_kernels.SearchState:
-        """Build the search state of an assignment; its steps are set by `_local_search`."""
+        """Build the search state of an assignment; its steps are set by `_local_search`.
+
+        `bin_of` is int64 [n], `slot_of` int64 [K].
+        """
         num_rows = len(bin_of)
         row_slots = slot_of[bin_of]
         # Linked lists of the rows of each slot, in row order.

@@ -200,7 +200,10 @@ def _oversize_message(
     is_oversize: np.ndarray,
     spec: PlanSpec,
 ) -> str:
-    """Describe the oversize rows, the limit, and what happens to them or how to change it."""
+    """Describe the oversize rows, the limit, and what happens to them or how to change it.
+
+    All arrays are [B].
+    """
     rows = np.flatnonzero(is_oversize)
     shown = []
     for row in rows[:_MAX_ROWS_SHOWN]:

@@ -77,7 +77,10 @@ def check_token_limit(
     max_tokens: int,
     has_groups: bool,
 ) -> None:
-    """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items."""
+    """Raise ValueError for an item above `max_tokens`; `tokens` int64 are those of the items.
+
+    `item_of` is int64 [n], `tokens` int64 [number of items].
+    """
     if tokens.max() <= max_tokens:
         return
     rows = np.flatnonzero(item_of == tokens.argmax()).tolist()

@@ -115,7 +115,8 @@ class CheckpointReader:
     ) -> Tensor:
         """Read a region of the tensor `name` as a new float32 tensor [*shape] on the CPU.
 
-        Raises CheckpointError if the stored blocks do not cover it.
+        Raises CheckpointError if the stored blocks do not cover it. Returns a tensor of the given
+        shape, [...].
         """
         activity.note(f"reading {name} of a checkpoint")
         result = torch.empty(tuple(shape), dtype=torch.float32)
