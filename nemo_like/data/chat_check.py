@@ -38,13 +38,14 @@ def check_rendered(
         found = _find(part, squeezed, position)
         if found is not None:
             position = found
-        elif not _appears_often_enough(
-            [each for _, _, each in parts], index, squeezed
-        ) and not _is_rewritten(message, part, squeezed):
+            continue
+        texts = [text for _, _, text in parts]
+        if _appears_often_enough(texts, index, squeezed):
+            continue
+        if not _is_rewritten(message, part, squeezed):
             raise ConfigError(
                 f"the chat template drops the {what} of a message of role {message['role']!r},"
-                f" {_shown(part)}: it does not"
-                f" appear in the rendered text; {_WAY_OUT}"
+                f" {_shown(part)}: it does not appear in the rendered text; {_WAY_OUT}"
             )
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -53,8 +54,7 @@ def check_rendered(
         if not _has(str(tool_name(tool)), squeezed):
             raise ConfigError(
                 f"the chat template drops the tool {tool_name(tool)!r} of the row's tools: it does"
-                f" not appear in the rendered"
-                f" text; {_WAY_OUT}"
+                f" not appear in the rendered text; {_WAY_OUT}"
             )
 
 
@@ -85,8 +85,7 @@ def _check_call(function: dict[str, Any], squeezed: str) -> None:
         if not _has(leaf, squeezed):
             raise ConfigError(
                 f"the chat template drops a part of the call of the tool {function['name']!r},"
-                f" {_shown(leaf)}: it does not"
-                f" appear in the rendered text; {_WAY_OUT}"
+                f" {_shown(leaf)}: it does not appear in the rendered text; {_WAY_OUT}"
             )
 
 
@@ -160,8 +159,10 @@ def _has(text: str, squeezed: str) -> bool:
 def _forms(text: str) -> Iterator[str]:
     """Yield `text` unchanged and escaped as in JSON, without white space."""
     yield _squeeze(text)
-    yield _squeeze(json.dumps(text, ensure_ascii=False)[1:-1])
-    yield _squeeze(json.dumps(text)[1:-1])
+    # Templates with `tojson` escape quotes and line breaks, and some all other than ASCII.
+    for ensure_ascii in (False, True):
+        quoted = json.dumps(text, ensure_ascii=ensure_ascii)
+        yield _squeeze(quoted[1:-1])
 
 
 def _squeeze(text: str) -> str:

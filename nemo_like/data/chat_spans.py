@@ -30,7 +30,8 @@ def exact_spans(
     spans: list[Span] = []
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            behind = spans[-1][1] if spans else 0
+            # A turn is searched after the previous one: equal texts may occur several times.
+            _, behind = spans[-1] if spans else (0, 0)
             spans.append(_Turn(template, messages, tools, full, turn, behind).span())
     return spans
 
@@ -74,14 +75,19 @@ class _Turn:
         (`<think>` in DeepSeek-R1), or render earlier turns differently once there are later ones.
         Then the header is the common prefix with conversations that have another message here.
         """
-        full, turn = self._full, self._turn
+        full = self._full
+        turn = self._turn
+        # Many templates cannot render an empty conversation.
         if turn:
             opening = self._template.render(self._messages[:turn], self._tools, opening=True)
             if full.startswith(opening):
                 return len(opening)
         start = min(common_prefix(full, other) for other in self._with_other_messages())
         prompt = self._template.generation_prompt
-        found = full.rfind(prompt, self._behind, start + len(prompt)) if prompt else -1
+        found = -1
+        if prompt:
+            # The text of the turn may begin like the prompt, so the last copy is taken.
+            found = full.rfind(prompt, self._behind, start + len(prompt))
         return start if found < 0 else found + len(prompt)
 
     def _end(self, start: int) -> int:
@@ -96,9 +102,8 @@ class _Turn:
             return end
         # The text after the turn is read from a rendering in which the turn is the last, then
         # located in the full text.
-        text_end = len(up_to_turn) - common_suffix(
-            self._with_content("0", self._turn + 1), up_to_turn
-        )
+        other = self._with_content("0", self._turn + 1)
+        text_end = len(up_to_turn) - common_suffix(other, up_to_turn)
         behind = up_to_turn[text_end:]
         text_end = len(full) - common_suffix(self._with_content("0"), full)
         return text_end + common_prefix(full[text_end:], behind)
@@ -106,9 +111,11 @@ class _Turn:
     def _end_of_turn(self, start: int) -> int | None:
         """Find the end of the first end-of-turn token; None if absent or ambiguous."""
         end_text = self._template.end_of_turn
-        if end_text is None or end_text in json.dumps(
-            self._messages[self._turn], ensure_ascii=False, default=str
-        ):
+        if end_text is None:
+            return None
+        # A message that contains the token itself would end too early.
+        message = json.dumps(self._messages[self._turn], ensure_ascii=False, default=str)
+        if end_text in message:
             return None
         found = self._full.find(end_text, start)
         return None if found < 0 else found + len(end_text)
@@ -117,13 +124,14 @@ class _Turn:
         """Exclude text after the end of the turn: a line break, or the end of the conversation."""
         trimmed = self._full[start:end].rstrip()
         end_of_turn = self._end_of_turn(start)
-        if (
-            end_of_turn is not None
-            and end_of_turn <= end
-            and not trimmed.endswith(self._template.end_texts)
-        ):
+        # The text may end with another token that ends turns, which then belongs to it.
+        ends_otherwise = trimmed.endswith(self._template.end_texts)
+        if end_of_turn is not None and end_of_turn <= end and not ends_otherwise:
             return end_of_turn
-        return start + len(trimmed) if trimmed.endswith(self._template.special_texts) else end
+        # White space after a control token belongs to the template; other white space is text.
+        if trimmed.endswith(self._template.special_texts):
+            return start + len(trimmed)
+        return end
 
     def _with_other_messages(self) -> list[str]:
         """Render the conversation with two other texts in place of this turn.
@@ -145,11 +153,12 @@ class _Turn:
         """Render the first messages with a content whose first and last characters differ."""
         message = self._messages[self._turn]
         text = str(message.get("content", "")).strip()
-        first, last = (_other(text[at : at + 1 or None], letter) for at in (0, -1))
-        messages = [*self._messages[: self._turn], {**message, "content": first + last}]
-        return self._template.render(
-            [*messages, *self._messages[self._turn + 1 :]][:num_messages], self._tools
-        )
+        first = _other(text[:1], letter)
+        last = _other(text[-1:], letter)
+        messages = list(self._messages)
+        # Other keys, such as calls, stay: a later message may refer to them.
+        messages[self._turn] = {**message, "content": first + last}
+        return self._template.render(messages[:num_messages], self._tools)
 
 
 def common_prefix(left: str, right: str) -> int:

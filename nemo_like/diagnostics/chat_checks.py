@@ -25,14 +25,15 @@ def check_texts(
     turn or begins another, and an answer that already contains the end token is rendered with two.
     `messages_of` returns the messages of a row that the model sees.
     """
-    ends = list(dict.fromkeys((*encoder.template.end_texts, str(encoder.tokenizer.eos_token))))
-    control = re.compile(
-        "|".join(re.escape(text) for text in encoder.template.control_texts if text)
-    )
+    template = encoder.template
+    ends = list(dict.fromkeys((*template.end_texts, str(encoder.tokenizer.eos_token))))
+    # One pattern for all control texts, because every row is searched.
+    control = re.compile("|".join(re.escape(text) for text in template.control_texts if text))
     ended: list[int] = []
     forged: list[tuple[int, str]] = []
     for index, row in enumerate(rows):
         messages = messages_of(row)
+        # Joined by a character of no control text, so that none is found across messages.
         answers = "\0".join(_texts(messages, assistant=True))
         if any(end in answers for end in ends):
             ended.append(index)

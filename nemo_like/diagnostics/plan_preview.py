@@ -42,6 +42,7 @@ def describe_plan(
         dynamic_batching=replace(policy.dynamic_batching, enabled=False),
     )
     try:
+        # Two plans do not pay for the import of numba.
         with few_plans():
             metrics = _plan_metrics(config, policy, lengths, spec)
             plain_metrics = _plan_metrics(config, plain, lengths, spec)
@@ -78,6 +79,7 @@ def _plan_metrics(
         seed=config.seed,
     )
     groups = None
+    # The rows of a preference pair must share a microbatch.
     if config.rows_per_example > 1:
         groups = np.arange(len(lengths)) // config.rows_per_example
     return plan_batch(lengths, spec, groups=groups).metrics()

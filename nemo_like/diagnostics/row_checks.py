@@ -42,6 +42,7 @@ def encode_sample(
     All rows that cannot be encoded become one problem, which quotes the first.
     """
     num_rows = len(rows)
+    # The number of characters is cheap, and close to proportional to the number of tokens.
     sizes = [len(str(row)) for row in rows]
     longest = sorted(range(num_rows), key=lambda index: -sizes[index])[:_NUM_LONGEST]
     # A fixed seed: the same rows are checked in every call.
@@ -54,6 +55,7 @@ def encode_sample(
         for index in chosen:
             try:
                 encoded[index] = encode(rows[index])
+            # Any other exception is a bug, and not a property of the row.
             except ROW_ERRORS as error:
                 failures.append(f"{rows.locations[index]}: {row_error_text(error)}")
             phase.advance()

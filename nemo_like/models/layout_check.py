@@ -59,7 +59,10 @@ def _size_problems(
 
 
 def _vocabulary_problems(
-    layout: ParallelLayout, engine: EngineName, spec: ModelSpec, model: str
+    layout: ParallelLayout,
+    engine: EngineName,
+    spec: ModelSpec,
+    model: str,
 ) -> Iterator[LayoutProblem]:
     # Megatron-Core pads the vocabulary; FSDP2 cannot shard a table without rows.
     if engine == "dtensor" and spec.vocab_size < layout.tp:

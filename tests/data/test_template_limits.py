@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import DataConfig, PolicyConfig, RunConfig
+from nemo_like.config.schema import DataConfig, PolicyConfig
 from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
 from nemo_like.training.encoding import encode_conversation, encode_question, open_training_rows
@@ -74,7 +75,7 @@ def test_a_template_that_is_slow_for_the_content_of_one_row_is_a_bad_row(
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
-    config = RunConfig(
+    config = SftRunConfig(
         run_name="x",
         policy=PolicyConfig(model_name=str(tmp_path / "model")),
         data=DataConfig(train_path=str(data), num_encoding_workers=num_processes),

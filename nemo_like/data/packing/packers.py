@@ -352,8 +352,7 @@ def _first_fit(
     num_leaves = 1 << (max_bins - 1).bit_length()
 
     def workspace(array: Callable[[np.ndarray], Any]) -> tuple[Any, ...]:
-        """Return `max_items`, the tree [2 * num_leaves], its size and the free items"
-        " [num_leaves]."""
+        """Return the further arguments: the tree is [2 * num_leaves], `free_items` [num_leaves]."""
         tree = np.full(2 * num_leaves, capacity)
         free_items = np.full(num_leaves, max_items)
         return max_items, array(tree), num_leaves, array(free_items)
