@@ -13,12 +13,6 @@ from nemo_like.data.packing.packers import prefix_sums
 from nemo_like.integer_math import ceil_div
 
 
-def l1_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
-    """Lower bound on the number of bins by tokens alone, ceil(sum / capacity), of int [B]."""
-    num_tokens = int(np.sum(lengths, dtype=np.int64))
-    return ceil_div(num_tokens, capacity)
-
-
 def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     """Lower bound on the number of bins by Martello and Toth's L2, in O(n log n).
 
@@ -26,7 +20,8 @@ def l2_bound(lengths: Sequence[int] | np.ndarray, capacity: int) -> int:
     capacity - k share a bin with no row of at least k, no two rows above capacity / 2 share a bin,
     and the rows from k to capacity / 2 that do not fit beside those need more bins. The bound is
     the maximum over k, which only has to visit the lengths that occur; k = 0 makes it at least
-    `l1_bound`. `lengths` are int [B], each 1 to `capacity`; raises ValueError otherwise.
+    ceil(tokens / capacity). `lengths` are int [B], each 1 to `capacity`; raises ValueError
+    otherwise.
 
     Example: rows 6, 6, 6, 5, 5 in bins of 10 need 4 bins (k = 5: no two of the sixes and no six
     with a five), not 3.
