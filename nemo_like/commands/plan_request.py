@@ -160,20 +160,23 @@ def _configured(
 
     model = _model_spec(arguments, config.policy.model_name)
     assert model is not None, "a config names a model"
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if config.parallel.expert > 1:
-        notes = (
-            (
-                f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
-                " on every worker: it is an upper bound"
-            ),
+        notes.append(
+            f"parallel.expert is {config.parallel.expert}, but the memory counts every expert"
+            " on every worker: it is an upper bound"
+        )
+    if config.rows_per_example > 1:
+        notes.append(
+            f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
+            " a run keeps them in one microbatch, with slightly more padding"
         )
     request = PlanRequest(
         rows=rows,
         model=model,
         placement=placement_of(config),
         batch_size=config.policy_in_rows.train_global_batch_size,
-        notes=notes,
+        notes=tuple(notes),
     )
     spec = plan_spec(
         config.policy_in_rows,
