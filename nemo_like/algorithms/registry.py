@@ -106,6 +106,7 @@ def load_config(
     # Hydra is imported here, because `--help` needs the registry and no config.
     from nemo_like.config import load
 
+    # A class gives the caller the precise type, a name is what the command line has.
     name = kind if isinstance(kind, str) else kind.kind
     return load.load_config(job_schema(name), path, overrides)
 

@@ -46,6 +46,7 @@ def preference(row: Row) -> PreferenceTexts:
     rejected = turns(row["rejected"], "assistant")
     if prompt:
         return PreferenceTexts(prompt, chosen, rejected)
+    # Turns are compared, not texts: two completions may begin with the same words.
     num_common = 0
     while num_common < min(len(chosen), len(rejected)):
         if chosen[num_common] != rejected[num_common]:
@@ -74,6 +75,8 @@ def encode_preference(encoder: ChatEncoder, row: Row) -> PreferencePair:
     rows = []
     for completion in (texts.chosen, texts.rejected):
         encoded = encoder.encode_sft([*texts.prompt, *completion], tools)
+        # The template renders the prompt alike in both rows, so the trained tokens of its turns
+        # are the first ones of each.
         mask = encoded.token_mask.copy()
         mask[np.flatnonzero(mask)[:num_prompt_tokens]] = 0
         rows.append(EncodedRow(encoded.input_ids, mask))

@@ -56,6 +56,7 @@ class DpoRunConfig(RunConfig):
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of loss and data keys."""
         loss = self.loss_fn
+        # IPO regresses the margin to a constant: there is no probability of a label to smooth.
         if loss.kind == "ipo" and loss.label_smoothing > 0:
             yield Problem(
                 ("loss_fn.label_smoothing", "loss_fn.kind"),

@@ -59,6 +59,7 @@ def encode_row(
         fitted = fit_row(encoded, config)
         if fitted is None:
             return None
+        # Position 0 predicts nothing, so its token is never compared.
         # A pair without one of its completions would train towards an arbitrary margin.
         if not fitted.token_mask[1:].any():
             raise ConfigError(
@@ -141,6 +142,7 @@ def check_rows(
         if rows is None:
             continue
         pairs = encode_sample(rows, lambda row: encode_preference(encoder, row), diagnostics)
+        # The limit of a row holds for each of the two.
         lengths = {index: max(_lengths(pair)) for index, pair in pairs.items()}
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:

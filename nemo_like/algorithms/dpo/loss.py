@@ -39,6 +39,7 @@ class PreferenceLoss:
 
     def denominator(self, counts: GlobalCounts) -> float:
         """Return the number of pairs of the optimizer step."""
+        # At least 1, so that the gradient of a step without pairs is 0 and not NaN.
         return max(counts.num_rows / 2, 1.0)
 
     def coupled_rows(self, inputs: LossInputs) -> Tensor:
@@ -56,6 +57,7 @@ class PreferenceLoss:
         else:
             reference = inputs.columns["reference_logprobs"]
             ratios = logprobs - self._completion_logprobs(inputs, reference)
+        # A packer may place the rows of a microbatch in any order.
         chosen, rejected = _pair_rows(inputs)
         rewards = self.config.beta * ratios
         margins = rewards[chosen] - rewards[rejected]
@@ -69,6 +71,7 @@ class PreferenceLoss:
             "logprobs/rejected": logprobs[rejected],
         }
         if self.config.sft_loss_weight > 0:
+            # Averaged over the tokens of each completion, so that all terms are means over pairs.
             sums = inputs.sum_over_row(inputs.policy_logprobs)
             nll = -sums / inputs.row_num_tokens.clamp(min=1.0)
             metrics["policy/preference_loss"] = losses
@@ -91,6 +94,7 @@ class PreferenceLoss:
         if self.config.kind == "simpo":
             margins = margins - self.config.simpo_gamma
         smoothing = self.config.label_smoothing
+        # logsigmoid() and not log(sigmoid()): the latter is -inf for margins below -104 in float32.
         return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
 
 
@@ -103,6 +107,7 @@ def _pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     rows = inputs.row_num_tokens.nonzero().squeeze(1)
     pair = inputs.row_columns["pair"][rows]
     is_chosen = inputs.row_columns["is_chosen"][rows].bool()
+    # Both sorted by pair, so that position i of the two belongs to the same pair.
     chosen = rows[is_chosen][pair[is_chosen].argsort()]
     rejected = rows[~is_chosen][pair[~is_chosen].argsort()]
     pairs = inputs.row_columns["pair"]

@@ -95,6 +95,7 @@ class GrpoRunConfig(RunConfig):
         batch = self.policy.train_global_batch_size
         steps = self.grpo.max_num_steps
         rows = self.rows_per_step
+        # A whole number, or `_group_problems` has refused the config.
         updates = rows // batch
         steps_noun = plural(updates, "step")
         return [
