@@ -84,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     text = "write the example configs into a directory"
     init = commands.add_parser("init", help=text, description=text)
     init.add_argument("directory", type=Path, metavar="DIR")
+    _add_conversion_commands(commands)
+    return parser
+
+
+def _add_conversion_commands(commands: Any) -> None:
+    """Add the commands that convert model files."""
     export = commands.add_parser(
         "export",
         help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
@@ -116,7 +122,6 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
     )
-    return parser
 
 
 def _add_config_command(

@@ -77,7 +77,7 @@ def test_conversations_compare_the_turns_after_the_common_ones(recipe: Recipe, t
     source = open_source(config)
     ((pair,),) = (next(source.loader()),)
     decode = source.data.encoder.tokenizer.decode
-    compared = [decode(row.input_ids[row.token_mask == 1].tolist()) for row in pair]
+    compared = [str(decode(row.input_ids[row.token_mask == 1].tolist())) for row in pair]
     assert [text.replace("<eos>", "") for text in compared] == ["#### 4", "#### 55"]
     assert all(set(np.unique(row.token_mask)) == {0, 1} for row in pair)
 

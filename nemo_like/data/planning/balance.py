@@ -198,18 +198,7 @@ def schedule(
     lengths = checked_lengths(lengths)
     work = checked_work(work, lengths)
     if len(lengths) == 0:
-        no_rows = np.empty(0, np.int64)
-        no_bins = np.zeros(1, np.int64)
-        return Schedule(
-            perm=no_rows,
-            offsets=no_bins,
-            num_ranks=num_ranks,
-            num_microbatches=0,
-            min_microbatches=0,
-            max_tokens=max_tokens,
-            lengths=lengths,
-            work=work,
-        )
+        return _empty_schedule(num_ranks, max_tokens, work)
     item_of, items = sorted_items(groups, lengths, work)
     check_token_limit(
         item_of,
@@ -222,18 +211,13 @@ def schedule(
     bound = max(min_microbatches, ceil_div(num_needed_bins, num_ranks))
     bound = round_up(bound, microbatch_multiple)
     kernels = _kernels(use_numba, len(items))
-    # The limit is in steps, not in seconds, so that the result is deterministic.
-    max_steps = _STEPS_PER_ROW * len(items)
-    if kernels is None:
-        max_steps = min(max_steps, _MAX_INTERPRETED_STEPS)
-    minimize = _minimize_lockstep if sync == "microbatch" else _minimize_makespan
     num_microbatches = bound
     # The lower bound is usually attained. With one row per bin the construction always succeeds, so
     # the loop ends.
     while True:
         num_bins = num_microbatches * num_ranks
         search = AssignmentSearch(items, max_tokens, num_ranks, num_bins, kernels)
-        found = minimize(search, int(effort * max_steps))
+        found = _minimize(search, sync, effort)
         if found is not None:
             break
         num_microbatches += microbatch_multiple
@@ -251,6 +235,31 @@ def schedule(
         lengths=lengths,
         work=work,
     )
+
+
+def _empty_schedule(num_ranks: int, max_tokens: int, work: np.ndarray) -> Schedule:
+    """Return the schedule of no rows; `work` is float [0]."""
+    no_rows = np.empty(0, np.int64)
+    return Schedule(
+        perm=no_rows,
+        offsets=np.zeros(1, np.int64),
+        num_ranks=num_ranks,
+        num_microbatches=0,
+        min_microbatches=0,
+        max_tokens=max_tokens,
+        lengths=no_rows,
+        work=work,
+    )
+
+
+def _minimize(search: AssignmentSearch, sync: Sync, effort: float) -> Assignment | None:
+    """Return the best assignment found for the objective of `sync`; None if none fits."""
+    # The limit is in steps, not in seconds, so that the result is deterministic.
+    max_steps = _STEPS_PER_ROW * len(search.items)
+    if search.kernels is None:
+        max_steps = min(max_steps, _MAX_INTERPRETED_STEPS)
+    minimize = _minimize_lockstep if sync == "microbatch" else _minimize_makespan
+    return minimize(search, int(effort * max_steps))
 
 
 def assign_bins(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
-from tests.policy.megatron.ranks import Step, assert_step_is, of_model, take_steps
+from tests.policy.megatron.ranks import Step, of_model, take_steps
+from tests.policy.megatron.reference import assert_step_is
 from tests.policy.preferences import LOSSES, PAIR_LENGTHS, gradients_by_definition, pair_batch
 from tests.policy.test_gradient_equality import dynamic, packed
 
