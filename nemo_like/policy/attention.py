@@ -142,7 +142,10 @@ def _check_supported(
     dropout: float,
     extras: dict[str, Any],
 ) -> None:
-    """Raise ConfigError if the layer needs more than causal attention."""
+    """Raise ConfigError if the layer needs more than causal attention.
+
+    A `mask` of any shape, such as [B, 1, S, S], is refused.
+    """
     unsupported = [
         name for name in ("softcap", "s_aux", "position_bias") if extras.get(name) is not None
     ]

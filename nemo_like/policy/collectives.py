@@ -22,15 +22,15 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
-    """Return `hidden` [...], equal on all ranks; the backward all-reduces its gradient [...].
+    """Return `hidden`, equal on all ranks; the backward all-reduces its gradient.
 
-    Used before a computation of which each rank does a part.
+    Used before a computation of which each rank does a part. The result has the same shape.
     """
     return _PairedCollective.apply(hidden, group, _identity, _all_reduce)  # type: ignore[return-value]
 
 
 def sum_over(group: dist.ProcessGroup, partial_sums: Tensor) -> Tensor:
-    """All-reduce the ranks' `partial_sums` [...]; the backward is the identity."""
+    """All-reduce the ranks' `partial_sums` of the same shape; the backward is the identity."""
     return _PairedCollective.apply(partial_sums, group, _all_reduce, _identity)  # type: ignore[return-value]
 
 
@@ -77,24 +77,30 @@ class _PairedCollective(torch.autograd.Function):
         forward: Collective,
         backward: Collective,
     ) -> Tensor:
+        """Apply the collective `forward` to `tensor`.
+
+        The result has the same shape, or [n x T, ...] or [T / n, ...] for a `tensor` [T, ...] that
+        is gathered from, or scattered to, n ranks.
+        """
         ctx.group = group
         ctx.backward_collective = backward
         return forward(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `tensor`, of the same shape as it, and None for the rest."""
         (gradient,) = gradients
         return ctx.backward_collective(gradient, ctx.group), None, None, None
 
 
 def _identity(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a view of `tensor` [...]."""
+    """Return a view of `tensor` with the same shape."""
     # A view, because autograd does not accept an input returned unchanged.
     return tensor.view_as(tensor)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the ranks' `tensor` [...], a new tensor."""
+    """Return the sum of the ranks' `tensor`, a new tensor of the same shape."""
     # A copy, because all_reduce works in place and autograd may still need the input.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)

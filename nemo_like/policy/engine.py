@@ -119,7 +119,10 @@ class Engine(Protocol):
         ...
 
     def sum_over_cp(self, values: Tensor) -> Tensor:
-        """All-reduce `values` over the context-parallel ranks; the backward is the identity."""
+        """All-reduce `values` over the context-parallel ranks; the backward is the identity.
+
+        The ranks' `values` and the result have the same shape.
+        """
         ...
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,7 +135,8 @@ class Engine(Protocol):
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named weights in compute precision, one at a time.
 
-        They are full on rank 0; elsewhere a tensor may be smaller or empty.
+        On rank 0 they are [*shape] as in `weight_shapes`; elsewhere a tensor may be smaller or
+        empty.
         """
         ...
 

@@ -60,7 +60,10 @@ class EngineOptimizer(Protocol):
         ...
 
     def moments(self) -> Iterable[Tensor]:
-        """Both Adam moments of every local shard; empty before the first step."""
+        """Return both Adam moments of every local shard, in the shape of the shard.
+
+        There are none before the first step.
+        """
         ...
 
 
@@ -105,11 +108,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     @abstractmethod
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]: ...
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
+        ...
 
     @abstractmethod
     def local_weights(self) -> Iterable[Tensor]:
-        """Yield this rank's shard of each weight, without gradient."""
+        """Return this rank's shard of each weight, with the shape of the shard."""
         ...
 
     @abstractmethod
@@ -162,13 +167,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
         return gather_objects(self._axes.world, value)
 
     def gather_over_cp(self, values: Tensor) -> Tensor:
-        """See `Engine.gather_over_cp`."""
+        """See `Engine.gather_over_cp`: [T] to [cp x T]."""
         if self._axes.cp is None:
             return values
         return gather_rows(self._axes.cp, values.detach())
 
     def sum_over_cp(self, values: Tensor) -> Tensor:
-        """See `Engine.sum_over_cp`."""
+        """See `Engine.sum_over_cp`; the result has the same shape."""
         if self._axes.cp is None:
             return values
         return sum_over(self._axes.cp, values)

@@ -93,7 +93,10 @@ def probe_isolation(
 
 
 def _mean_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Return the mean |difference| over all tokens of some rows; 0 only for bit-equal rows."""
+    """Return the mean |difference| over all tokens of some rows; 0 only for bit-equal rows.
+
+    The rows are float32 [length] each.
+    """
     difference = np.concatenate(found) - np.concatenate(expected)
     return float(np.abs(difference).mean())
 

@@ -101,6 +101,7 @@ def scatter_logprobs(
     """Scatter `outputs` [T] to [size], to the indices `positions` int64 [T]; 0 elsewhere."""
 
     def scatter(values: Tensor) -> Tensor:
+        """Return [size] with `values` [T] at `positions`."""
         return values.new_zeros(size).index_copy(0, positions, values)
 
     entropy = outputs.entropy

@@ -67,6 +67,7 @@ class LossStep:
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
+    """Return `tensor` [T] without its gradient; None for None."""
     return None if tensor is None else tensor.detach()
 
 

@@ -363,7 +363,7 @@ def _tensor(
     *,
     is_mask: bool = False,
 ) -> Tensor:
-    """Copy an array to `device` in its shape; a mask becomes bool."""
+    """Copy an array to `device`, with the same shape; a mask becomes bool."""
     array = array.astype(bool) if is_mask else np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)
     return tensor.to(device, non_blocking=True)

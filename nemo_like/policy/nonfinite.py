@@ -62,4 +62,5 @@ def _select_rows(inputs: LossInputs, is_selected: Tensor) -> LossInputs:
 
 
 def _select(values: Tensor | None, positions: Tensor) -> Tensor | None:
+    """Return the elements of `values` [T] at `positions` int64 [n]; None for None."""
     return None if values is None else values[positions]

@@ -99,7 +99,10 @@ def clip_factor(norm: float, max_norm: float) -> float | None:
 
 
 def all_within(tensors: Iterable[Tensor], largest: float = torch.finfo(torch.float32).max) -> bool:
-    """Return True if every element is finite and its magnitude at most `largest`."""
+    """Return True if every element is finite and its magnitude at most `largest`.
+
+    The tensors need not have the same shape and may be empty.
+    """
     extremes: list[Tensor] = []
     for tensor in tensors:
         if tensor.numel() > 0:

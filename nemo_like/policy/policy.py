@@ -138,7 +138,7 @@ class Policy:
         return Logprobs(sharded, handles[0])
 
     def fetch_logprobs(self, logprobs: Logprobs) -> dict[str, Jagged]:
-        """Fetch log-probs from the workers: float32 per token, in batch order."""
+        """Fetch log-probs from the workers: float32 [T] over the tokens, in batch order."""
         sharded = logprobs.sharded
         parts = call_sharded(
             self.group,
@@ -162,9 +162,10 @@ class Policy:
     ) -> list[Metrics]:
         """Take one optimizer step per global batch of the plan; returns the metrics of each.
 
-        `columns` are in batch order; those that the sharded batch already has are not sent again.
-        `logprobs` of `compute_logprobs` join them on the workers. Raises ValueError for those of
-        another batch, or if the batch or `columns` have a column of their name.
+        `columns`, [B, ...] per row or Jagged [T, ...] per token, are in batch order; those that the
+        sharded batch already has are not sent again. `logprobs` of `compute_logprobs` join them on
+        the workers. Raises ValueError for those of another batch, or if the batch or `columns` have
+        a column of their name.
         """
         new_columns = {
             name: column for name, column in (columns or {}).items() if name not in sharded.names

@@ -32,6 +32,7 @@ def compute_row_logprobs(
     """
 
     def to_rows(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[Tensor | None, Jagged]:
+        """Return None as loss, and the log-probs as rows, gathered from each rank's share [T]."""
         in_order = _gather_in_order(engine, inputs, outputs.logprobs)
         return None, unpack_tokens(in_order, inputs)
 

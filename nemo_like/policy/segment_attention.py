@@ -341,7 +341,10 @@ def _mask(
 
 
 def _match_heads(q: Tensor, kv: Tensor, dim: int) -> Tensor:
-    """Repeat the H_kv heads of `kv` along `dim` to the H heads of `q`; other dims may differ."""
+    """Repeat the H_kv heads of `kv` along `dim` to the H heads of `q`; other dims may differ.
+
+    `kv` [T_k, H_kv, D] becomes [T_k, H, D], and [B, H_kv, S_k, D] becomes [B, H, S_k, D].
+    """
     num_heads = q.shape[dim]
     num_kv_heads = kv.shape[dim]
     if num_heads == num_kv_heads:

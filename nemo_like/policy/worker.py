@@ -101,7 +101,7 @@ class PolicyWorker:
         return self._logprobs.keep(columns, names)
 
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
-        """See `PolicyWorkerProtocol.fetch_logprobs`."""
+        """See `PolicyWorkerProtocol.fetch_logprobs`: float32 [T] each."""
         return self._logprobs.columns(logprobs, shard["input_ids"])
 
     def train(
@@ -225,6 +225,7 @@ class PolicyWorker:
     def _kept_logprobs(
         self, shard: SlicedDataDict, logprobs: LogprobHandle | None
     ) -> Mapping[str, Jagged]:
+        """Return the kept log-probs of a handle, float32 [T] each; none without a handle."""
         return {} if logprobs is None else self._logprobs.columns(logprobs, shard["input_ids"])
 
     def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> ShardRows:

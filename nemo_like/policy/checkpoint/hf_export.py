@@ -36,7 +36,12 @@ class Weights(Protocol):
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]: ...
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with its weight, [*shape] as in `weight_shapes` on the writer.
+
+        Elsewhere a tensor may be smaller or empty.
+        """
+        ...
 
 
 def write_hf(
@@ -84,7 +89,7 @@ def _checked(
     tensor: Tensor,
     directory: Path,
 ) -> Tensor:
-    """Return `tensor` [...]. Raises NonFiniteError if an element is not finite."""
+    """Return `tensor` [*shape] itself. Raises NonFiniteError if an element is not finite."""
     if not all_within([tensor]):
         raise NonFiniteError(
             f"weight {name} contains NaN or infinity as {tensor.dtype}, so the model is not"
@@ -94,6 +99,7 @@ def _checked(
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write `tensors`, [*shape] each, as one safetensors file."""
     activity.note(f"writing {path.name}")
     with reporting_write_errors(path):
         save_file(tensors, path, metadata={"format": "pt"})
@@ -107,7 +113,10 @@ def _skeleton(model_config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _to_stored_format(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert `tensors` to the names and shapes of files."""
+    """Convert `tensors` to the names and shapes of files.
+
+    Example: the stacked `down_proj` [E, D, F] of E experts becomes E tensors [D, F].
+    """
     converted = revert_weight_conversion(skeleton, tensors)
     for name in list(converted):
         if name not in tensors:

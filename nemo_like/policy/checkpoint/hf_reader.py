@@ -47,7 +47,7 @@ class ModelFiles:
         offset: Shape,
         shape: Shape,
     ) -> Tensor:
-        """Read a block of `shape` at `offset`, on the CPU and in the files' dtype."""
+        """Read a block [*shape] at `offset`, on the CPU and in the files' dtype."""
         block = tuple(
             slice(start, start + length) for start, length in zip(offset, shape, strict=True)
         )

@@ -63,6 +63,10 @@ def load(
 
 
 def _read_state(reader: CheckpointReader, sharded: ShardedParameter) -> dict[str, Tensor]:
+    """Read AdamW's state of a parameter.
+
+    `step` is a float32 scalar; the moments have the same shape and sharding as the parameter.
+    """
     parameter = sharded.parameter
     # One step counter per parameter: a shared tensor would be advanced once per parameter.
     step = torch.tensor(float(reader.num_optimizer_steps), device=parameter.device)
@@ -84,7 +88,10 @@ def _read_into(
     kind: str,
     sharded: ShardedParameter,
 ) -> None:
-    """Copy this rank's shard of `kind` (weight or moment) into `target`."""
+    """Copy this rank's shard of `kind` (weight or moment) into `target`.
+
+    `target` has the same shape and sharding as the parameter.
+    """
     offset, shape = sharded.block()
     local_shard(target).copy_(reader.read(f"{kind}/{sharded.name}", offset, shape))
 

@@ -115,7 +115,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         return results
 
     def local_weights(self) -> Iterator[Tensor]:
-        """See `EngineBase.local_weights`."""
+        """Yield this rank's shard of each weight, float32 with the shape of the shard."""
         for sharded in self.parameters:
             yield local_shard(sharded.parameter)
 
@@ -124,7 +124,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         return {sharded.name: sharded.spec.full_shape for sharded in self.parameters}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.full_weights`."""
+        """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
         by_name = {sharded.name: sharded for sharded in self.parameters}
         for name in names:
             sharded = by_name[name]

@@ -311,7 +311,10 @@ class _RankZeroLoader:
                 setattr(module, key, filled[id(tensor)])
 
     def _broadcast(self, name: str, like: Tensor) -> Tensor:
-        """Broadcast a full tensor from rank 0 and return this rank's shard of it."""
+        """Broadcast a full tensor from rank 0 and return this rank's shard of it.
+
+        The shard has the same shape as the meta tensor `like`.
+        """
         spec = self._specs.get(name, ShardSpec(tuple(like.shape)))
         full = torch.empty(spec.full_shape, dtype=like.dtype, device=self._device)
         if self._tensors:

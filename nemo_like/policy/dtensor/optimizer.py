@@ -77,7 +77,10 @@ class ShardedAdamW:
         self.adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[Tensor]:
-        """Yield both Adam moments of this rank's shards; none before the first step."""
+        """Yield both Adam moments of this rank's shards, in the shape of the shard.
+
+        There are none before the first step.
+        """
         for state in self.adamw.state.values():
             for moment in MOMENTS:
                 yield local_shard(state[moment])
@@ -90,6 +93,10 @@ class ShardedAdamW:
                     state[name] = value.to(device)
 
     def _local_gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """Yield each parameter that has a gradient, with this rank's shard of the gradient.
+
+        It has the same shape as the shard of the parameter.
+        """
         for sharded in self._parameters:
             if sharded.parameter.grad is not None:
                 yield sharded, local_shard(sharded.parameter.grad)

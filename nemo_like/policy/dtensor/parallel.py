@@ -58,7 +58,10 @@ class ShardSpec(NamedTuple):
     """
 
     def shard(self, full: Tensor) -> Tensor:
-        """Return this rank's part of `full`: a copy where it is sharded, else `full` itself."""
+        """Return this rank's part of `full` [*full_shape].
+
+        It is a copy of [start, stop) of `dim` where the weight is sharded, else `full` itself.
+        """
         if self.dim is None:
             return full
         # A copy, so that the memory of the full tensor can be freed.
@@ -255,7 +258,10 @@ def _gather_block_input(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: replace the hidden states, positional (MLP) or by keyword (attention)."""
+    """Replace the hidden states, positional (MLP) or by keyword (attention): a forward pre-hook.
+
+    They are [B, S, D]; with sequence parallelism [1, T / tp, D] is replaced by [1, T, D].
+    """
     if args:
         return (gather_input(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": gather_input(kwargs["hidden_states"])}
@@ -266,7 +272,11 @@ def _row_parallel_linear(
     module: nn.Linear,
     hidden: Tensor,
 ) -> Tensor:
-    """Forward of a row-parallel layer; the bias is added once, after the reduction."""
+    """Compute a row-parallel layer; the bias is added once, after the reduction.
+
+    `hidden` [B, S, F] has this rank's F input features. The result is [B, S, D], with sequence
+    parallelism [1, T / tp, D].
+    """
     out = reduce_output(F.linear(hidden, module.weight))
     return out if module.bias is None else out + module.bias
 
@@ -277,7 +287,10 @@ def _vocab_parallel_embedding(
     rows: range,
     input: Tensor,
 ) -> Tensor:
-    """Look up `input` where this rank has the row and sum over the ranks."""
+    """Look up `input` int64 [B, S] where this rank has the row and sum over the ranks.
+
+    The result is [B, S, D], with sequence parallelism this rank's tokens [1, T / tp, D].
+    """
     padding_idx = None
     if module.padding_idx is not None and module.padding_idx in rows:
         # As in the full table, the row of the padding token gets no gradient from look-ups.

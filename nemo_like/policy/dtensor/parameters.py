@@ -60,8 +60,8 @@ class ShardedParameter:
     def gather_full(self, shard: Tensor) -> Tensor:
         """Gather the full tensor from the ranks' plain tensors `shard`; every rank calls.
 
-        `shard` is of the parameter, its gradient or a moment. The result is full on rank 0;
-        elsewhere it may be smaller or empty.
+        `shard` is of the parameter, its gradient or a moment; `block` returns its shape. The
+        result is [*full_shape] on rank 0; elsewhere it may be smaller or empty.
         """
         rows = self._gather_fsdp(shard)
         tensor_parallel = self.groups.tensor
@@ -82,7 +82,7 @@ class ShardedParameter:
         return torch.cat(parts, dim=self.spec.dim)
 
     def _gather_fsdp(self, shard: Tensor) -> Tensor:
-        """All-gather the rows of the FSDP ranks."""
+        """All-gather this tp rank's n rows, [n, ...], from the FSDP ranks' `shard` [m, ...]."""
         # Not `DTensor.full_tensor`: it caches meshes that outlive their process group.
         group = self.groups.dp_cp
         if group is None:
@@ -96,7 +96,10 @@ class ShardedParameter:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself; without gradient."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself; without gradient.
+
+    The shard has the rows [m, ...] of this FSDP rank.
+    """
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

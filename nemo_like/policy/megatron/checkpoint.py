@@ -62,6 +62,7 @@ def load(
             offset: Shape,
             shape: Shape,
         ) -> torch.Tensor:
+            """Read a block [*shape] of the weight `name` at `offset`, float32 on the CPU."""
             return reader.read(f"{WEIGHT}/{name}", offset, shape)
 
         fill_weights(parameters, param_map, read_weight, optimizer)

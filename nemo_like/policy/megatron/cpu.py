@@ -73,6 +73,7 @@ def cuda_type_names() -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Return a type name as of a CUDA tensor, or the converted tensor, of the same shape."""
         result = original_type(tensor, *args, **kwargs)
         if isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -146,6 +147,7 @@ def _on_cpu(factory: Any) -> Any:
     """Wrap a tensor factory so that it allocates on the CPU instead of CUDA."""
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
+        """Call `factory` with the CPU in place of CUDA; the shape of the result is unchanged."""
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)

@@ -128,10 +128,18 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             self.optimizer.check_not_reduced()
 
         def forward_step(stream: Iterator[ModelInputs], module: nn.Module) -> tuple[Tensor, Any]:
+            """Return this stage's output, [T, 1, D], and the function that computes its loss.
+
+            With sequence parallelism the output is [T / tp, 1, D].
+            """
             microbatch = next(stream)
             return module(microbatch), partial(loss_step, microbatch)
 
         def loss_step(microbatch: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor, ResultT]:
+            """Return loss (scalar), token count (int scalar, not used) and result of `step_fn`.
+
+            `hidden` is [T, 1, D], with sequence parallelism [T / tp, 1, D].
+            """
             outputs = self._head(hidden, microbatch, temperature, with_entropy, token_filter)
             loss, result = step_fn(microbatch, outputs)
             if backward:
@@ -156,7 +164,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             )
 
     def local_weights(self) -> Iterable[Tensor]:
-        """See `EngineBase.local_weights`."""
+        """Return this rank's parameters in compute precision, each with the shape of its shard."""
         return self._parameters.values()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -166,9 +174,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         }
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.full_weights`."""
+        """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
 
         def local(name: str) -> Tensor:
+            """Return this rank's parameter without gradient, in the shape of its spec."""
             return self._parameters[name].detach().view(self._param_map[name].shape)
 
         return self._gatherer.gather(

@@ -219,7 +219,7 @@ class ShardedAdamW:
         kind: str,
         writer: int,
     ) -> Tensor | None:
-        """Gather a parameter's `weight` or one of MOMENTS on one rank, float32 in its shape.
+        """Gather a parameter's `weight` or one of MOMENTS on one rank, float32 [*shape].
 
         All ranks that replicate the parameter call. The one with group rank `writer` modulo the
         group's size gets the tensor, the others None.
@@ -234,7 +234,7 @@ class ShardedAdamW:
         return full if sub.group.rank() == writer else None
 
     def set_weight(self, name: str, full: Tensor) -> None:
-        """Copy this rank's shard of the parameter from `full`, float32 in its shape [...]."""
+        """Copy this rank's shard of the parameter from `full`, float32 [*shape]."""
         shard = self.shard(name)
         if shard is not None:
             values = full.flatten()[shard.start : shard.stop]
@@ -320,4 +320,5 @@ def _read_kind(
     offset: Shape,
     shape: Shape,
 ) -> Tensor:
+    """Read a block [*shape] of the moment `kind` of the weight `name`, float32 on the CPU."""
     return read(f"{kind}/{name}", offset, shape)

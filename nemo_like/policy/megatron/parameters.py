@@ -33,9 +33,9 @@ def assemble_rows(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Read rows [start, stop) of a rank's parameter: float32, on the CPU, in the spec's shape.
+    """Read rows [start, stop) of a rank's parameter: float32 [stop - start, ...] on the CPU.
 
-    Padding of the vocabulary is 0.
+    The other dims are those of the spec. Padding of the vocabulary is 0.
     """
     activity.note(f"reading weights of shape {tuple(spec.shape)}")
     if stop is None:
