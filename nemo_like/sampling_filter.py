@@ -117,6 +117,7 @@ def _kth_largest(
         return logits.topk(k, dim=1).values[:, -1]
 
     def count_from(threshold: Tensor) -> Tensor:
+        """Count the logits of each position from `threshold` [T] up, over all ranks: int64 [T]."""
         return _sum((logits >= threshold[:, None]).sum(dim=1), group)
 
     return _largest_threshold(
@@ -142,6 +143,7 @@ def _nucleus_threshold(
     weights = (logits - highest[:, None]).exp_()
 
     def mass_from(threshold: Tensor) -> Tensor:
+        """Sum the weights of the logits from `threshold` [T] up, over all ranks: float64 [T]."""
         is_below = logits < threshold[:, None]
         # float64, so that the order of the sum does not change the result.
         return _sum(weights.masked_fill(is_below, 0.0).sum(dim=1, dtype=torch.float64), group)
@@ -176,21 +178,24 @@ def _largest_threshold(
 
 
 def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce `values` over the ranks, in place."""
+    """All-reduce `values` [T] over the ranks, in place."""
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
 
 
 def _ordinal(values: Tensor) -> Tensor:
-    """Map float32 `values` to int64 ordinals: same order, consecutive for consecutive floats."""
+    """Map `values` float32 [T] to ordinals int64 [T] of the same order.
+
+    Those of consecutive floats are consecutive.
+    """
     # The bits of a negative float32 decrease with its value, so they are flipped except the sign.
     bits = values.contiguous().view(torch.int32).long()
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 def _from_ordinal(ordinals: Tensor) -> Tensor:
-    """Invert `_ordinal`."""
+    """Invert `_ordinal`: int64 [T] to float32 [T]."""
     bits = torch.where(
         ordinals >= 0,
         ordinals,

@@ -368,7 +368,7 @@ def _train_with_transformers(
 
 
 def _transformers_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
-    """Return the mean negative log-likelihood of the trained tokens, float32 []."""
+    """Return the mean negative log-likelihood of the trained tokens, a float32 scalar."""
     total = torch.zeros(())
     num_tokens = 0
     for ids, mask in zip(batch["input_ids"], batch["token_mask"], strict=True):
@@ -424,7 +424,7 @@ def _contexts(world_size: int, rendezvous: Path) -> list[WorkerContext]:
 def _saved(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Return Hugging Face name -> full tensor of a kind (`weight`, `exp_avg`) in a checkpoint.
 
-    Shapes are those of the weights, [..., ...].
+    A tensor of any kind is float32 and has the same shape as the weight.
     """
     with open_checkpoint(checkpoint) as reader:
         return {

@@ -42,7 +42,7 @@ class SavedWeights:
         return self._reader.shapes
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight of its full shape)."""
+        """Yield each name with its weight, float32 [*shape] as in `weight_shapes`."""
         for name in names:
             shape = self._reader.shapes[name]
             # A block that starts at 0 and has the full shape is the complete tensor.

@@ -38,10 +38,17 @@ class RewardWorker:
         self._paths = {name: function.path for name, function in functions.items()}
 
     def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
-        """See `RewardWorkerProtocol.score`. Raises RewardError with the sample if one fails."""
+        """Return the values of every function for B samples, float32 [B], by name.
+
+        Raises RewardError with the sample if one fails.
+        """
         return {name: self._score(name, samples) for name in self._functions}
 
     def _score(self, name: str, samples: Sequence[RewardSample]) -> np.ndarray:
+        """Return the values of the function `name` for B samples, float32 [B].
+
+        Raises RewardError with the sample if one fails.
+        """
         label = f"reward.functions.{name} ({self._paths[name]})"
         try:
             rewards = score_samples(self._functions[name], samples, label)

@@ -291,6 +291,10 @@ class _CachedForward:
         max_total_length: int,
         device: torch.device,
     ) -> None:
+        """Left-pad b `prompts`, int32 [length] each, and compute the logits after them.
+
+        Positions of later tokens are limited to `max_total_length` - 1.
+        """
         longest = max(len(prompt) for prompt in prompts)
         shape = (len(prompts), longest)
         input_ids = np.zeros(shape, dtype=np.int64)

@@ -20,7 +20,7 @@ Normalization = Literal["token", "sequence"]
 
 
 def _identity(values: Tensor) -> Tensor:
-    """Return `values` of any shape, unchanged."""
+    """Return `values`, such as the sums [R] of rows, unchanged."""
     return values
 
 

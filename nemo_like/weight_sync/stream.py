@@ -35,7 +35,7 @@ class Bucket:
 
     @classmethod
     def encode(cls, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-        """Copy the tensors [...], from any device, into one buffer in host memory."""
+        """Copy the tensors, [*shape] each, from any device into one buffer in host memory."""
         names: list[str] = []
         values: list[Tensor] = []
         shapes: list[tuple[int, ...]] = []
@@ -63,7 +63,7 @@ class Bucket:
         )
 
     def decode(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its tensor, in host memory and independent of the bucket.
+        """Yield each name with its tensor [*shape], in host memory and independent of the bucket.
 
         Raises ValueError if the shapes and the number of bytes do not match.
         """
