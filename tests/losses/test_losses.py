@@ -68,6 +68,22 @@ def loss_and_grad(
     return total, torch.cat([grad_of(leaf) for leaf in leaves]), metric_values(merge_metrics(parts))
 
 
+def clipped_loss(normalization: Normalization) -> ClippedPolicyGradientLoss:
+    config = PolicyGradientLossConfig(
+        normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0
+    )
+    return ClippedPolicyGradientLoss(config=config)
+
+
+def nll_loss(normalization: Normalization) -> NllLoss:
+    return NllLoss(normalization=normalization)
+
+
+LOSSES = [clipped_loss, nll_loss]
+"""Constructors of every loss that is a sum over rows; `make_rows` has the columns they read."""
+
+
+@pytest.mark.parametrize("make_loss", LOSSES)
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
@@ -76,14 +92,10 @@ def loss_and_grad(
     order=st.randoms(use_true_random=False),
 )
 def test_the_split_into_microbatches_and_the_order_of_rows_change_nothing(
-    lengths, seed, normalization, order
+    make_loss, lengths, seed, normalization, order
 ):
     rows = make_rows(lengths, seed)
-    loss = ClippedPolicyGradientLoss(
-        config=PolicyGradientLossConfig(
-            normalization=normalization, reference_policy_kl_penalty=0.1, ratio_clip_c=3.0
-        )
-    )
+    loss = make_loss(normalization)
     full = loss_and_grad(rows, [list(range(len(rows)))], loss)
     shuffled = list(range(len(rows)))
     order.shuffle(shuffled)

@@ -16,7 +16,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.generation.worker_protocol import SamplingParams
-from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.losses import ClippedPolicyGradientLoss, Loss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds
 from nemo_like.training.dataset import ExampleSource, validation_prompts
@@ -113,7 +113,7 @@ def _update(
     config: GrpoRunConfig,
     loader: RowLoader[Prompt],
     rollout: Rollout,
-    loss: ClippedPolicyGradientLoss,
+    loss: Loss,
     step: int,
 ) -> np.ndarray:
     """Train on the rollout and copy the new weights to the generator.
