@@ -75,7 +75,6 @@ class Outcome:
     def work(self) -> np.ndarray:
         """Work of each microbatch, padding included, float64 [R, M]."""
         # A cached property, because six of the reported numbers are derived from it.
-        # A cached property, because six of the reported numbers are derived from it.
         return microbatch_work(self.plan, self.plan.spec.cost)
 
     @cached_property
