@@ -1,5 +1,5 @@
-"""The command line: `nemo-like sft | grpo | validate | check | plan | config | init | export |
-convert`.
+"""The command line: `nemo-like sft | grpo | dpo | validate | check | plan | config | init |
+export | convert`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
 import tempfile
 import traceback
@@ -173,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch.
     arguments.owns_process = argv is None
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        # Output that is still in the buffer must fail here and not while the interpreter exits.
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         say_error(f"error: {error}")
         return 2
@@ -184,8 +188,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error("interrupted")
         return 130
     except Exception as error:  # noqa: BLE001 (a bug: one message, the traceback in a file)
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+            # The interpreter flushes stdout once more at its exit, which must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         say_error(_failure_text(error, "".join(traceback.format_exception(error)), None))
         return 1
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether the reader of stdout, such as `head`, has ended."""
+    # A pipe without a reader is in the error state; other broken pipes are those of workers.
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poller.poll(0))
 
 
 def _run(arguments: argparse.Namespace) -> int:

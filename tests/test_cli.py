@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +164,16 @@ def test_a_bug_is_one_message_with_the_place_of_the_traceback(files, capsys, mon
     path = Path(message.rpartition(" is in ")[2].strip())
     assert "ZeroDivisionError" in path.read_text()
     path.unlink()
+
+
+def test_a_reader_that_ends_early_gets_no_message() -> None:
+    """As with `nemo-like config all | head`, where `head` ends before the output does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "nemo_like", "config", "all"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_traceback_of_a_failed_run_goes_to_its_log(files, recipe: Recipe, capsys):
