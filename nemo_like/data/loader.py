@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import plural
 from nemo_like.data.row_order import RowOrder
 from nemo_like.integer_math import ceil_div
 
@@ -184,7 +185,7 @@ def no_batch_text(num_rows: int, batch_size: int) -> str:
             " policy.max_total_sequence_length"
         )
     return (
-        f"data.train_path has {num_rows} usable rows, fewer than the {batch_size} of one batch, and"
-        f" data.last_batch is drop, so"
-        " there is nothing to train on; set data.last_batch=keep or a smaller batch"
+        f"data.train_path has {num_rows} usable {plural(num_rows, 'row')}, fewer than the"
+        f" {batch_size} of one batch, and data.last_batch is drop, so there is nothing to train on;"
+        " set data.last_batch=keep or a smaller batch"
     )

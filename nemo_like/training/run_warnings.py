@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
+from nemo_like.config.text import plural
 from nemo_like.data.datasets import Rows, conversation
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -24,10 +25,11 @@ def config_warnings(config: RunConfig) -> Iterator[str]:
 def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
     """Yield the warnings that follow from the training rows."""
     key, batch_size = config.examples_per_step
-    if len(rows) < batch_size:
+    num_rows = len(rows)
+    if num_rows < batch_size:
         yield (
-            f"{config.data.train_path} has {len(rows)} rows, fewer than one batch"
-            f" ({key} {batch_size}); set {key} to {len(rows)} or less, or add rows"
+            f"{config.data.train_path} has {num_rows} {plural(num_rows, 'row')}, fewer than one"
+            f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
 
 
