@@ -31,7 +31,7 @@ class LogprobStore:
 
     They are jagged float32 arrays in host memory, in the row order of the shard: 4 bytes per token
     and column, as much as `input_ids` of the shard. They are therefore independent of the
-    microbatches they were computed in, offloading the model does not concern them, and every
+    microbatches they were computed in, an offload of the model does not move them, and every
     context-parallel rank has full rows, of which `model_inputs.build_inputs` takes its share.
     Pipeline stages but the last keep nothing: they compute no loss.
     """

@@ -115,16 +115,17 @@ class TensorParallel:
         }
 
     def gather_input(self, hidden: Tensor) -> Tensor:
-        """Return the input [1, T, D] of a sharded computation.
+        """Return the input [..., D] of a sharded computation, `hidden` itself.
 
-        With sequence parallelism `hidden` is this rank's [1, T / tp, D] and is all-gathered.
+        With sequence parallelism `hidden` is this rank's [1, T / tp, D] and is all-gathered to
+        [1, T, D].
         """
         if self.sequence:
             return gather_rows(self.group, hidden[0])[None]
         return copy_to(self.group, hidden)
 
     def reduce_output(self, partial_sums: Tensor) -> Tensor:
-        """Sum the ranks' outputs [1, T, D] of a sharded computation.
+        """Sum the ranks' outputs [..., D] of a sharded computation.
 
         With sequence parallelism the result is this rank's tokens [1, T / tp, D].
         """

@@ -97,9 +97,9 @@ class Segments(PackedSeqParams):
     """int32 [segments + 1]: segment bounds over all context-parallel ranks."""
     max_length: int = 0
     cos: Any = None
-    """[T / cp, 1, head_dim], for the position of each token in its row."""
+    """[T, 1, head_dim], for the position of each token in its row."""
     sin: Any = None
-    """[T / cp, 1, head_dim]"""
+    """[T, 1, head_dim]"""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -155,7 +155,7 @@ class SegmentAttention(MegatronModule):
         packed_seq_params: Segments,
         **kwargs: Any,
     ) -> Tensor:
-        """Return [T / cp, 1, heads * head_dim] for `query` [T / cp, heads, head_dim]."""
+        """Return [T, 1, heads * head_dim] for `query` [T, heads, head_dim]."""
         segments = packed_seq_params
         out = varlen_attention(
             _rotated(query, segments.cos, segments.sin),

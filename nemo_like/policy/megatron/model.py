@@ -66,9 +66,9 @@ def build_model(
 
 
 class PackedModel(GPTModel):
-    """Maps packed ModelInputs to hidden states [T / cp, 1, D].
+    """Maps packed ModelInputs to hidden states [T, 1, D]; T are the positions of this cp rank.
 
-    With sequence parallelism the hidden states are [T / cp / tp, 1, D].
+    With sequence parallelism the hidden states are [T / tp, 1, D].
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PackedModel(GPTModel):
         self._padding_id = padding_id
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
-        """Return hidden states, or activations for the next stage, [T / cp, 1, D]."""
+        """Return hidden states, or activations for the next stage, [T, 1, D]."""
         assert inputs.cu_seqlens is not None, "the packed layout has boundaries"
         # The rotary module reads only dtype and device of its first argument.
         like = torch.empty(0, dtype=self._dtype, device=inputs.position_ids.device)
@@ -124,7 +124,7 @@ class PackedModel(GPTModel):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Embed `input_ids` [1, T / cp] on the first stage, without gradient for padding."""
+        """Embed `input_ids` [1, T] on the first stage, without gradient for padding."""
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
         if hidden is not None and self._padding_id is not None:
             start = 0
@@ -146,6 +146,6 @@ class PackedModel(GPTModel):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return `hidden_states` [T / cp, 1, D] as they are."""
+        """Return `hidden_states` [T, 1, D] as they are."""
         # Megatron-Core would compute the logits of all tokens here.
         return hidden_states
