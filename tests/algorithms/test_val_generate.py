@@ -68,7 +68,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return rollout
 
     score_answers = validation.score_answers
-    monkeypatch.setattr("nemo_like.algorithms.sft.loop.loop.score_answers", checked_scores)
+    monkeypatch.setattr("nemo_like.algorithms.sft.loop.score_answers", checked_scores)
     monkeypatch.setattr("nemo_like.training.evaluation.collect", recorded)
     return found
 

@@ -72,7 +72,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(
     config = recipe.sft()
     path = write(config, recipe.folder)
     monkeypatch.setattr(
-        "nemo_like.algorithms.sft.loop.loop.open_training_run",
+        "nemo_like.algorithms.sft.loop.open_training_run",
         lambda *_, **__: signal.raise_signal(signal.SIGINT),
     )
     assert main(["sft", "--config", path]) == 130
