@@ -25,12 +25,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank_pool() -> Iterator[ProcessPoolExecutor]:
-    """Up to four processes that stay warm: importing torch costs more than most tests. They start
-    as they are needed.
+    """Up to four processes, started when they are needed from one that has imported everything.
+
+    Each module has its own: gloo leaves about ten threads per process group in a process, and these
+    poll, so that processes of many tests slow down every other one.
     """
-    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
+    method = multiprocessing.get_context("forkserver")
+    # The modules of all pools: the server is started once, and imports what the first pool names.
+    method.set_forkserver_preload(["tests.policy.megatron.ranks"])
+    with ProcessPoolExecutor(4, mp_context=method) as pool:
         yield pool
 
 

@@ -21,9 +21,9 @@ from tests.policy.megatron.reference import transformers_gradients
 from tests.policy.tiny import run_ranks
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have imported everything, for all tests of this directory."""
+    """Processes that have imported everything, for the tests of one module; see `rank_pool`."""
     with open_pool() as ranks:
         yield ranks
 
