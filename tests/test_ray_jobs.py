@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_like.algorithms.registry import detect_kind
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "ray_jobs").glob("*.sh"))
 CONFIGS = sorted(
@@ -31,7 +33,7 @@ def test_each_example_has_a_submit_script_that_names_it() -> None:
     assert CONFIGS
     for config in CONFIGS:
         script = ROOT / "ray_jobs" / f"submit_{config.stem}.sh"
-        command = "grpo" if "grpo" in config.stem else "sft"
+        command = detect_kind(config)
         assert (
             f"submit.sh{'' if config.stem.startswith('demo') else chr(34)} {command}"
             f" examples/configs/{config.name}" in (script.read_text(encoding="utf-8"))
