@@ -53,7 +53,7 @@ def start_heartbeat(key: str, timeout_s: float) -> None:
             record = {
                 "beat": beat,
                 "unix_time_s": time.time(),
-                "count": last.count,
+                "count": last.num_notes,
                 "idle_s": idle_s,
                 "text": last.text,
                 "stack": stack,
