@@ -1,4 +1,4 @@
-"""Integer division rounded up, and the divisors around a number."""
+"""Integer division rounded up, and the multiples and divisors around a number."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def ceil_div(value: Integers, divisor: int) -> Integers:
 def round_up(value: Integers, multiple: int) -> Integers:
     """Round integers, of any array shape, up to multiples of `multiple`. Example: 7, 4 -> 8."""
     return ceil_div(value, multiple) * multiple
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """Return the positive multiples of `unit` around `value`, for messages.
+
+    Example: 6, 4 -> `4 or 8`.
+    """
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def nearest_divisors(count: int, size: int) -> str:

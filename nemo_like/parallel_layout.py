@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from nemo_like.integer_math import nearest_divisors, round_up
+from nemo_like.integer_math import nearest_divisors, nearest_multiples, round_up
 
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -161,9 +161,7 @@ class ParallelLayout:
         replica_size = pp * cp * tp
         num_replicas, remainder = divmod(world_size, replica_size)
         if remainder or num_replicas == 0:
-            smaller = num_replicas * replica_size
-            larger = smaller + replica_size
-            sizes = f"{smaller} or {larger}" if smaller else str(larger)
+            sizes = nearest_multiples(world_size, replica_size)
             quotient = world_size / replica_size
             text = (
                 f"{{tp}} {tp} x {{cp}} {cp} x {{pp}} {pp} = {replica_size} workers per model"

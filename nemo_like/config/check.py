@@ -21,8 +21,8 @@ from nemo_like.config.schema import (
     RunConfig,
     SequencePackingConfig,
 )
-from nemo_like.config.text import either, nearest_multiples, plural, quotient
-from nemo_like.integer_math import ceil_div
+from nemo_like.config.text import plural, quotient
+from nemo_like.integer_math import ceil_div, nearest_multiples
 from nemo_like.parallel_layout import PaddingMultiples
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
@@ -213,10 +213,9 @@ def _worker_shares(config: RunConfig) -> Iterator[Problem]:
             " workers"
         )
     else:
-        legal = nearest_multiples(batch, replicas)
         text = (
             f"{share}; without packing or dynamic batching every rank needs equally many: set it to"
-            f" {either(legal)}"
+            f" {nearest_multiples(batch, replicas)}"
         )
     yield Problem((key, "cluster.workers_per_node", "cluster.gpus_per_node"), text)
 

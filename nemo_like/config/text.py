@@ -54,12 +54,6 @@ def is_possible_path(text: str) -> bool:
     return len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))
 
 
-def nearest_multiples(value: int, unit: int) -> list[int]:
-    """Return the positive multiples of `unit` around `value`. Example: 6, 4 -> [4, 8]."""
-    below = value // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple > 0]
-
-
 def either(values: Sequence[object]) -> str:
     """Join alternatives. Example: [4, 8] -> `4 or 8`."""
     return " or ".join(map(str, values))

@@ -252,8 +252,7 @@ def describe_epoch(
         return (
             f"an epoch is 1 step of {num_rows:,} {noun}, fewer than the {batch_size:,} of a batch"
         )
-    unit = "step" if num_full == 1 else "steps"
-    text = f"an epoch is {num_full:,} {unit} of {batch_size:,} {noun}"
+    text = f"an epoch is {num_full:,} {plural(num_full, 'step')} of {batch_size:,} {noun}"
     if num_left == 0:
         return text
     if steps > num_full:

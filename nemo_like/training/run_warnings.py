@@ -10,6 +10,7 @@ from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import plural
 from nemo_like.data.datasets import Rows, conversation
+from nemo_like.integer_math import nearest_multiples
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo for bfloat16 instructions: x86 (the first two) and ARM (the last)."""
@@ -85,9 +86,7 @@ def _replica_warnings(config: RunConfig) -> Iterator[str]:
     replicas = layout.dp
     if batch_size % replicas:
         noun = "workers" if layout.replica_size == 1 else "model replicas"
-        smaller = batch_size // replicas * replicas
-        larger = smaller + replicas
-        sizes = f"{smaller} or {larger}" if smaller else str(larger)
+        sizes = nearest_multiples(batch_size, replicas)
         yield (
             f"policy.train_global_batch_size {batch_size} does not divide by the {replicas} {noun},"
             f" so some have more rows than others in every step; {sizes} would divide"

@@ -12,7 +12,8 @@ from nemo_like.config.constraints import Above, AtLeast
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import PolicyGradientLossConfig, RunConfig
-from nemo_like.config.text import either, nearest_multiples, plural, quotient
+from nemo_like.config.text import either, plural, quotient
+from nemo_like.integer_math import nearest_multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         f"{prompts} prompts x {group} generations = {rows} rows per step, and {rows} /"
         f" policy.train_global_batch_size {batch} = {quotient(rows / batch)} optimizer steps, not a"
         f" whole number: set policy.train_global_batch_size to {either(sizes)}, or"
-        f" grpo.num_prompts_per_step to {either(nearest_multiples(prompts, prompts_unit))}",
+        f" grpo.num_prompts_per_step to {nearest_multiples(prompts, prompts_unit)}",
     )
 
 
