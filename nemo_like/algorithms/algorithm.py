@@ -61,11 +61,10 @@ class AlgorithmData(Protocol):
         self,
         config: Any,
         data: RunData,
-        num_rows: int | None,
         num_steps: int,
         progress: Progress,
     ) -> RowLengths:
-        """Return the lengths of about `num_rows` rows, or of `num_steps` steps if it is None.
+        """Return the row lengths of the first `num_steps` steps, at least of one.
 
         For `nemo-like plan`. The rows are in the order of the run.
         """

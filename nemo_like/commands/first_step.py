@@ -27,7 +27,9 @@ def first_lengths(
     algorithm = ALGORITHMS[config.kind].import_data()
     progress = Progress(sys.stderr)
     data = RunData(encoder, load_training(config, algorithm.ROW_SCHEMA, progress))
-    return algorithm.first_lengths(config, data, num_rows, num_steps, progress)
+    if num_rows is not None:
+        num_steps = num_rows // config.rows_per_step
+    return algorithm.first_lengths(config, data, num_steps, progress)
 
 
 def file_config(

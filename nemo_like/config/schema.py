@@ -410,12 +410,17 @@ class RunConfig:
         """Examples of the training file that one step takes: (key, number)."""
         return "policy.train_global_batch_size", self.policy.train_global_batch_size
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one step."""
+        return self.policy_in_rows.train_global_batch_size
+
     def batch_lines(self) -> list[str]:
         """Return the arithmetic from the examples of a step to optimizer steps, one line each."""
         batch = self.policy.train_global_batch_size
         if self.rows_per_example == 1:
             return [f"{batch} rows per step = 1 optimizer step"]
-        rows = batch * self.rows_per_example
+        rows = self.rows_per_step
         product = f"{batch} {self.example}s x {self.rows_per_example} rows"
         return [f"{product} = {rows} rows per step = 1 optimizer step"]
 

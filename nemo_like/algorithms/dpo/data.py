@@ -167,14 +167,11 @@ def pair_samples(encoder: ChatEncoder, pair: PreferencePair) -> list[Sample]:
 def first_lengths(
     config: DpoRunConfig,
     data: RunData,
-    num_rows: int | None,
     num_steps: int,
     progress: Progress,
 ) -> RowLengths:
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)
-    if num_rows is not None:
-        num_steps = num_rows // config.policy_in_rows.train_global_batch_size
     pairs = source.first_examples(min(num_steps, source.num_steps(config.dpo)), progress)
     lengths = np.array([_lengths(pair) for pair in pairs], dtype=np.int64).ravel()
     return RowLengths(lengths, f"{config.data.train_path}, two rows per pair", is_ordered=True)

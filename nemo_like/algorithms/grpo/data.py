@@ -129,13 +129,10 @@ def _prompt_sample(
 def first_lengths(
     config: GrpoRunConfig,
     data: RunData,
-    num_rows: int | None,
     num_steps: int,
     progress: Progress,
 ) -> RowLengths:
     """Return row lengths of the first steps, with completion lengths drawn at random."""
-    if num_rows is not None:
-        num_steps = num_rows // config.rows_per_step
     prompts = open_source(config, data).first_examples(num_steps, progress)
     prompt_lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
     lengths, _ = rollout_lengths(config, prompt_lengths)

@@ -98,14 +98,11 @@ def check_rows(
 def first_lengths(
     config: SftRunConfig,
     data: RunData,
-    num_rows: int | None,
     num_steps: int,
     progress: Progress,
 ) -> RowLengths:
     """Return the row lengths of the first steps."""
     source = open_source(config, data)
-    if num_rows is not None:
-        num_steps = num_rows // config.policy.train_global_batch_size
     num_batches = min(num_steps, source.num_steps(config.sft))
     rows = source.first_examples(num_batches, progress)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)

@@ -21,7 +21,6 @@ from nemo_like.policy.dtensor.model import (
     build_model,
     exclude_fsdp_communication,
     fsdp_modules,
-    keep_unsharded,
 )
 from nemo_like.policy.dtensor.optimizer import ShardedAdamW
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
@@ -76,7 +75,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         ]
         self._fsdp_modules = fsdp_modules(self._model)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)
-        self._keeps_unsharded = keep_unsharded(self._model, parallel_layout)
+        self._keeps_unsharded = parallel_layout.keeps_unsharded("dtensor", self.spec.num_params)
         if trainable:
             self._optimizer = ShardedAdamW(self.parameters, groups, device, config.optimizer)
 
