@@ -1,0 +1,272 @@
+"""Padding, label shift and sequence-parallel slices of packed batches.
+
+`packed_collate` describes the columns of a batch and the order of the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_like.integer_math import round_up
+
+IGNORE_INDEX = -100
+"""Label of a token without loss, the default of `torch.nn.functional.cross_entropy`."""
+
+PadValues: TypeAlias = Mapping[str, int | float]
+"""Padding value of each additional column."""
+
+Overflow: TypeAlias = Literal["error", "keep", "round"]
+"""Treatment of a batch longer than the length that it is padded to.
+
+* `error`: ValueError.
+* `keep`: the batch keeps its own length, rounded up to the pad multiple.
+* `round`: it is padded to the next multiple of the length, which bounds the number of shapes.
+"""
+
+COMPUTED_COLUMNS = frozenset(
+    (
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "shift_labels",
+    )
+)
+_PADDED = frozenset(("input_ids", "labels", "shift_labels", "attention_mask"))
+
+
+def cu_seq_lens_from_position_ids(position_ids: Tensor) -> Tensor:
+    """Return the bounds of the segments, int32 [R+1], of `position_ids`, integers [1, T].
+
+    A segment begins at every position id of 0. Raises ValueError for another shape and if the first
+    position id is not 0, as in a slice of a longer sequence.
+    """
+    if position_ids.ndim != 2 or position_ids.shape[0] != 1 or position_ids.shape[1] == 0:
+        shape = list(position_ids.shape)
+        raise ValueError(f"position_ids must have the shape [1, T] with T >= 1, not {shape}")
+    starts = torch.nonzero(position_ids[0] == 0).flatten()
+    if len(starts) == 0 or starts[0] != 0:
+        first = int(position_ids[0, 0])
+        raise ValueError(
+            f"position_ids begins with {first}: the bounds of the segments follow from the full"
+            " sequence only, so compute them before slicing"
+        )
+    return F.pad(starts, (0, 1), value=position_ids.shape[1]).to(torch.int32)
+
+
+def pad_packed_input(
+    batch: Mapping[str, Any],
+    length: int | None = None,
+    multiple: int = 1,
+    *,
+    pad_token_id: int = 0,
+    ignore_index: int = IGNORE_INDEX,
+    pad_values: PadValues | None = None,
+    overflow: Overflow = "error",
+) -> dict[str, Any]:
+    """Return `batch` padded at the end to `length` tokens, or to a multiple of `multiple`.
+
+    `batch` needs `input_ids` and `position_ids`, integers [1, T]. All padding is one segment of its
+    own: a last segment that holds padding values in every column is the padding of an earlier call
+    and grows. The FlashAttention arguments are computed again from the position ids. Values other
+    than [1, T] tensors are kept. `batch` is not modified.
+
+    Position ids of the padding may exceed those of every row, which matters for models with learned
+    position embeddings: `length` must not exceed their number by more than the rows fill.
+
+    Raises ValueError for a batch longer than `length` if `overflow` is "error", a [1, T] column
+    without a padding value, a slice of a sequence, and a `length` that is no multiple of
+    `multiple`.
+    """
+    check_target(length, multiple, overflow)
+    values = _padding_values(pad_token_id, ignore_index, pad_values)
+    num_tokens = _check_columns(batch, values)
+    cu_seq_lens = cu_seq_lens_from_position_ids(batch["position_ids"])
+    padding = _padded_length(num_tokens, length, multiple, overflow) - num_tokens
+    padded = dict(batch)
+    if padding > 0:
+        begin = _padding_begin(batch, int(cu_seq_lens[-2]), values)
+        for name in values.keys() & batch.keys():
+            padded[name] = F.pad(batch[name], (0, padding), value=values[name])
+        positions = torch.arange(
+            num_tokens - begin,
+            num_tokens - begin + padding,
+            dtype=batch["position_ids"].dtype,
+            device=batch["position_ids"].device,
+        )
+        padded["position_ids"] = torch.cat((batch["position_ids"], positions.unsqueeze(0)), dim=1)
+        cu_seq_lens = cu_seq_lens_from_position_ids(padded["position_ids"])
+    max_length = int(cu_seq_lens.diff().max())
+    padded["cu_seq_lens_q"] = cu_seq_lens
+    padded["cu_seq_lens_k"] = cu_seq_lens
+    padded["max_length_q"] = max_length
+    padded["max_length_k"] = max_length
+    return padded
+
+
+def shift_packed_labels(
+    batch: Mapping[str, Any],
+    ignore_index: int = IGNORE_INDEX,
+) -> dict[str, Any]:
+    """Return `batch` with labels that are shifted left by one position within each segment.
+
+    `batch` needs `labels` and `position_ids`, integers [1, T] of the full sequence. The last
+    position of every segment gets `ignore_index`. The result has the same tensor as `labels` and
+    `shift_labels`; a batch that has `shift_labels` is returned as it is. Raises ValueError without
+    labels.
+    """
+    if "shift_labels" in batch:
+        return dict(batch)
+    if "labels" not in batch:
+        raise ValueError("the batch has no labels to shift; add the column labels")
+    following = batch["labels"][:, 1:]
+    is_next_row = batch["position_ids"][:, 1:] == 0
+    shifted = F.pad(following.masked_fill(is_next_row, ignore_index), (0, 1), value=ignore_index)
+    return {**batch, "labels": shifted, "shift_labels": shifted}
+
+
+def slice_for_sequence_parallel(
+    batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    *,
+    pad_token_id: int = 0,
+    ignore_index: int = IGNORE_INDEX,
+    pad_values: PadValues | None = None,
+) -> dict[str, Any]:
+    """Return the share of `batch` of one rank of a sequence-parallel group of `size` ranks.
+
+    Labels are shifted first, as the label of the last position of a share is in the next share.
+    Then the batch is padded to a multiple of `size`. The per-token columns of the result are the
+    contiguous positions of `rank`, [1, T/size]. `attention_mask`, `cu_seq_lens` and `max_length`
+    describe the full sequence, as attention does after the all-to-all of Ulysses. A batch without
+    labels is sliced without them. `batch` is not modified.
+
+    Raises ValueError for a rank outside the group and everything that `pad_packed_input` refuses.
+    """
+    check_positive("size", size)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank} but must be between 0 and size - 1 = {size - 1}")
+    shifted = shift_packed_labels(batch, ignore_index) if "labels" in batch else dict(batch)
+    share = pad_packed_input(
+        shifted,
+        multiple=size,
+        pad_token_id=pad_token_id,
+        ignore_index=ignore_index,
+        pad_values=pad_values,
+    )
+    num_tokens = share["input_ids"].shape[1] // size
+    begin = rank * num_tokens
+    names = {"input_ids", "labels", "position_ids", *(pad_values or {})} & share.keys()
+    for name in names:
+        # A copy: a view would keep the memory of the full sequence.
+        share[name] = share[name][:, begin : begin + num_tokens].clone()
+    if "shift_labels" in share:
+        share["shift_labels"] = share["labels"]
+    return share
+
+
+def _padding_values(
+    pad_token_id: int,
+    ignore_index: int,
+    pad_values: PadValues | None,
+) -> dict[str, int | float]:
+    """Return the padding value of every per-token column except the position ids."""
+    extra = pad_values or {}
+    check_pad_values(extra)
+    return {
+        "input_ids": pad_token_id,
+        "labels": ignore_index,
+        "shift_labels": ignore_index,
+        "attention_mask": 1,
+        **extra,
+    }
+
+
+def _padding_begin(
+    batch: Mapping[str, Any],
+    last_begin: int,
+    values: Mapping[str, int | float],
+) -> int:
+    """Return where the padding of `batch` begins: T, or `last_begin`, the begin of its last
+    segment, if that holds nothing but padding values.
+    """
+    for name in values.keys() & batch.keys():
+        if not bool((batch[name][0, last_begin:] == values[name]).all()):
+            return batch["input_ids"].shape[1]
+    return last_begin
+
+
+def _padded_length(num_tokens: int, length: int | None, multiple: int, overflow: Overflow) -> int:
+    """Return the length that a batch of `num_tokens` tokens is padded to."""
+    if length is None or (num_tokens > length and overflow == "keep"):
+        return round_up(num_tokens, multiple)
+    if num_tokens > length and overflow == "error":
+        raise ValueError(
+            f"the packed batch has {num_tokens} tokens but is padded to {length}; pack fewer rows,"
+            ' increase the length, or use overflow="round" (the next multiple of the length) or'
+            ' overflow="keep" (no padding)'
+        )
+    return round_up(num_tokens, length)
+
+
+def _check_columns(batch: Mapping[str, Any], values: Mapping[str, int | float]) -> int:
+    """Return the number of tokens of `batch` after a check of its columns, which are [1, T]."""
+    for name in ("input_ids", "position_ids"):
+        if name not in batch:
+            raise ValueError(f"the batch has no column {name}; a packed batch needs it")
+    shape = tuple(batch["input_ids"].shape)
+    for name, column in batch.items():
+        is_column = isinstance(column, Tensor) and tuple(column.shape[:2]) == shape
+        if name in values or name == "position_ids":
+            if not isinstance(column, Tensor) or tuple(column.shape) != shape:
+                found = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+                raise ValueError(f"{name} must have the shape {list(shape)} of input_ids: {found}")
+        elif is_column:
+            raise ValueError(
+                f"column {name} has no padding value; add it to pad_values or remove it"
+            )
+    if "cu_seq_lens_q" in batch and int(batch["cu_seq_lens_q"][-1]) != shape[1]:
+        end = int(batch["cu_seq_lens_q"][-1])
+        raise ValueError(
+            f"cu_seq_lens_q ends at {end} but the batch has {shape[1]} tokens; pad and slice the"
+            " full sequence only"
+        )
+    return shape[1]
+
+
+def check_target(length: int | None, multiple: int, overflow: str) -> None:
+    """Raise ValueError unless batches can be padded to `length` and `multiple`."""
+    check_positive("the pad multiple", multiple)
+    if overflow not in get_args(Overflow):
+        choices = ", ".join(get_args(Overflow))
+        raise ValueError(f"overflow is {overflow!r}; choose one of {choices}")
+    if length is None:
+        return
+    check_positive("the length to pad to", length)
+    if length % multiple != 0:
+        raise ValueError(
+            f"the length to pad to, {length}, is no multiple of the pad multiple {multiple}; use"
+            f" {round_up(length, multiple)}"
+        )
+
+
+def check_pad_values(pad_values: PadValues) -> None:
+    """Raise ValueError if `pad_values` has a column with a padding value of its own."""
+    reserved = sorted(pad_values.keys() & (COMPUTED_COLUMNS | _PADDED))
+    if reserved:
+        raise ValueError(
+            f"pad_values must not contain {', '.join(reserved)}; use pad_token_id and ignore_index"
+        )
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise ValueError with `name` if `value` is below 1."""
+    if value < 1:
+        raise ValueError(f"{name} is {value} but must be at least 1")
