@@ -191,7 +191,7 @@ class BatchPlan:
             num_truncated=self.num_truncated,
             num_oversize=self.num_oversize,
         )
-        return _join_steps(spec, fitted, steps, self.dropped)
+        return join_steps(spec, fitted, steps, self.dropped)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the plan by the names they are logged under.
@@ -390,10 +390,10 @@ def plan_batch(
         rows = rows[~fitted.is_dropped[rows]]
         steps.append(plan_step(rows, fitted, row_groups, spec))
     dropped = tuple(np.flatnonzero(fitted.is_dropped).tolist())
-    return _join_steps(spec, fitted, steps, dropped)
+    return join_steps(spec, fitted, steps, dropped)
 
 
-def _join_steps(
+def join_steps(
     spec: PlanSpec,
     fitted: FittedRows,
     steps: list[StepPlan],

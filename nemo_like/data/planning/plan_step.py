@@ -182,17 +182,17 @@ def _items(
     spec: PlanSpec,
 ) -> _Items:
     """Build items from padded row lengths int64 [n] and the groups of these rows."""
-    row_work = _work(padded, spec)
+    work = row_work(padded, spec)
     if groups is None:
         return _Items(
             None,
             np.ones_like(padded),
             padded,
-            row_work,
+            work,
         )
     num_rows = np.diff(groups.offsets)
     if spec.layout == "packed":
-        group_work = None if row_work is None else groups.loads(row_work)
+        group_work = None if work is None else groups.loads(work)
         return _Items(
             groups,
             num_rows,
@@ -204,11 +204,11 @@ def _items(
         groups,
         num_rows,
         longest,
-        _work(longest, spec),
+        row_work(longest, spec),
     )
 
 
-def _work(lengths: np.ndarray, spec: PlanSpec) -> np.ndarray | None:
+def row_work(lengths: np.ndarray, spec: PlanSpec) -> np.ndarray | None:
     """Work of rows by which ranks are balanced, float64 [n]; None for `balance="none"`."""
     if spec.balance == "flops":
         return spec.cost.of(lengths)
@@ -239,7 +239,7 @@ def _plan_packed(items: _Items, spec: PlanSpec) -> StepPlan:
     num_bins = round_up(bins.num_bins, spec.bins_multiple)
     bins = packer.split_fullest(bins, lengths, min(num_bins, len(lengths)))
     bin_work = None if items.work is None else bins.loads(items.work)
-    return _assign_to_ranks(bins, bin_work, spec)
+    return assign_to_ranks(bins, bin_work, spec)
 
 
 def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
@@ -257,7 +257,7 @@ def _plan_padded(items: _Items, spec: PlanSpec) -> StepPlan:
         # Every row is padded to the longest one, which is the first of its bin.
         longest_items = bins.perm[bins.offsets[:-1]]
         bin_work = items.work[longest_items] * bins.loads(items.num_rows)
-    return _assign_to_ranks(bins, bin_work, spec)
+    return assign_to_ranks(bins, bin_work, spec)
 
 
 def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
@@ -276,7 +276,7 @@ def _plan_in_order(items: _Items, spec: PlanSpec) -> StepPlan:
     return join_ranks(rank_bins, spec.microbatch_multiple)
 
 
-def _assign_to_ranks(
+def assign_to_ranks(
     bins: Packing,
     bin_work: np.ndarray | None,
     spec: PlanSpec,

@@ -1,0 +1,1 @@
+"""Batch formation for streams of rows: windows, alignment of ranks, curriculum, shapes."""

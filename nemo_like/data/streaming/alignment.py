@@ -1,0 +1,273 @@
+"""Steps of equal size on all ranks, where each rank sees only the rows of its own shard.
+
+Each rank forms the microbatches of a step from its own window. One all-gather of `_NUM_VALUES`
+integers per step tells every rank how many microbatches, rows and trained tokens the others have:
+
+* no rank has more than `microbatches_per_step` microbatches: further rows are deferred, they stay
+  in its window;
+* the step has as many microbatches as the rank with the most. Ranks with fewer, whose shards end,
+  split theirs; a rank with fewer rows than microbatches runs dummies with zero loss;
+* the sum of trained tokens is the denominator of the loss on every rank;
+* the stream ends in the step in which no rank has a row. With `join=False` it ends in the first
+  step that some rank cannot fill.
+
+All ranks compute the end and the number of microbatches from the same integers, so all take part in
+the same number of exchanges and no rank waits for another at the end. Each exchange but the last
+follows the emission of at least one row, so there are at most as many as rows, plus one.
+docs/batching_online.md has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nemo_like.data.streaming.former import MicrobatchFormer, StreamCounts, split_bins
+from nemo_like.data.streaming.planner import PlannedStep, planned_step
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.integer_math import round_up
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_NUM_VALUES = 5
+"""Integers of one rank in an exchange."""
+
+
+class AlignmentError(RuntimeError):
+    """Another rank reported an error instead of its step, so no rank has one."""
+
+
+class Coordinator(Protocol):
+    """Exchanges a few integers between the ranks of a group."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_gather(self, values: Sequence[int]) -> np.ndarray:
+        """Return the values of all ranks, int64 [num_ranks, len(values)]. Every rank calls it."""
+        ...
+
+
+class SingleCoordinator:
+    """A group of one rank."""
+
+    rank = 0
+    num_ranks = 1
+
+    def all_gather(self, values: Sequence[int]) -> np.ndarray:
+        """Return the values, int64 [1, len(values)]."""
+        return np.array([values], dtype=np.int64)
+
+
+class ProcessGroupCoordinator:
+    """A `torch.distributed` group. The backend must support the device: gloo, or NCCL on CUDA."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Use `group`, or the default group. Raises ValueError without an initialized group."""
+        import torch.distributed as dist
+
+        # Without the check a spawned process would run unaligned, and hang its peers later.
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialized in this process, so ranks cannot be aligned;"
+                " call torch.distributed.init_process_group, or use SingleCoordinator for one rank"
+            )
+        self._group = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+
+    def all_gather(self, values: Sequence[int]) -> np.ndarray:
+        """Return the values of all ranks, int64 [num_ranks, len(values)], with one collective."""
+        import torch
+        import torch.distributed as dist
+
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        gathered = torch.empty(self.num_ranks * len(values), dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        return gathered.cpu().numpy().reshape(self.num_ranks, len(values))
+
+
+@dataclass(frozen=True)
+class AlignedStep:
+    """A step of this rank, with what the loss and the logs need from the others."""
+
+    own: PlannedStep
+    """Rows and plan of this rank; a plan of one rank. `num_trained` counts all ranks."""
+    num_rows: int
+    """Rows of all ranks."""
+    num_dummies: int
+    """Dummy microbatches of all ranks."""
+    position_imbalance: float
+    """Positions of the max-loaded rank over the mean rank."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of this rank's plan and of the group."""
+        return {
+            **self.own.metrics(),
+            "packing/num_rows": float(self.num_rows),
+            "packing/num_dummies": float(self.num_dummies),
+            "packing/rank_imbalance_tokens": self.position_imbalance,
+        }
+
+
+class AlignedPlanner:
+    """Plans the steps of this rank; the number of microbatches is the same on all ranks.
+
+    `spec.plan.num_ranks` is 1: the spec describes one rank.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        coordinator: Coordinator,
+        *,
+        join: bool = True,
+    ) -> None:
+        """Align with the ranks of `coordinator`.
+
+        With `join` every row of every shard is in one step. Without it the stream ends when the
+        first rank cannot fill a step, and the other ranks count their remaining rows as dropped.
+        """
+        if spec.plan.num_ranks != 1:
+            raise ValueError(
+                f"an aligned planner plans the rows of one rank: plan.num_ranks must be 1, got"
+                f" {spec.plan.num_ranks}"
+            )
+        self.spec = spec
+        self.join = join
+        self.is_finished = False
+        """True after `next_step` returned None, on all ranks."""
+        self._coordinator = coordinator
+        self._former = MicrobatchFormer(spec, spec.microbatches_per_step)
+
+    @property
+    def counts(self) -> StreamCounts:
+        """Rows of this rank since the start of the stream."""
+        return self._former.counts
+
+    @property
+    def needs_rows(self) -> bool:
+        """True while rows must be pushed (or the stream closed) before `next_step`."""
+        return not self._former.form() and not self._former.is_closed
+
+    @property
+    def in_window(self) -> tuple[int, ...]:
+        """Ids of the rows in the window, the oldest first."""
+        return tuple(row.row for row in self._former.window)
+
+    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
+        """Add a row of this rank; see `MicrobatchFormer.push`."""
+        return self._former.push(row, length, num_trained, extra)
+
+    def form_now(self) -> None:
+        """Form one microbatch of the window without waiting for rows; see `StreamingPlanner`."""
+        self._former.form_one()
+
+    def close(self) -> None:
+        """Mark the end of this rank's shard."""
+        self._former.close()
+
+    def next_step(self) -> AlignedStep | None:
+        """Return the next step; None after the last one. Every rank must call it.
+
+        Raises ValueError if rows are missing (`needs_rows`), and AlignmentError if another rank
+        called `fail`.
+        """
+        if self.is_finished:
+            return None
+        return self.resolve(self._coordinator.all_gather(self.proposal()))
+
+    def proposal(self) -> list[int]:
+        """Return what this rank has for the next step, the values that the ranks exchange."""
+        if self.needs_rows:
+            raise ValueError("the step is incomplete: push rows while `needs_rows`, or close")
+        rows = [row for rows in self._former.bins for row in rows]
+        return [
+            len(self._former.bins),
+            len(rows),
+            sum(row.num_trained for row in rows),
+            sum(row.size for row in rows),
+            0,
+        ]
+
+    def resolve(self, ranks: np.ndarray) -> AlignedStep | None:
+        """Return the step that follows from the proposals of all ranks, int64 [R, _NUM_VALUES].
+
+        None if there is no further step.
+        """
+        _raise_failure(ranks)
+        num_bins = ranks[:, 0]
+        if self._is_end(num_bins):
+            self.is_finished = True
+            self._former.drop_rest()
+            return None
+        num_microbatches = round_up(int(num_bins.max()), self.spec.plan.microbatch_multiple)
+        bins = split_bins(self._former.take_step(), num_microbatches, self.spec.plan.layout)
+        own = planned_step(
+            bins,
+            self.spec.step_spec,
+            self._former,
+            num_microbatches=num_microbatches,
+            num_trained=int(ranks[:, 2].sum()),
+        )
+        # A rank with fewer rows than microbatches has one row in each, and dummies.
+        num_dummies = np.maximum(num_microbatches - ranks[:, 1], 0)
+        mean_positions = max(float(ranks[:, 3].mean()), 1.0)
+        return AlignedStep(
+            own=own,
+            num_rows=int(ranks[:, 1].sum()),
+            num_dummies=int(num_dummies.sum()),
+            position_imbalance=float(ranks[:, 3].max()) / mean_positions,
+        )
+
+    def fail(self) -> None:
+        """Take part in the exchange of the next step with a report of an error.
+
+        Call it where `next_step` cannot be called, so that the other ranks raise AlignmentError
+        instead of waiting.
+        """
+        self.is_finished = True
+        self._coordinator.all_gather([0] * (_NUM_VALUES - 1) + [1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values of this rank."""
+        return {**self._former.state_dict(), "is_finished": self.is_finished}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of this rank. Raises ValueError for another version."""
+        self._former.load_state_dict(state)
+        self.is_finished = bool(state["is_finished"])
+
+    def _is_end(self, num_bins: np.ndarray) -> bool:
+        """Return True if there is no further step; `num_bins` int64 [R] of all ranks."""
+        is_incomplete = num_bins < self.spec.microbatches_per_step
+        if not self.join or self.spec.tail == "drop":
+            return bool(is_incomplete.any())
+        return not num_bins.any()
+
+
+def _raise_failure(ranks: np.ndarray) -> None:
+    """Raise AlignmentError if a rank reported an error; `ranks` int64 [R, _NUM_VALUES]."""
+    failed = np.flatnonzero(ranks[:, -1])
+    if len(failed):
+        names = ", ".join(map(str, failed.tolist()))
+        raise AlignmentError(
+            f"rank {names} could not form its step; its own error message has the cause"
+        )

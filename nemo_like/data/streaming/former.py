@@ -1,0 +1,244 @@
+"""Forms microbatches from rows as they arrive. The ranks are assigned elsewhere."""
+
+from __future__ import annotations
+
+import heapq
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nemo_like.data.planning.oversize import OversizeWarning
+from nemo_like.data.streaming.selection import select_rows
+from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.data.streaming.window import WaitingRow, Window
+from nemo_like.integer_math import round_up
+
+_VERSION = 1
+
+Bin = list[WaitingRow]
+"""The rows of one microbatch, the oldest first."""
+
+
+class OversizeRowError(ValueError):
+    """A row exceeds the token limit, and `oversize` is `error`."""
+
+
+@dataclass
+class StreamCounts:
+    """Rows since the start of the stream."""
+
+    num_pushed: int = 0
+    num_emitted: int = 0
+    num_dropped: int = 0
+    """Rows that no step has: oversize ones, and the tail with `tail="drop"`."""
+    num_truncated: int = 0
+    num_oversize: int = 0
+
+
+class MicrobatchFormer:
+    """Rows in, microbatches out, `num_bins` for each step.
+
+    Invariant: each pushed row is in the window, in the current step, emitted or counted as dropped.
+    """
+
+    def __init__(self, spec: StreamSpec, num_bins: int) -> None:
+        self.spec = spec
+        self.num_bins = num_bins
+        self.num_steps = 0
+        """Number of complete steps."""
+        self.counts = StreamCounts()
+        self.is_closed = False
+        self.window = Window()
+        self.bins: list[Bin] = []
+        """Microbatches of the current step."""
+        self._limits = spec.limits(0)
+
+    def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
+        """Add a row to the window; return False if the oversize policy drops it.
+
+        `row` is an id of the caller, `num_trained` its tokens with loss (None: all), `extra` its
+        use of the second resource. Raises OversizeRowError, and ValueError for wrong values.
+        """
+        if self.is_closed:
+            raise ValueError(f"row {row} arrived after the end of the stream; call `reopen` first")
+        if length < 1:
+            raise ValueError(f"row {row} has {length} tokens; a row has at least 1")
+        plan = self.spec.step_spec
+        size = round_up(length, plan.row_multiple)
+        self.counts.num_pushed += 1
+        if size > plan.max_row_tokens:
+            kept_length = self._fit_oversize(row, length)
+            if kept_length is None:
+                return False
+            if kept_length < length:
+                # The removed tokens may have loss; at most the remaining ones have.
+                num_trained = kept_length if num_trained is None else min(num_trained, kept_length)
+            length = kept_length
+            size = round_up(length, plan.row_multiple)
+        if num_trained is None:
+            num_trained = length
+        self.window.add(WaitingRow(row, length, size, num_trained, extra, self.num_steps))
+        return True
+
+    def _fit_oversize(self, row: int, length: int) -> int | None:
+        """Apply the oversize policy; return the remaining length, or None for a dropped row."""
+        plan = self.spec.step_spec
+        self.counts.num_oversize += 1
+        problem = f"row {row} has {length} tokens, above {plan.budget_key} = {plan.max_tokens}"
+        if plan.oversize == "error":
+            raise OversizeRowError(
+                f"{problem}; raise it, or set policy.oversize_rows to truncate, drop or singleton"
+            )
+        if plan.oversize == "drop":
+            self.counts.num_dropped += 1
+            warnings.warn(f"{problem}; it is left out", OversizeWarning, stacklevel=3)
+            return None
+        if plan.oversize == "truncate":
+            self.counts.num_truncated += 1
+            warnings.warn(f"{problem}; it is truncated", OversizeWarning, stacklevel=3)
+            return plan.max_row_tokens
+        warnings.warn(f"{problem}; it runs alone", OversizeWarning, stacklevel=3)
+        return length
+
+    def close(self) -> None:
+        """Mark the end of the stream: the window is emptied without waiting for further rows."""
+        self.is_closed = True
+
+    def reopen(self) -> None:
+        """Continue after `close`, for example with the next epoch."""
+        self.is_closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next microbatch can be formed from the window."""
+        if self.is_closed:
+            return len(self.window) > 0
+        num_ranks = self.spec.plan.num_ranks
+        if len(self.window) >= num_ranks * self.spec.window_rows:
+            return True
+        min_tokens = self.spec.min_window_tokens(self._limits)
+        return min_tokens is not None and self.window.num_tokens >= min_tokens
+
+    def form(self) -> bool:
+        """Form microbatches while rows suffice; return True if the step has all of them."""
+        while len(self.bins) < self.num_bins and self.is_ready:
+            self.form_one()
+        return len(self.bins) == self.num_bins
+
+    def form_one(self) -> None:
+        """Form one microbatch. Raises ValueError for an empty window or a complete step."""
+        if len(self.bins) == self.num_bins:
+            raise ValueError("the step has all its microbatches; call `take_step` first")
+        numbers = select_rows(self.window, self._limits, self.spec.selection)
+        self.bins.append([self.window.remove(number) for number in numbers])
+
+    def take_step(self) -> list[Bin]:
+        """Return the microbatches formed so far as a step, and begin the next one."""
+        bins = self.bins
+        self.bins = []
+        self.counts.num_emitted += sum(map(len, bins))
+        self.num_steps += 1
+        self._limits = self.spec.limits(self.num_steps)
+        return bins
+
+    def drop_rest(self) -> None:
+        """Drop the rows of the incomplete step and of the window, and count them."""
+        self.counts.num_dropped += sum(map(len, self.bins)) + len(self.window)
+        self.bins = []
+        self.window = Window()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values: the waiting rows, the incomplete step and the counters."""
+        return {
+            "version": _VERSION,
+            "num_steps": self.num_steps,
+            "num_bins": self.num_bins,
+            "is_closed": self.is_closed,
+            "window": [list(row) for row in self.window],
+            "bins": [[list(row) for row in rows] for rows in self.bins],
+            "counts": asdict(self.counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises ValueError for a state of another version.
+
+        If the number of microbatches of a step differs, the rows of an incomplete step return to
+        the window, as its oldest rows.
+        """
+        if state.get("version") != _VERSION:
+            raise ValueError(
+                f"the state of the stream has version {state.get('version')}, this is version"
+                f" {_VERSION}; continue with the version that wrote it"
+            )
+        self.num_steps = int(state["num_steps"])
+        self.is_closed = bool(state["is_closed"])
+        self.counts = StreamCounts(**state["counts"])
+        self._limits = self.spec.limits(self.num_steps)
+        bins = [_rows(rows) for rows in state["bins"]]
+        waiting = _rows(state["window"])
+        if state["num_bins"] == self.num_bins:
+            self.bins = bins
+        else:
+            self.bins = []
+            waiting = [row for rows in bins for row in rows] + waiting
+        self.window = Window(waiting)
+
+
+def split_bins(bins: list[Bin], num_bins: int, layout: str) -> list[Bin]:
+    """Split the largest microbatches until there are `num_bins`, or one row in each.
+
+    The rows of a microbatch are divided by size, so that padded halves have rows of similar length.
+    """
+    heap = [_split_entry(rows, number, layout) for number, rows in enumerate(bins)]
+    heapq.heapify(heap)
+    next_number = len(bins)
+    alone: list[tuple[int, int, Bin]] = []
+    while heap and len(heap) + len(alone) < num_bins:
+        entry = heapq.heappop(heap)
+        rows = entry[2]
+        if len(rows) == 1:
+            alone.append(entry)
+            continue
+        first, second = _halves(rows, layout)
+        heapq.heappush(heap, _split_entry(first, entry[1], layout))
+        heapq.heappush(heap, _split_entry(second, next_number, layout))
+        next_number += 1
+    entries = sorted([*heap, *alone], key=lambda entry: entry[1])
+    return [rows for _, _, rows in entries]
+
+
+def _split_entry(rows: Bin, number: int, layout: str) -> tuple[int, int, Bin]:
+    """Return a heap entry: the microbatch with the most positions first."""
+    return -positions(rows, layout), number, rows
+
+
+def _halves(rows: Bin, layout: str) -> tuple[Bin, Bin]:
+    """Divide two or more rows into two parts of similar positions."""
+    by_size = sorted(rows, key=lambda row: -row.size)
+    if layout == "padded":
+        middle = max(1, len(by_size) // 2)
+        return by_size[:middle], by_size[middle:]
+    first: Bin = []
+    second: Bin = []
+    difference = 0
+    for row in by_size:
+        # The larger rows are assigned first, so that the smaller ones even out the sums.
+        if difference <= 0:
+            first.append(row)
+            difference += row.size
+        else:
+            second.append(row)
+            difference -= row.size
+    return first, second
+
+
+def positions(rows: Bin, layout: str) -> int:
+    """Return the positions of a microbatch without the rounding of its total."""
+    sizes = [row.size for row in rows]
+    return sum(sizes) if layout == "packed" else len(sizes) * max(sizes)
+
+
+def _rows(values: Iterable[Iterable[int]]) -> list[WaitingRow]:
+    """Return the rows of a state."""
+    return [WaitingRow(*map(int, row)) for row in values]

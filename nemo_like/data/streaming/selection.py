@@ -1,0 +1,316 @@
+"""Selection of the rows of one microbatch from a window.
+
+Every rule starts with the oldest row, so a row waits for at most as many microbatches as rows were
+in the window before it. The rules differ in the rows they add:
+
+| rule | rows added to the oldest row | system |
+|---|---|---|
+| `prefer_closest` | the row that adds the fewest positions, then the closest length | Cosmos-RL |
+| `prefer_first` | the row that adds the fewest positions, then the oldest | Cosmos-RL |
+| `first_fit` | in order of arrival, each row that still fits | Cosmos-RL packed, VeOmni |
+| `in_order` | in order of arrival, up to the first row that does not fit | DeepSpeed |
+| `best_fit` | the combination that leaves the fewest positions unused | ODB |
+
+With the packed layout `prefer_closest` and `prefer_first` are `first_fit`: without padding every
+row adds its own length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from nemo_like.data.streaming.window import WaitingRow, Window
+from nemo_like.parallel_layout import RowLayout
+
+Selection = Literal["prefer_closest", "prefer_first", "first_fit", "in_order", "best_fit"]
+
+_MAX_COMBINED_ROWS = 96
+"""Oldest rows of the window among which `best_fit` looks for the best combination of packed rows.
+The time for one microbatch is proportional to it, and more rows leave no less space unused.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLimits:
+    """What one microbatch may have at most. A single row may exceed them; it is then alone."""
+
+    layout: RowLayout
+    max_tokens: int
+    """Positions: the sum of sizes (packed), or rows times the largest size (padded)."""
+    max_rows: int | None = None
+    max_trained: int | None = None
+    """Tokens with loss (`count_mode: effective` of VeOmni)."""
+    max_extra: int | None = None
+    """Sum of the second resource, for example image patches."""
+
+    @property
+    def has_other_limits(self) -> bool:
+        """True if a limit other than that of positions applies."""
+        return not (self.max_rows is None and self.max_trained is None and self.max_extra is None)
+
+
+class Fill:
+    """The totals of the rows selected so far."""
+
+    __slots__ = ("limits", "max_size", "num_extra", "num_trained", "numbers", "sum_size")
+
+    def __init__(self, limits: MicrobatchLimits) -> None:
+        self.limits = limits
+        self.numbers: list[int] = []
+        self.sum_size = 0
+        self.max_size = 0
+        self.num_trained = 0
+        self.num_extra = 0
+
+    def add(self, number: int, row: WaitingRow) -> None:
+        """Select a row."""
+        self.numbers.append(number)
+        self.sum_size += row.size
+        self.max_size = max(self.max_size, row.size)
+        self.num_trained += row.num_trained
+        self.num_extra += row.extra
+
+    def positions_with(self, size: int) -> int:
+        """Return the positions of the microbatch with one more row of `size`."""
+        if self.limits.layout == "packed":
+            return self.sum_size + size
+        return (len(self.numbers) + 1) * max(self.max_size, size)
+
+    def fits(self, row: WaitingRow) -> bool:
+        """Return True if the microbatch stays within every limit with `row`."""
+        return self.positions_with(row.size) <= self.limits.max_tokens and self.fits_others(row)
+
+    def fits_others(self, row: WaitingRow) -> bool:
+        """Return True if the limits other than that of positions allow `row`."""
+        limits = self.limits
+        if limits.max_rows is not None and len(self.numbers) >= limits.max_rows:
+            return False
+        num_trained = self.num_trained + row.num_trained
+        if limits.max_trained is not None and num_trained > limits.max_trained:
+            return False
+        return limits.max_extra is None or self.num_extra + row.extra <= limits.max_extra
+
+    @property
+    def is_full(self) -> bool:
+        """True if no row of any size fits, by the limits of positions, rows and trained tokens."""
+        limits = self.limits
+        if self.positions_with(1) > limits.max_tokens:
+            return True
+        if limits.max_trained is not None and self.num_trained >= limits.max_trained:
+            return True
+        return limits.max_rows is not None and len(self.numbers) >= limits.max_rows
+
+
+def select_rows(window: Window, limits: MicrobatchLimits, rule: Selection) -> list[int]:
+    """Return the arrival numbers of the rows of the next microbatch, the oldest row first.
+
+    They stay in the window. Raises ValueError for an empty window.
+    """
+    if len(window) == 0:
+        raise ValueError("there are no rows to select from")
+    if limits.layout == "packed" and rule in ("prefer_closest", "prefer_first"):
+        rule = "first_fit"
+    oldest = window.oldest()
+    fill = Fill(limits)
+    fill.add(oldest, window[oldest])
+    if fill.is_full or len(window) == 1:
+        return fill.numbers
+    if rule == "best_fit":
+        return _best_fit(window, fill)
+    if rule == "prefer_closest":
+        return _prefer_closest(window, fill)
+    if rule == "prefer_first":
+        return _prefer_first(window, fill)
+    return _in_arrival_order(window, fill, stop_early=rule == "in_order")
+
+
+def _in_arrival_order(window: Window, fill: Fill, *, stop_early: bool) -> list[int]:
+    """Add rows in order of arrival; with `stop_early` up to the first one that does not fit."""
+    numbers = window.numbers()
+    next(numbers)
+    for number in numbers:
+        row = window[number]
+        if fill.fits(row):
+            fill.add(number, row)
+            if fill.is_full:
+                break
+        elif stop_early:
+            break
+    return fill.numbers
+
+
+def _prefer_closest(window: Window, fill: Fill) -> list[int]:
+    """Add the row with the smallest (positions of the microbatch, distance to the longest row).
+
+    All rows up to the longest row so far add the same positions; the longest of them is the
+    closest. If there is none, the shortest longer row adds the fewest.
+    """
+    taken = set(fill.numbers)
+    by_size = window.by_size
+    while not fill.is_full:
+        number = _closest(window, by_size, fill, taken)
+        if number is None:
+            break
+        fill.add(number, window[number])
+        taken.add(number)
+    return fill.numbers
+
+
+def _closest(
+    window: Window,
+    by_size: list[tuple[int, int]],
+    fill: Fill,
+    taken: set[int],
+) -> int | None:
+    """Return the next row of `prefer_closest`, or None if no row fits."""
+    longer = bisect_left(by_size, (fill.max_size + 1, -1))
+    if fill.positions_with(fill.max_size) <= fill.limits.max_tokens:
+        # From the longest size downward; within one size the oldest row comes first.
+        stop = longer
+        while stop > 0:
+            start = bisect_left(by_size, (by_size[stop - 1][0], -1), 0, stop)
+            for _, number in by_size[start:stop]:
+                if number not in taken and fill.fits_others(window[number]):
+                    return number
+            stop = start
+    for size, number in by_size[longer:]:
+        if fill.positions_with(size) > fill.limits.max_tokens:
+            break
+        if number not in taken and fill.fits_others(window[number]):
+            return number
+    return None
+
+
+def _prefer_first(window: Window, fill: Fill) -> list[int]:
+    """Add the row with the smallest (positions of the microbatch, order of arrival)."""
+    taken = set(fill.numbers)
+    by_size = window.by_size
+    while not fill.is_full:
+        number = None
+        if fill.positions_with(fill.max_size) <= fill.limits.max_tokens:
+            number = _first_up_to(window, fill, taken)
+        if number is None:
+            number = _shortest_longer(window, by_size, fill, taken)
+        if number is None:
+            break
+        fill.add(number, window[number])
+        taken.add(number)
+    return fill.numbers
+
+
+def _first_up_to(window: Window, fill: Fill, taken: set[int]) -> int | None:
+    """Return the oldest row that is not longer than the longest row so far, or None."""
+    for number in window.numbers():
+        row = window[number]
+        if number not in taken and row.size <= fill.max_size and fill.fits_others(row):
+            return number
+    return None
+
+
+def _shortest_longer(
+    window: Window,
+    by_size: list[tuple[int, int]],
+    fill: Fill,
+    taken: set[int],
+) -> int | None:
+    """Return the shortest row above the longest row so far that fits, or None."""
+    for size, number in by_size[bisect_left(by_size, (fill.max_size + 1, -1)) :]:
+        if fill.positions_with(size) > fill.limits.max_tokens:
+            return None
+        if number not in taken and fill.fits_others(window[number]):
+            return number
+    return None
+
+
+def _best_fit(window: Window, fill: Fill) -> list[int]:
+    """Return the combination with the oldest row that leaves the fewest positions unused."""
+    if fill.limits.layout == "padded":
+        return _best_run(window, fill)
+    if fill.limits.has_other_limits:
+        return _first_fit_decreasing(window, fill)
+    return _best_sum(window, fill)
+
+
+def _best_run(window: Window, fill: Fill) -> list[int]:
+    """Padded rows: return the run of neighbors by size with the oldest row that is the best.
+
+    The best run has the most real positions. A set that is not a run can have more, but takes rows
+    from the microbatches that follow: in total it needs more microbatches.
+    """
+    limits = fill.limits
+    oldest = fill.numbers[0]
+    by_size = window.by_size
+    at = bisect_left(by_size, (window[oldest].size, oldest))
+    sums = list(accumulate((size for size, _ in by_size), initial=0))
+    best_sum = 0
+    best_top = at
+    for top in range(at, len(by_size)):
+        start = max(top + 1 - limits.max_tokens // by_size[top][0], 0)
+        # The run from `top` downward must reach the oldest row. Longer rows allow fewer.
+        if start > at:
+            break
+        if sums[top + 1] - sums[start] > best_sum:
+            best_sum = sums[top + 1] - sums[start]
+            best_top = top
+    for _, number in reversed(by_size[: best_top + 1]):
+        # With other limits some rows of the run do not fit; shorter rows can take their place.
+        if number != oldest and fill.fits(window[number]):
+            fill.add(number, window[number])
+            if fill.is_full:
+                break
+    return fill.numbers
+
+
+def _first_fit_decreasing(window: Window, fill: Fill) -> list[int]:
+    """Packed rows with several limits: add rows from the largest to the smallest that fits."""
+    oldest = fill.numbers[0]
+    for _, number in reversed(window.by_size):
+        if number != oldest and fill.fits(window[number]):
+            fill.add(number, window[number])
+            if fill.is_full:
+                break
+    return fill.numbers
+
+
+def _best_sum(window: Window, fill: Fill) -> list[int]:
+    """Packed rows: return the rows whose sum is the largest up to the limit (subset sum).
+
+    Bit s of `reachable` is set if rows of total size s exist. Adding a row is one shift of an
+    integer, so a microbatch takes microseconds.
+    """
+    remaining = fill.limits.max_tokens - fill.sum_size
+    candidates = _oldest_rows(window, _MAX_COMBINED_ROWS)
+    mask = (1 << (remaining + 1)) - 1
+    reachable = 1
+    # The sums that are reachable before each row, to find the rows of the best sum again.
+    before: list[tuple[int, int, int]] = []
+    for size, number in candidates:
+        if size > remaining:
+            continue
+        before.append((reachable, size, number))
+        reachable |= (reachable << size) & mask
+        if reachable >> remaining:
+            break
+    total = reachable.bit_length() - 1
+    for sums, size, number in reversed(before):
+        # Rows are needed from the last one backward: skip a row if the others reach the total.
+        if not (sums >> total) & 1:
+            fill.add(number, window[number])
+            total -= size
+    return fill.numbers
+
+
+def _oldest_rows(window: Window, max_rows: int) -> list[tuple[int, int]]:
+    """Return (size, number) of the oldest rows without the first, the largest size first."""
+    numbers = window.numbers()
+    next(numbers)
+    rows = []
+    for number in numbers:
+        rows.append((window[number].size, number))
+        if len(rows) == max_rows:
+            break
+    rows.sort(key=lambda row: -row[0])
+    return rows
