@@ -1,4 +1,4 @@
-"""Padding, label shift and sequence-parallel slices of packed batches.
+"""Padding, label shift, sequence-parallel slices and model arguments of packed batches.
 
 `packed_collate` describes the columns of a batch and the order of the operations.
 """
@@ -170,6 +170,43 @@ def slice_for_sequence_parallel(
     if "shift_labels" in share:
         share["shift_labels"] = share["labels"]
     return share
+
+
+def forward_arguments(batch: Mapping[str, Any], attn_implementation: str) -> dict[str, Any]:
+    """Return the arguments of a transformers model for `batch`, a result of `PackingCollator`.
+
+    Rows stay separate under each implementation of attention, which take their bounds from
+    different arguments: "flash_attention_2" and other names with "flash" from `cu_seq_lens_q` and
+    so on, "nemo_like" (`policy.attention`) from `cu_seqlens` and `max_seqlen`, "sdpa" and "eager"
+    from `position_ids`, but only without an `attention_mask` and a cache. Of the columns, only
+    `input_ids`, `labels`, `shift_labels` and `position_ids` are included.
+
+    Raises ValueError for another implementation, and for a slice of a sequence except with flash
+    attention.
+    """
+    names = ("input_ids", "position_ids", "labels", "shift_labels")
+    arguments = {name: batch[name] for name in names if name in batch}
+    # With a cache, transformers takes the rows of a packed batch for one row.
+    arguments["use_cache"] = False
+    if "flash" in attn_implementation:
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            arguments[name] = batch[name]
+        return arguments
+    if attn_implementation not in ("nemo_like", "sdpa", "eager"):
+        raise ValueError(
+            f"no packed attention is known for attn_implementation {attn_implementation!r}; use"
+            " flash_attention_2, nemo_like, sdpa or eager"
+        )
+    num_tokens = batch["input_ids"].shape[1]
+    if int(batch["cu_seq_lens_q"][-1]) != num_tokens:
+        raise ValueError(
+            f"{attn_implementation} attention needs the full sequence, not a slice of"
+            f" {num_tokens} tokens; use flash attention with sequence parallelism"
+        )
+    if attn_implementation == "nemo_like":
+        arguments["cu_seqlens"] = batch["cu_seq_lens_q"]
+        arguments["max_seqlen"] = batch["max_length_q"]
+    return arguments
 
 
 def _padding_values(

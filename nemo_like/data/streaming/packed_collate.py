@@ -21,8 +21,9 @@ Columns of a batch:
 * `cu_seq_lens_q`, `cu_seq_lens_k`: int32 [R+1], the same tensor; `max_length_q`, `max_length_k`:
   int. The arguments of FlashAttention in transformers models, padding included.
 
-A model with `attn_implementation` "sdpa" or "eager" ignores `cu_seq_lens`. It finds the segments in
-`position_ids`, but only without an `attention_mask`: use `with_attention_mask=False`.
+Pass batches to a transformers model with `model(**forward_arguments(batch, implementation))`.
+`model(**batch)` is correct for FlashAttention only. A model with another implementation ignores
+`cu_seq_lens`, and rows attend to each other without an error.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PackingCollator:
     """Shift the labels in the collator, for losses that compare position t with `labels[t]`."""
     overflow: Overflow = "error"
     with_attention_mask: bool = True
-    """Include `attention_mask`. Must be False for models with SDPA or eager attention."""
+    """Include `attention_mask`, for training loops that expect it; no model needs it."""
 
     def __post_init__(self) -> None:
         check_target(self.pad_to_length, self.pad_multiple, self.overflow)

@@ -18,7 +18,11 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from nemo_like.data.streaming.packed_batch import shift_packed_labels, slice_for_sequence_parallel
+from nemo_like.data.streaming.packed_batch import (
+    forward_arguments,
+    shift_packed_labels,
+    slice_for_sequence_parallel,
+)
 from nemo_like.data.streaming.packed_collate import PackingCollator
 from nemo_like.policy import attention
 
@@ -70,7 +74,6 @@ def make_model(implementation: str) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.2,
-        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     model.set_attn_implementation(implementation)
@@ -92,21 +95,14 @@ def make_rows() -> list[dict[str, Tensor]]:
     return rows
 
 
-def packed_logits(implementation: str, model: LlamaForCausalLM, batch: dict[str, Any]) -> Tensor:
-    """Logits [1, T] + [V] of a packed batch."""
-    if implementation == attention.IMPLEMENTATION:
-        output = model(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            cu_seqlens=batch["cu_seq_lens_q"],
-            max_seqlen=batch["max_length_q"],
-        )
-    else:
-        output = model(**batch)
-    return output.logits
+def arguments_of(batch: dict[str, Any], implementation: str) -> dict[str, Any]:
+    """Arguments of the model for a packed batch."""
+    if implementation == FLASH_NAMES:
+        return forward_arguments(batch, "flash_attention_2")
+    return forward_arguments(batch, implementation)
 
 
-def row_by_row(implementation: str) -> tuple[list[Tensor], dict[str, Tensor], LlamaForCausalLM]:
+def row_by_row(implementation: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of the predicted tokens of each row, and gradients of their mean."""
     model = make_model(implementation)
     losses = []
@@ -115,7 +111,7 @@ def row_by_row(implementation: str) -> tuple[list[Tensor], dict[str, Tensor], Ll
         losses.append(F.cross_entropy(logits[:-1], row["labels"][1:], reduction="none"))
     count = sum(int((row["labels"][1:] != -100).sum()) for row in make_rows())
     (torch.cat(losses).sum() / count).backward()
-    return losses, gradients(model), model
+    return losses, gradients(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -127,36 +123,41 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("pad_to_length", [None, 32])
-@pytest.mark.parametrize("implementation", [attention.IMPLEMENTATION, FLASH_NAMES, "sdpa"])
+@pytest.mark.parametrize(
+    ("implementation", "tolerance"),
+    [
+        (attention.IMPLEMENTATION, 1e-10),
+        (FLASH_NAMES, 1e-10),
+        ("sdpa", 1e-10),
+        # Its softmax is in float32.
+        ("eager", 1e-6),
+    ],
+)
 def test_losses_and_gradients_are_those_of_one_row_at_a_time(
-    implementation: str, pad_to_length: int | None
+    implementation: str, tolerance: float, pad_to_length: int | None
 ) -> None:
     reference = attention.IMPLEMENTATION if implementation == FLASH_NAMES else implementation
-    expected_losses, expected_gradients, _ = row_by_row(reference)
-    collator = PackingCollator(
-        pad_to_length,
-        shift_labels=True,
-        with_attention_mask=implementation != "sdpa",
-    )
-    batch = collator(make_rows())
+    expected_losses, expected_gradients = row_by_row(reference)
+    batch = PackingCollator(pad_to_length, shift_labels=True)(make_rows())
     model = make_model(implementation)
-    logits = packed_logits(implementation, model, batch)
+    logits = model(**arguments_of(batch, implementation)).logits
     losses = F.cross_entropy(logits[0], batch["labels"][0], reduction="none")
     begin = 0
     for length, expected in zip(LENGTHS, expected_losses, strict=True):
         actual = losses[begin : begin + length - 1]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         begin += length
     # The token mean, as PyTorch computes it from the packed and padded batch.
     F.cross_entropy(logits[0], batch["labels"][0]).backward()
-    torch.testing.assert_close(gradients(model), expected_gradients, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradients(model), expected_gradients, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("shift_labels", [False, True])
 def test_the_loss_of_transformers_shifts_labels_once(shift_labels: bool) -> None:
-    losses, _, _ = row_by_row(attention.IMPLEMENTATION)
+    losses, _ = row_by_row(attention.IMPLEMENTATION)
     count = sum(int((row["labels"][1:] != -100).sum()) for row in make_rows())
     batch = PackingCollator(32, shift_labels=shift_labels)(make_rows())
+    # FlashAttention is the one implementation that the batch itself holds all arguments of.
     loss = make_model(FLASH_NAMES)(**batch).loss
     torch.testing.assert_close(loss.double(), torch.cat(losses).sum() / count, rtol=1e-5, atol=0)
 
@@ -179,3 +180,13 @@ def test_the_losses_of_sequence_parallel_ranks_add_up_to_that_of_the_batch(size:
     for part, share in zip(parts, shares, strict=True):
         actual += F.cross_entropy(part, share["labels"][0], reduction="sum")
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_attention_that_would_mix_rows_is_refused() -> None:
+    batch = PackingCollator()(make_rows())
+    with pytest.raises(ValueError, match=r"'flex_attention'; use flash_attention_2"):
+        forward_arguments(batch, "flex_attention")
+    share = slice_for_sequence_parallel(batch, 0, 2)
+    with pytest.raises(ValueError, match="sdpa attention needs the full sequence"):
+        forward_arguments(share, "sdpa")
+    assert forward_arguments(share, "flash_attention_2")["max_length_q"] == max(LENGTHS)
