@@ -86,7 +86,9 @@ class PackingCollator:
         different lengths, and a batch longer than `pad_to_length` if `overflow` is "error".
         """
         if len(rows) == 0:
-            raise ValueError("a batch needs at least one row")
+            raise ValueError(
+                "a batch needs at least one row; dummy() is the batch of a microbatch without rows"
+            )
         names = ("input_ids", "labels", *self.pad_values)
         columns = [_real_tokens(row, index, names) for index, row in enumerate(rows)]
         batch: dict[str, Any] = {}
@@ -111,6 +113,21 @@ class PackingCollator:
         if self.shift_labels:
             batch = shift_packed_labels(batch, self.ignore_index)
         return batch
+
+    def dummy(self) -> dict[str, Any]:
+        """Return a batch of padding only, for a rank that has fewer microbatches than the others.
+
+        It has `pad_to_length` tokens, or `pad_multiple` without a length. No token is supervised,
+        so the sum of its token losses is 0 and so are its gradients; their mean is NaN.
+        """
+        length = self.pad_to_length or self.pad_multiple
+        row = {
+            "input_ids": torch.full((length,), self.pad_token_id),
+            "labels": torch.full((length,), self.ignore_index),
+        }
+        for name, value in self.pad_values.items():
+            row[name] = torch.full((length,), value)
+        return self([row])
 
 
 def pack_length(micro_batch_size: int, max_seq_len: int) -> int:

@@ -226,6 +226,20 @@ def test_additional_columns_are_packed_padded_and_sliced() -> None:
     assert bounds(share) == [0, 2, 4, 8]
 
 
+@pytest.mark.parametrize("shift_labels", [False, True])
+@pytest.mark.parametrize("pad_to_length", [None, 12])
+def test_a_dummy_has_the_columns_of_a_batch_and_no_supervised_token(
+    pad_to_length: int | None, shift_labels: bool
+) -> None:
+    collator = PackingCollator(pad_to_length, 4, pad_values={"type": 7}, shift_labels=shift_labels)
+    dummy = collator.dummy()
+    batch = collator([row | {"type": row["labels"]} for row in rows_of([3, 2])])
+    assert dummy.keys() == batch.keys()
+    assert bounds(dummy) == [0, pad_to_length or 4]
+    assert (dummy["labels"] == -100).all()
+    assert all(dummy[name].dtype == batch[name].dtype for name in (*PER_TOKEN, "type"))
+
+
 def test_a_dataloader_with_workers_uses_the_collator() -> None:
     rows = rows_of([3, 1, 4, 1, 5])
     loader = DataLoader(

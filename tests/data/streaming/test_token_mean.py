@@ -122,6 +122,15 @@ def test_gradients_of_all_microbatches_and_ranks_are_those_of_one_batch(
     assert_close(reduced, single_batch_gradients(rows))
 
 
+def test_a_dummy_has_zero_loss_and_zero_gradients() -> None:
+    model = make_model()
+    loss = global_token_mean(loss_sum(model, COLLATOR.dummy()), 10)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all((gradient == 0).all() for gradient in gradients(model))
+
+
 def ddp_gradients(rank: int, rendezvous: str) -> list[list[float]]:
     """Gradients of one step on one of two ranks: two microbatches on rank 0, one on rank 1."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
