@@ -126,7 +126,7 @@ def test_a_dummy_has_zero_loss_and_zero_gradients() -> None:
     model = make_model()
     loss = global_token_mean(loss_sum(model, COLLATOR.dummy()), 10)
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert all((gradient == 0).all() for gradient in gradients(model))
 
