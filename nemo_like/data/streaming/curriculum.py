@@ -128,7 +128,8 @@ class CurriculumSampler:
     Rows that become eligible join the others, and rows are drawn in the order of a hash of seed,
     epoch and row. An epoch has each row exactly once. If fewer rows are eligible than a step
     requires, the difficulty is raised until there are enough: rows are never repeated. Such steps
-    are counted in `num_early_raises`; the first, second, fourth, ... is logged. The last step of an epoch may have fewer rows.
+    are counted in `num_early_raises`, and the first, second, fourth, eighth, ... is logged. The
+    last step of an epoch may have fewer rows.
 
     Every rank draws the same rows and selects its own with `rank_rows`.
 
