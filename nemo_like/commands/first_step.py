@@ -6,7 +6,8 @@ import sys
 
 from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.schema import DataConfig, PolicyConfig, RunConfig
+from nemo_like.config.batching import StreamableDataConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.progress import Progress
 from nemo_like.training.dataset import RunData, load_training
@@ -48,7 +49,7 @@ def file_config(
         # No row is oversize here; the plan applies its own max tokens.
         max_total_sequence_length=2**40,
     )
-    data = DataConfig(train_path=path, shuffle=shuffle)
+    data = StreamableDataConfig(train_path=path, shuffle=shuffle)
     return SftRunConfig(
         run_name="plan",
         seed=seed,

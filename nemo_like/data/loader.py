@@ -14,6 +14,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import plural
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.row_order import RowOrder
 from nemo_like.integer_math import ceil_div
 
@@ -38,12 +39,52 @@ class FetchableRows(Protocol[Out]):
         ...
 
 
+class BatchLoader(Protocol[Out]):
+    """Batches of encoded rows with a position that a run saves; `RowLoader` or a `StreamLoader`."""
+
+    num_dropped: int
+    """Number of rows dropped for the last batch because their encoding is None."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs."""
+        ...
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """Plan of the last batch, if it was planned when its rows were chosen."""
+        ...
+
+    def __next__(self) -> list[Out]:
+        """Return the rows of the next batch. Raises ConfigError for a bad row."""
+        ...
+
+    def batch_locations(self) -> list[str]:
+        """Return the locations of the rows of the last batch."""
+        ...
+
+    def first_rows(self, num_rows: int) -> list[Out]:
+        """Return the encoded rows of the first `num_rows` of the file."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last batch of `state`. Raises ConfigError for other rows."""
+        ...
+
+
 class RowLoader(Generic[Out]):
     """Endless batches of at most `batch_size` encoded rows, all of one epoch.
 
     Example: 5 rows in batches of 2, not shuffled: [0, 1] [2, 3] [4] [0, 1] ...; with
     `last_batch="drop"` [0, 1] [2, 3] [0, 1] ...
     """
+
+    plan: BatchPlan | None = None
+    """The policy plans these batches."""
 
     def __init__(
         self,
@@ -162,6 +203,11 @@ class RowLoader(Generic[Out]):
 
         The batch size may differ.
         """
+        if "planner" in state:
+            raise ConfigError(
+                "resume: the checkpoint was written with another data.batching.kind than fixed, so"
+                " rows wait for their step; resume with that kind, or start a new run"
+            )
         self._order.load_state_dict(state)
 
 

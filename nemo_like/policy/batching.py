@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
+from nemo_like.config.batching import BatchingConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.streaming.selection import Selection
+from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
@@ -62,6 +66,41 @@ def plan_spec(
             **common,
         )
     return PlanSpec(layout="padded", **common)
+
+
+def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:
+    """Build the input of the streaming planner for a `data.batching.kind` other than fixed.
+
+    `plan` is that of `plan_spec`. Raises ValueError for values that do not fit together.
+    """
+    window_tokens = batching.window_tokens
+    if window_tokens is None and batching.kind == "pool":
+        # Cosmos-RL fills its pool by rows alone.
+        window_tokens = 0
+    return StreamSpec(
+        plan=replace(plan, global_batch_size=None),
+        selection=_selection(batching),
+        microbatches_per_step=batching.microbatches_per_step,
+        window_rows=batching.num_window_rows,
+        window_tokens=window_tokens,
+        tail=batching.tail,
+        max_rows=batching.max_rows,
+        count_mode=batching.count_mode,
+        physical_overflow_ratio=batching.physical_overflow_ratio,
+        warmup_steps=batching.warmup_steps,
+        warmup_init_tokens=batching.warmup_init_tokens,
+    )
+
+
+def _selection(batching: BatchingConfig) -> Selection:
+    """Return the rule by which a kind selects the rows of a microbatch."""
+    if batching.kind == "pool":
+        return batching.strategy
+    if batching.kind == "online":
+        return "best_fit"
+    if batching.kind == "token_budget":
+        return "in_order"
+    return "first_fit"
 
 
 def microbatch_budget(config: PolicyConfig, purpose: Purpose) -> tuple[int | None, int | None]:

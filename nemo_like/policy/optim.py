@@ -46,9 +46,12 @@ def learning_rate(
     return optimizer.lr * (scheduler.min_ratio + (1.0 - scheduler.min_ratio) * remaining)
 
 
-def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int) -> PolicyConfig:
-    """Replace a null `scheduler.decay_steps` of `config` by the number of steps of the run."""
-    if config.scheduler.decay_steps is not None:
+def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int | None) -> PolicyConfig:
+    """Replace a null `scheduler.decay_steps` of `config` by the number of steps of the run.
+
+    Without that number the config is returned unchanged; a decaying schedule then has no value.
+    """
+    if config.scheduler.decay_steps is not None or num_optimizer_steps is None:
         return config
     scheduler = dataclasses.replace(config.scheduler, decay_steps=num_optimizer_steps)
     return dataclasses.replace(config, scheduler=scheduler)

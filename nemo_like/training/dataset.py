@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.config.text import plural
@@ -111,18 +113,13 @@ class ExampleSource(Generic[ExampleT]):
             last_batch=data.last_batch,
         )
 
-    def start_encoding(self, loader: RowLoader[ExampleT], num_steps: int) -> None:
-        """Start to encode the rows of the first `num_steps` steps; see `encoding.start_encoding`.
+    def start_encoding(self, order: np.ndarray, num_rows: int | None = None) -> None:
+        """Start to encode the first `num_rows` rows of `order`; see `encoding.start_encoding`.
 
         Close `rows` after it. Raises ConfigError for a bad row that is found at once.
         """
         # Rows that a short run does not reach are not encoded.
-        start_encoding(
-            self.config,
-            self.rows,
-            loader.order,
-            num_steps * loader.batch_size,
-        )
+        start_encoding(self.config, self.rows, order, len(order) if num_rows is None else num_rows)
 
     def finish_encoding(self, progress: Progress) -> None:
         """Wait for the rows that are being encoded; see `encoding.finish_encoding`."""

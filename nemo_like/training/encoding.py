@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import DataConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, question
@@ -129,12 +129,14 @@ class PromptRows:
 
 def encoding_setup(config: RunConfig) -> dict[str, Any]:
     """Return the part of a config that the encoding of a row depends on, as JSON values."""
+    # A job can have further keys in its section, which no encoding depends on.
+    data_keys = [field.name for field in dataclasses.fields(DataConfig)]
     return {
         "kind": config.kind,
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
         "max_new_tokens": config.policy.generation.max_new_tokens,
         # JSON, because the encoding processes get the setup through a pipe.
-        "data": dataclasses.asdict(config.data),
+        "data": {key: getattr(config.data, key) for key in data_keys},
     }
 
 

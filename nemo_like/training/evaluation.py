@@ -20,9 +20,9 @@ _VALIDATION_METRICS = (
 )
 
 
-def is_due(step: int, period: int, total: int) -> bool:
-    """Return True every `period` steps (0: never) and always at the last step, `total`."""
-    return step == total or (period > 0 and step % period == 0)
+def is_due(step: int, period: int, *, is_last: bool) -> bool:
+    """Return True every `period` steps (0: never) and always at the last step."""
+    return is_last or (period > 0 and step % period == 0)
 
 
 def score_answers(

@@ -23,7 +23,7 @@ from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.loader import BatchLoader
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -102,7 +102,7 @@ class TrainingRun:
     def policy(self) -> Policy:
         return self.workers.policy
 
-    def resume(self, loader: RowLoader) -> int:
+    def resume(self, loader: BatchLoader) -> int:
         """Restore policy and loader from the checkpoint, open the logs, and return the step.
 
         The step is 0 without a checkpoint. Files of an existing run first change here, after every
@@ -131,7 +131,7 @@ class TrainingRun:
         self.stop.finish_steps(enabled=True)
         return resumed_step or 0
 
-    def _load(self, checkpoint: Checkpoint, loader: RowLoader) -> int:
+    def _load(self, checkpoint: Checkpoint, loader: BatchLoader) -> int:
         """Restore policy, loader and counters; return the step of the checkpoint."""
         state = checkpoint.state()
         with self.progress.phase(f"loading step {state.step}"), self.workers.policy_onloaded():
@@ -158,13 +158,16 @@ class TrainingRun:
         batch: BatchedDataDict,
         step: int,
         groups: np.ndarray | None = None,
+        plan: BatchPlan | None = None,
     ) -> tuple[BatchPlan, ShardedBatch]:
         """Plan the batch from its lengths and send each data-parallel rank its rows once.
 
-        Rows with an equal id in `groups` int [B] share a microbatch.
+        Rows with an equal id in `groups` int [B] share a microbatch. A `plan` that the loader made
+        is used as it is.
         """
-        with self.timers("plan"):
-            plan = self.policy.plan(batch["length"], groups=groups)
+        if plan is None:
+            with self.timers("plan"):
+                plan = self.policy.plan(batch["length"], groups=groups)
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(str(plan))
@@ -175,13 +178,13 @@ class TrainingRun:
             sharded = self.policy.shard(batch, plan)
         return plan, sharded
 
-    def show_rows(self, loader: RowLoader[EncodedRow]) -> None:
+    def show_rows(self, loader: BatchLoader[EncodedRow]) -> None:
         """Print the first rows of the file, decoded, with their trained tokens highlighted."""
         rows = loader.first_rows(self.config.logger.num_samples_shown)
         samples = [Sample(self.encoder.segments(row)) for row in rows]
         self.progress.show_samples(samples, "training row")
 
-    def next_rows(self, loader: RowLoader[Value], step: int) -> list[Value]:
+    def next_rows(self, loader: BatchLoader[Value], step: int) -> list[Value]:
         """Return the batch after `step`; `timing/data_wait_s` is the wait for its encoding.
 
         Raises ConfigError for a bad row, after a checkpoint of `step`: the user may correct rows
@@ -251,7 +254,7 @@ class TrainingRun:
     def save_if_due(
         self,
         step: int,
-        loader: RowLoader,
+        loader: BatchLoader,
         *,
         is_last: bool,
     ) -> None:
@@ -259,7 +262,7 @@ class TrainingRun:
         if self.checkpointer.should_save(step, is_last=is_last):
             self.save(step, loader)
 
-    def save(self, step: int, loader: RowLoader) -> None:
+    def save(self, step: int, loader: BatchLoader) -> None:
         """Write the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
         # A resume removes the log records after the checkpoint's step. It must find those before,
         # so they are on disk first.
@@ -280,7 +283,7 @@ class TrainingRun:
             )
             state.save(checkpoint.path)
 
-    def stop_if_requested(self, step: int, loader: RowLoader) -> None:
+    def stop_if_requested(self, step: int, loader: BatchLoader) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
         reason = self.stop.reason
         if reason is None:
@@ -340,13 +343,14 @@ def open_training_run(
     config: RunConfig,
     encoder: ChatEncoder,
     *,
-    num_steps: int,
-    num_optimizer_steps: int,
+    num_steps: int | None,
+    num_optimizer_steps: int | None,
 ) -> Iterator[TrainingRun]:
     """Lock the run directory, find the checkpoint, and start and check the workers.
 
-    Everything closes with the block. Raises ConfigError or CheckpointError if the run cannot start;
-    no file of an existing run has changed then, because files change in `TrainingRun.resume`.
+    The numbers of steps are None if the run does not know them in advance. Everything closes with
+    the block. Raises ConfigError or CheckpointError if the run cannot start; no file of an existing
+    run has changed then, because files change in `TrainingRun.resume`.
     """
     plain = to_dict(config)
     # The directory keeps the config as the user wrote it, without the resolved steps.

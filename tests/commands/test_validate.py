@@ -19,7 +19,8 @@ import ray
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
-from nemo_like.config.schema import DataConfig, PolicyConfig, RewardConfig, RewardFunctionConfig
+from nemo_like.config.batching import StreamableDataConfig as DataConfig
+from nemo_like.config.schema import PolicyConfig, RewardConfig, RewardFunctionConfig
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import (
     ClusterConfig,
-    DataConfig,
     PolicyConfig,
     RewardConfig,
     RewardFunctionConfig,

@@ -14,8 +14,9 @@ from typing import Any
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
+from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import DataConfig, PolicyConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.demo_task import build_model, build_tokenizer
 
 VALUES: tuple[Any, ...] = (

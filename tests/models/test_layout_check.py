@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.parallel import named_by_keys
-from nemo_like.config.schema import DataConfig, ParallelConfig, PolicyConfig
+from nemo_like.config.batching import StreamableDataConfig
+from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
@@ -26,7 +27,7 @@ def problems(config: dict, engine: str = "megatron", **parallel: object) -> list
     run = SftRunConfig(
         run_name="x",
         policy=PolicyConfig(model_name="m", engine=engine),  # type: ignore[arg-type]
-        data=DataConfig(train_path="t.jsonl"),
+        data=StreamableDataConfig(train_path="t.jsonl"),
         parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
     )
     layout = ParallelLayout(

@@ -26,7 +26,7 @@ def run_dpo(config: DpoRunConfig) -> RunResult:
     source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader, source.num_steps(config.dpo))
+        source.start_encoding(loader.order, source.num_steps(config.dpo) * loader.batch_size)
         return _train(config, source, loader)
 
 
@@ -57,7 +57,7 @@ def _train(
                 with run.timers("step"):
                     lengths = _update(run, loader, loss, step)
                 step += 1
-                if is_due(step, config.dpo.val_period, total):
+                if is_due(step, config.dpo.val_period, is_last=step == total):
                     run.add_metrics(validate(run, validation_batches, loss))
                 run.log_step(step, lengths, num_logprob_passes=int(config.needs_reference))
                 # After the log, because it can end the run.

@@ -31,7 +31,7 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader, config.grpo.max_num_steps)
+        source.start_encoding(loader.order, config.grpo.max_num_steps * loader.batch_size)
         return _train(config, source, loader)
 
 
@@ -70,7 +70,7 @@ def _train(
                 step += 1
                 save_rollout(run, rollout, advantages, step)
                 # The generator has the weights of `step` since the update.
-                if is_due(step, config.grpo.val_period, total):
+                if is_due(step, config.grpo.val_period, is_last=step == total):
                     temperature = config.grpo.val_temperature
                     run.add_metrics(score_answers(run, val_prompts, step, temperature))
                 lengths = rollout.batch["length"]

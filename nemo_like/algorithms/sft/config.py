@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from nemo_like.config.batching import StreamableDataConfig, batching_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 
@@ -22,6 +23,7 @@ class SftConfig(EpochLoopConfig):
 class SftRunConfig(RunConfig):
     """All keys of `nemo-like sft`."""
 
+    data: StreamableDataConfig
     sft: SftConfig = field(default_factory=SftConfig)
 
     kind: ClassVar[str] = "sft"
@@ -32,7 +34,8 @@ class SftRunConfig(RunConfig):
         return self.sft.val_generate
 
     def job_problems(self) -> Iterator[Problem]:
-        """Yield the problems of generated validation answers."""
+        """Yield the problems of batch formation and of generated validation answers."""
+        yield from batching_problems(self, self.data, self.sft.max_num_steps)
         if not self.sft.val_generate:
             return
         if self.data.validation_path is None:

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.parallel import policy_layout
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
+from nemo_like.data.loader import RowLoader
+from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
 from nemo_like.data.tools import row_tools
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
@@ -19,6 +23,8 @@ from nemo_like.diagnostics.row_checks import (
     check_vocabulary,
     encode_sample,
 )
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.progress import Progress, Sample
 from nemo_like.training.dataset import (
@@ -29,11 +35,14 @@ from nemo_like.training.dataset import (
     open_data,
 )
 from nemo_like.training.encoding import encode_conversation
+from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+SftLoader = RowLoader[EncodedRow] | StreamLoader[EncodedRow]
 
 ROW_SCHEMA = SFT_ROWS
 encode_row = encode_conversation
@@ -52,6 +61,44 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
     if data is None:
         data = open_data(config, ROW_SCHEMA)
     return ExampleSource(config, data, encode_row, encoded_examples)
+
+
+def open_loader(
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    model: ModelSpec | None = None,
+) -> SftLoader:
+    """Return the loader of the training rows, which also plans them if they are streamed.
+
+    `model` gives the work of a row; None reads it from the files of the model.
+    Raises ConfigError for values of `data.batching` that do not fit together.
+    """
+    batching = config.data.batching
+    if not batching.is_streaming:
+        return source.loader()
+    plan = plan_spec(
+        config.policy,
+        purpose="train",
+        parallel_layout=policy_layout(config),
+        model=model or open_model_spec(config),
+        seed=config.seed,
+    )
+    try:
+        spec = stream_spec(batching, plan)
+    except ValueError as error:
+        raise ConfigError(f"data.batching: {error}") from error
+    return StreamLoader(
+        encoded_examples(source.data.train, source.rows),
+        spec,
+        _row_numbers,
+        num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def _row_numbers(row: EncodedRow) -> RowNumbers:
+    return RowNumbers(len(row.input_ids), int(row.token_mask.sum()))
 
 
 def check_rows(

@@ -6,13 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.algorithms.sft.data import open_source
+from nemo_like.algorithms.sft.data import SftLoader, open_loader, open_source
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.collate import EncodedRow, collate
-from nemo_like.data.loader import RowLoader
+from nemo_like.data.streaming.loader import StreamLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
-from nemo_like.metrics import Metrics, merge_metrics
+from nemo_like.metrics import Mean, Metrics, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers
@@ -24,18 +24,21 @@ def run_sft(config: SftRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = open_source(config)
-    loader = source.loader()
+    loader = open_loader(config, source)
     with closing(source.rows):
-        source.start_encoding(loader, source.num_steps(config.sft))
+        num_rows = None
+        if not isinstance(loader, StreamLoader):
+            num_rows = source.num_steps(config.sft) * loader.batch_size
+        source.start_encoding(loader.order, num_rows)
         return _train(config, source, loader)
 
 
 def _train(
     config: SftRunConfig,
     source: ExampleSource[EncodedRow],
-    loader: RowLoader[EncodedRow],
+    loader: SftLoader,
 ) -> RunResult:
-    total = source.num_steps(config.sft)
+    total = _num_steps(config, source, loader)
     validation_set = ValidationSet.open(config, source)
     loss = NllLoss()
     with open_training_run(
@@ -44,18 +47,19 @@ def _train(
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         # The files can have changed since the checkpoint, and the number of steps with them.
-        total = source.last_step(config.sft, loader, step)
+        total = _num_steps(config, source, loader, step)
         if step == 0:
             run.show_rows(loader)
             if config.sft.val_at_start:
                 run.add_metrics(validate(run, validation_set, step))
                 run.log_metrics(step)
+        is_last = _is_last(source, loader, step, total)
         with run.progress.phase("sft", total, unit="steps", done=step) as phase:
-            while step < total:
+            while not is_last:
                 run.stop_if_requested(step, loader)
                 with run.timers("step"):
                     batch = BatchedDataDict(collate(run.next_rows(loader, step)))
-                    plan, sharded = run.plan_and_shard(batch, step)
+                    plan, sharded = run.plan_and_shard(batch, step, plan=loader.plan)
                     trained = TrainedBatch(
                         step=step + 1,
                         batch=batch,
@@ -65,15 +69,47 @@ def _train(
                     with run.timers("train"), run.workers.policy_onloaded():
                         run.add_metrics(train(run, sharded, trained, loss))
                 step += 1
-                run.add_metrics(plan_metrics(plan))
-                if is_due(step, config.sft.val_period, total):
+                is_last = _is_last(source, loader, step, total)
+                run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
+                if is_due(step, config.sft.val_period, is_last=is_last):
                     run.add_metrics(validate(run, validation_set, step))
                 run.log_step(step, batch["length"])
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
-                run.save_if_due(step, loader, is_last=step == total)
+                run.save_if_due(step, loader, is_last=is_last)
                 phase.advance()
         return run.finalize(step)
+
+
+def _num_steps(
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    loader: SftLoader,
+    step: int = 0,
+) -> int | None:
+    """Return the last step of a run that has done `step`; None if it is not known in advance."""
+    if isinstance(loader, StreamLoader):
+        return config.sft.max_num_steps
+    return source.last_step(config.sft, loader, step)
+
+
+def _is_last(
+    source: ExampleSource[EncodedRow],
+    loader: SftLoader,
+    step: int,
+    total: int | None,
+) -> bool:
+    """Return True if the run ends after `step` steps."""
+    if isinstance(loader, StreamLoader) and loader.is_finished(source.rows.is_kept):
+        return True
+    return total is not None and step >= total
+
+
+def stream_metrics(loader: SftLoader) -> Metrics:
+    """Return the metrics of the window from which the rows of the step were chosen."""
+    if not isinstance(loader, StreamLoader):
+        return {}
+    return {name: Mean(value) for name, value in loader.planned.window_metrics().items()}
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,9 @@ class MicrobatchFormer:
     def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
         """Add a row to the window; return False if the oversize policy drops it.
 
-        `row` is an id of the caller, `num_trained` its tokens with loss (None: all), `extra` its
-        use of the second resource. Raises OversizeRowError, and ValueError for wrong values.
+        `row` is an id of the caller, `num_trained` its tokens with loss (None: all but the first,
+        which no token predicts), `extra` its use of the second resource. Raises OversizeRowError,
+        and ValueError for wrong values.
         """
         if self.is_closed:
             raise ValueError(f"row {row} arrived after the end of the stream; call `reopen` first")
@@ -73,11 +74,11 @@ class MicrobatchFormer:
                 return False
             if kept_length < length:
                 # The removed tokens may have loss; at most the remaining ones have.
-                num_trained = kept_length if num_trained is None else min(num_trained, kept_length)
+                num_trained = None if num_trained is None else min(num_trained, kept_length)
             length = kept_length
             size = round_up(length, plan.row_multiple)
         if num_trained is None:
-            num_trained = length
+            num_trained = length - 1
         self.window.add(WaitingRow(row, length, size, num_trained, extra, self.num_steps))
         return True
 

@@ -42,8 +42,11 @@ class PlannedStep:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the plan and of the window."""
+        return self.plan.metrics() | self.window_metrics()
+
+    def window_metrics(self) -> dict[str, float]:
+        """Return the metrics of the window from which the rows were chosen."""
         return {
-            **self.plan.metrics(),
             "packing/num_rows": float(len(self.rows)),
             "packing/num_deferred": float(self.num_deferred),
             "packing/num_dropped": float(self.num_dropped),

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from nemo_like.data.planning.spec import PlanSpec
+from nemo_like.data.streaming.batch_size_warmup import WarmupBudget
 from nemo_like.data.streaming.selection import MicrobatchLimits, Selection
 
 Tail = Literal["emit", "drop", "wrap"]
@@ -115,15 +116,12 @@ class StreamSpec:
         return replace(self.plan, max_tokens=self._max_positions(self.plan.max_tokens))
 
     def limits(self, step: int) -> MicrobatchLimits:
-        """Return the limits of a microbatch in `step`, counted from 0.
-
-        The warmup is linear: `init + (limit - init) * step / warmup_steps`, rounded down.
-        """
+        """Return the limits of a microbatch in `step`, counted from 0."""
         assert self.plan.max_tokens is not None, "checked on construction"
         tokens = self.plan.max_tokens
-        if step < self.warmup_steps:
+        if self.warmup_steps:
             first = min(self.warmup_init_tokens, tokens)
-            tokens = first + (tokens - first) * step // self.warmup_steps
+            tokens = WarmupBudget(tokens, first, self.warmup_steps).at(step)
         positions = self._max_positions(tokens)
         return MicrobatchLimits(
             layout=self.plan.layout,

@@ -140,7 +140,7 @@ def test_the_best_packed_combination_leaves_the_fewest_positions_unused(
 
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), capacity=st.integers(1, 60))
-def test_the_best_padded_run_has_the_most_real_positions(lengths: list[int], capacity: int) -> None:
+def test_the_best_padded_run_has_the_largest_sum(lengths: list[int], capacity: int) -> None:
     window = window_of(lengths)
     numbers = select_rows(window, MicrobatchLimits("padded", capacity), "best_fit")
     chosen = sum(lengths[number] for number in numbers)

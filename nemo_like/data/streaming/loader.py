@@ -1,0 +1,277 @@
+"""Planned steps of encoded rows, epoch after epoch, with exact resume.
+
+The rows of a step are chosen by a `StreamingPlanner` from a window of the rows in visiting order.
+Only numbers are kept in the window; the row source keeps the encoded rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.loader import FetchableRows
+from nemo_like.data.planning.plan import BatchPlan
+from nemo_like.data.row_order import RowOrder
+from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
+from nemo_like.data.streaming.spec import StreamSpec
+
+Out = TypeVar("Out")
+
+_MAX_PUSHED = 64
+"""Rows that are fetched from the source at once."""
+
+
+class RowNumbers(NamedTuple):
+    """What the planner needs of a row."""
+
+    length: int
+    num_trained: int
+
+
+class StreamLoader(Generic[Out]):
+    """The rows of planned steps. Row i of the last step's plan is row i of the returned list.
+
+    Each epoch visits each row once. With `tail="emit"` and `"drop"` the window is emptied at the
+    end of an epoch; with `"wrap"` rows of the next epoch follow, and a row is never twice in the
+    window.
+    """
+
+    def __init__(
+        self,
+        rows: FetchableRows[Out],
+        spec: StreamSpec,
+        numbers_of: Callable[[Out], RowNumbers],
+        *,
+        num_epochs: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        """Visit `rows` for `num_epochs` epochs, by default without end.
+
+        Raises ValueError for no rows, and for `tail="wrap"` with a number of epochs.
+        """
+        if spec.tail == "wrap" and num_epochs is not None:
+            raise ValueError("tail is wrap, so epochs have no end: num_epochs must be None")
+        self.spec = spec
+        self.num_dropped = 0
+        """Number of rows of the last step's window whose encoding is None."""
+        self._rows = rows
+        self._numbers_of = numbers_of
+        self._num_epochs = num_epochs
+        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
+        self._planner = StreamingPlanner(spec)
+        self._planned: PlannedStep | None = None
+
+    def __len__(self) -> int:
+        """Number of rows of the file, dropped ones included."""
+        return len(self._order)
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs whose rows are all in steps, or with `tail="wrap"` in the window."""
+        return self._order.epoch
+
+    @property
+    def order(self) -> np.ndarray:
+        """Row indices in the order of this epoch, int64 [N]."""
+        return self._order.order
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        """Plan of the step whose rows were returned last."""
+        return self.planned.plan
+
+    @property
+    def planned(self) -> PlannedStep:
+        """The step whose rows were returned last."""
+        assert self._planned is not None, "the loader has returned a step"
+        return self._planned
+
+    def __iter__(self) -> Iterator[list[Out]]:
+        return self
+
+    def __next__(self) -> list[Out]:
+        """Return the rows of the next step. Raises StopIteration after the last one.
+
+        Raises ConfigError for a bad row, or if an epoch has no step; the position is then the same
+        as before the call.
+        """
+        # The planner is a few hundred numbers; a copy is the simplest way back after an error.
+        planner = copy.deepcopy(self._planner)
+        try:
+            with self._order.undone_on_error():
+                self.num_dropped = 0
+                step = self._next_step()
+                if step is None:
+                    raise StopIteration
+                rows = self._rows.fetch(step.rows)
+        except BaseException:
+            self._planner = planner
+            raise
+        self._planned = step
+        assert all(row is not None for row in rows), "dropped rows are not pushed"
+        return rows  # pyright: ignore[reportReturnType]
+
+    def batch_locations(self) -> list[str]:
+        """Return the locations of the rows of the last step. Example: `data/train.jsonl:17`."""
+        return [self._rows.location(row) for row in self.planned.rows]
+
+    def first_rows(self, num_rows: int) -> list[Out]:
+        """Return the encoded rows of the first `num_rows` of the file, without dropped ones."""
+        encoded = self._rows.fetch(range(min(num_rows, len(self))))
+        return [row for row in encoded if row is not None]
+
+    def is_finished(self, is_kept: np.ndarray | None = None) -> bool:
+        """Return True if no step follows. `is_kept` bool [N] marks rows that are not dropped."""
+        if self._num_epochs is None:
+            return False
+        left = self._order.left
+        if is_kept is not None:
+            left = left[is_kept[left]]
+        if self._order.epoch >= self._num_epochs:
+            return True
+        if self._order.epoch + 1 < self._num_epochs:
+            return False
+        if self.spec.tail == "drop":
+            return self._is_rest_dropped(left)
+        return len(left) == 0 and self._planner.num_waiting == 0
+
+    def _is_rest_dropped(self, left: np.ndarray) -> bool:
+        """Return True if the waiting rows and the rows `left` int64 [n] do not fill a step."""
+        trial = copy.deepcopy(self._planner)
+        for start in range(0, len(left), _MAX_PUSHED):
+            indices = left[start : start + _MAX_PUSHED].tolist()
+            for index, row in zip(indices, self._rows.fetch(indices), strict=True):
+                if row is not None:
+                    trial.push(index, *self._numbers_of(row))
+            if trial.next_step() is not None:
+                return False
+        trial.close()
+        return trial.next_step() is None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values: the position in the order, and the rows that wait."""
+        digests = self._rows.digests
+        waiting = [[row, int(digests[row])] for row in self._planner.waiting]
+        return {
+            "order": self._order.state_dict(),
+            "planner": self._planner.state_dict(),
+            "waiting": waiting,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last step of `state`, also with another number of ranks.
+
+        Raises ConfigError if rows that were visited changed or disappeared.
+        """
+        if "planner" not in state:
+            raise ConfigError(
+                "resume: the checkpoint was written with data.batching.kind=fixed, this run has"
+                " another kind; resume with fixed, or start a new run"
+            )
+        self._order.load_state_dict(state["order"])
+        new_index = self._waiting_rows(state["waiting"])
+        planner = dict(state["planner"])
+        planner["window"] = [_moved(row, new_index) for row in planner["window"]]
+        planner["bins"] = [[_moved(row, new_index) for row in rows] for rows in planner["bins"]]
+        self._planner = StreamingPlanner(self.spec)
+        try:
+            self._planner.load_state_dict(planner)
+        except ValueError as error:
+            raise ConfigError(f"resume: {error}") from error
+
+    def _waiting_rows(self, waiting: list[list[int]]) -> dict[int, int]:
+        """Return the index now of each waiting row (index then, digest). Raises ConfigError."""
+        digests = self._rows.digests
+        by_digest: dict[int, list[int]] = {}
+        used: set[int] = set()
+        found: dict[int, int] = {}
+        for row, digest in waiting:
+            if row < len(digests) and int(digests[row]) == digest:
+                found[row] = row
+                used.add(row)
+        for row, digest in waiting:
+            if row in found:
+                continue
+            if not by_digest:
+                for index, value in enumerate(digests.tolist()):
+                    by_digest.setdefault(value, []).append(index)
+            free = [index for index in by_digest.get(digest, ()) if index not in used]
+            if not free:
+                raise ConfigError(
+                    "resume: a row of data.train_path that waited for its step when the checkpoint"
+                    " was written changed or disappeared since; restore the file, or start a new"
+                    " run"
+                )
+            found[row] = free[0]
+            used.add(free[0])
+        return found
+
+    def _next_step(self) -> PlannedStep | None:
+        """Push rows until a step is complete; None after the last epoch."""
+        first_epoch = self._order.epoch
+        while True:
+            step = self._planner.next_step()
+            if step is not None:
+                self._end_epoch_if_done()
+                return step
+            self._end_epoch_if_done()
+            # The first epoch may have begun in the middle, so only a complete second one without a
+            # step is an error.
+            if self._order.epoch - first_epoch > 1 and self._planner.num_waiting == 0:
+                raise ConfigError(self._no_step_text())
+            if self._num_epochs is not None and self._order.epoch >= self._num_epochs:
+                if self._planner.num_steps == 0:
+                    raise ConfigError(self._no_step_text())
+                return None
+            self._push_rows()
+
+    def _end_epoch_if_done(self) -> None:
+        """Begin the next epoch if all rows of this one are in steps (or dropped)."""
+        if self._order.num_left:
+            return
+        if self.spec.tail == "wrap":
+            self._order.start_epoch()
+        elif self._planner.num_waiting == 0:
+            self._order.start_epoch()
+            self._planner.reopen()
+
+    def _push_rows(self) -> None:
+        """Push the next rows of the epoch, or mark its end."""
+        if self._order.num_left == 0:
+            if self.spec.tail != "wrap":
+                self._planner.close()
+            return
+        # One by one, so that no row is taken from the order that the window does not need.
+        index = int(self._order.left[0])
+        if self.spec.tail == "wrap" and index in self._planner.in_window:
+            # The row of the last epoch still waits. Both in one microbatch would count it twice.
+            self._planner.form_now()
+            return
+        self._order.take(1)
+        row = self._rows.fetch([index])[0]
+        if row is None:
+            self.num_dropped += 1
+            return
+        self._planner.push(index, *self._numbers_of(row))
+
+    def _no_step_text(self) -> str:
+        if self._planner.counts.num_pushed == 0:
+            return (
+                "data.train_path: every row is dropped by policy.oversize_rows=drop; raise"
+                " policy.max_total_sequence_length"
+            )
+        return (
+            f"the rows of an epoch do not fill the {self.spec.num_bins} microbatches of one step,"
+            " and data.batching.tail is drop, so there is nothing to train on; set"
+            " data.batching.tail=emit, or lower data.batching.microbatches_per_step"
+        )
+
+
+def _moved(row: list[int], new_index: Mapping[int, int]) -> list[int]:
+    """Return the numbers of a waiting row with its index now."""
+    return [new_index[row[0]], *row[1:]]
