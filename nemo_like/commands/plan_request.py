@@ -16,6 +16,8 @@ from nemo_like.prediction.plan_report import PlanRequest
 
 if TYPE_CHECKING:
     from nemo_like.config.schema import RunConfig
+    from nemo_like.data.planning.spec import PlanSpec
+    from nemo_like.data.streaming.spec import StreamSpec
     from nemo_like.models.spec import ModelSpec
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.prediction.memory import Placement
@@ -202,7 +204,22 @@ def _configured(
         micro_batch_size=spec.max_rows,
         seed=config.seed,
         chosen=spec,
+        stream=_stream_spec(config, spec),
     )
+
+
+def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
+    """Return the settings of the streaming planner of a config; None for fixed batches."""
+    from nemo_like.config.batching import StreamableDataConfig
+    from nemo_like.policy.batching import stream_spec
+
+    data = config.data
+    if not isinstance(data, StreamableDataConfig) or not data.batching.is_streaming:
+        return None
+    try:
+        return stream_spec(data.batching, spec)
+    except ValueError as error:
+        raise ConfigError(f"data.batching: {error}") from error
 
 
 def placement_of(config: RunConfig) -> Placement:

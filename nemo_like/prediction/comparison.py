@@ -11,6 +11,8 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.data.streaming.known_lengths import plan_stream
+from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.prediction.step_time import (
     by_microbatch,
@@ -41,9 +43,14 @@ class Strategy:
     spec: PlanSpec
     is_padded_to_batch: bool = False
     """Every row is padded to the longest of its global batch, not only of its microbatch."""
+    stream: StreamSpec | None = None
+    """Settings of a streaming planner, which forms the steps; its `plan` is replaced by `spec`."""
 
     def plan(self, lengths: np.ndarray) -> BatchPlan:
         """Plan rows of `lengths` int64 [B]. Raises ValueError for rows that cannot be planned."""
+        if self.stream is not None:
+            step_spec = replace(self.spec, global_batch_size=None)
+            return plan_stream(lengths, replace(self.stream, plan=step_spec))
         plan = plan_batch(lengths, self.spec)
         if not self.is_padded_to_batch:
             return plan
@@ -186,13 +193,14 @@ def strategies(
     longest: int,
     *,
     chosen: PlanSpec | None = None,
+    stream: StreamSpec | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[Strategy]:
     """Yield every strategy with the token budget of the packed `spec`.
 
     Algorithm and balance of `spec` are replaced. Padding without dynamic batching takes
     `micro_batch_size` rows at a time, or as many as fit into the budget at the length `longest`.
-    `chosen` comes last, if it is none of the others.
+    `chosen` comes last, if it is none of the others; with `stream` it is planned as a stream.
     """
     assert spec.max_tokens is not None
     plain = replace(
@@ -236,8 +244,8 @@ def strategies(
             _title(packed_spec),
             packed_spec,
         )
-    if chosen is not None and chosen not in (*packed, plain, dynamic):
-        yield Strategy("configured", "as configured", chosen)
+    if chosen is not None and (stream is not None or chosen not in (*packed, plain, dynamic)):
+        yield Strategy("configured", "as configured", chosen, stream=stream)
 
 
 def compare(
@@ -245,6 +253,7 @@ def compare(
     spec: PlanSpec,
     *,
     chosen: PlanSpec | None = None,
+    stream: StreamSpec | None = None,
     balance: str = "flops",
     micro_batch_size: int | None = None,
     pp_size: int = 1,
@@ -252,14 +261,20 @@ def compare(
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
 
-    The strategy that the report describes is `chosen`, or `balanced` with `balance` without it.
+    The strategy that the report describes is `chosen` (formed by `stream`, if given), or `balanced` with `balance` without it.
     Raises ConfigError for rows that cannot be planned.
     """
     assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)
     longest = int(lengths.max())
     outcomes = []
-    for strategy in strategies(spec, longest, chosen=chosen, micro_batch_size=micro_batch_size):
+    for strategy in strategies(
+        spec,
+        longest,
+        chosen=chosen,
+        stream=stream,
+        micro_batch_size=micro_batch_size,
+    ):
         try:
             plan = strategy.plan(lengths)
         except ValueError as error:
@@ -270,7 +285,7 @@ def compare(
     # The strategy of a config may be one of the compared ones; it then keeps that name.
     chosen_key = balanced_key
     for key, outcome in by_key.items():
-        if outcome.strategy.spec == chosen:
+        if outcome.strategy.spec == chosen and outcome.strategy.stream == stream:
             chosen_key = key
             break
     batches = [lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size)]

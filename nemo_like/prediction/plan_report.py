@@ -20,6 +20,7 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.data.planning.spec import Oversize
+from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div, round_up
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
@@ -67,6 +68,8 @@ class PlanRequest:
     """The strategy of a config, which the report then describes; parallel sizes, cost, token budget
     and seed are those of the request.
     """
+    stream: StreamSpec | None = None
+    """Settings of the streaming planner that forms the steps of `chosen`; None: fixed batches."""
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For a past run: metric -> (logged value, value predicted from the lengths)."""
     notes: tuple[str, ...] = ()
@@ -177,6 +180,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             lengths,
             spec,
             chosen=chosen,
+            stream=None if chosen is None else request.stream,
             micro_batch_size=request.micro_batch_size,
             balance=request.balance,
             pp_size=request.placement.parallel_layout.pp,
