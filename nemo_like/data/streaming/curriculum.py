@@ -58,8 +58,31 @@ def curriculum_order(difficulty: np.ndarray, *, seed: int, epoch: int) -> np.nda
     `difficulty` is [N] of any real dtype. Rows of equal difficulty are ordered by a hash of the
     seed, the epoch and the row. Raises ValueError for a difficulty that is not finite.
     """
+    row_ids = np.arange(len(difficulty))
+    keys = curriculum_keys(difficulty, row_ids, seed=seed, epoch=epoch)
+    return np.lexsort(keys.T[::-1]).astype(np.int64)
+
+
+def curriculum_keys(
+    difficulty: np.ndarray,
+    row_ids: np.ndarray,
+    *,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:
+    """Return the difficulty, a hash and the id of rows, float64 [n, 3].
+
+    Sorted lexicographically, the last column is `curriculum_order`. For rows that are spread over
+    ranks, `sample_sort.sample_sort` sorts them and `sample_sort.deal_interleaved` gives each rank
+    what `rank_rows` would. `difficulty` is [n] of any real dtype; `row_ids` are integers [n], the
+    indices of the rows among all N < 2^53. Raises ValueError for a difficulty that is not finite.
+    """
     values = _checked_difficulty(difficulty)
-    return np.lexsort((_row_hashes(len(values), seed, epoch), values)).astype(np.int64)
+    if row_ids.shape != values.shape:
+        raise ValueError(f"row_ids has shape {row_ids.shape}: give {values.shape}")
+    # float64 holds integers of 53 bits exactly.
+    hashes = _row_hashes(row_ids, seed, epoch) >> np.uint64(11)
+    return np.stack([values, hashes.astype(np.float64), row_ids.astype(np.float64)], axis=1)
 
 
 def rank_rows(order: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
@@ -242,7 +265,8 @@ class CurriculumSampler:
 
     def _reset_epoch(self) -> None:
         """Make all rows of the present epoch available and none eligible."""
-        hashes = _row_hashes(len(self._difficulty), self._seed, self._epoch)
+        row_ids = np.arange(len(self._difficulty))
+        hashes = _row_hashes(row_ids, self._seed, self._epoch)
         self._by_hash = np.argsort(hashes, kind="stable").astype(np.int64)
         self._hash_position = np.empty_like(self._by_hash)
         self._hash_position[self._by_hash] = np.arange(len(self._by_hash))
@@ -296,9 +320,9 @@ def _checked_difficulty(difficulty: np.ndarray) -> np.ndarray:
     return values
 
 
-def _row_hashes(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Hash the seed, the epoch and each row index, uint64 [N]; without collisions of rows."""
+def _row_hashes(row_ids: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Hash the seed, the epoch and each row id, integers [n]; uint64 [n], distinct per row."""
     salt = mix(np.array([seed % 2**64], dtype=np.uint64))
     salt = mix(salt ^ np.uint64(epoch))
     # `mix` is bijective, so different rows have different hashes.
-    return mix(salt ^ np.arange(num_rows, dtype=np.uint64))
+    return mix(salt ^ row_ids.astype(np.uint64))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from nemo_like.data.streaming.learning_rate import (
     batch_size_scale,
     scale_learning_rate,
 )
+from nemo_like.data.streaming.token_batches import batch_by_tokens
 
 LRS = (1e-3, 0.02)
 
@@ -118,6 +120,19 @@ def test_examples_of_the_reference(base: Any, method: Method, expected: list[flo
         assert scheduler.get_last_lr() == lrs[-1:]
         advance(scheduler, step)
     assert lrs == pytest.approx(expected, rel=1e-3)
+
+
+def test_batches_of_short_then_long_rows() -> None:
+    """Example of the description: 30 tokens per batch, reference batch size 2, rate 1e-3."""
+    batches = batch_by_tokens(np.array([3] * 10 + [7] * 4), 30)
+    scheduler = VariableBatchSizeLR(
+        lr_scheduler.ConstantLR(new_optimizer((1e-3,)), factor=1.0),
+        base_batch_size=2,
+        batch_sizes=batches.step_num_rows.tolist(),
+    )
+    lrs = current(scheduler)
+    advance(scheduler, 0)
+    assert lrs + current(scheduler) == pytest.approx([5e-3, 2e-3])
 
 
 def test_scales() -> None:

@@ -7,12 +7,14 @@ from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.data.streaming.curriculum import curriculum_keys, curriculum_order, rank_rows
 from nemo_like.data.streaming.sample_sort import deal_interleaved, sample_sort
 from tests.policy.thread_ranks import run_thread_ranks
 
@@ -151,6 +153,23 @@ def test_processes(world_size: int, tmp_path: Path) -> None:
         of_ranks = [future.result(timeout=120) for future in futures]
     for number, (ranks, _, num_samples) in enumerate(cases):
         check(ranks, [results[number] for results in of_ranks], num_samples)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_a_curriculum_is_the_same_for_any_number_of_ranks(num_ranks: int) -> None:
+    """Difficulties that only their rank knows: sorted, dealt, and equal to the complete order."""
+    difficulty = np.random.default_rng(0).integers(0, 6, 101) / 4
+    owners = np.random.default_rng(num_ranks).integers(0, num_ranks, 101)
+    order = curriculum_order(difficulty, seed=7, epoch=2)
+
+    def run(group: dist.ProcessGroup) -> list[int]:
+        row_ids = np.flatnonzero(owners == group.rank())
+        keys = curriculum_keys(difficulty[row_ids], row_ids, seed=7, epoch=2)
+        rows = deal_interleaved(sample_sort(torch.from_numpy(keys), group, 5), group)
+        return rows[:, 2].to(torch.int64).tolist()
+
+    for rank, rows in enumerate(run_thread_ranks(num_ranks, run)):
+        assert rows == rank_rows(order, rank, num_ranks).tolist()
 
 
 def test_without_a_process_group() -> None:

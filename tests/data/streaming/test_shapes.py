@@ -87,6 +87,15 @@ def test_example_of_the_plan() -> None:
     assert warmup_plan([], 2).shapes == ()
 
 
+def test_three_ranks_have_all_four_lengths_first() -> None:
+    """Example of the description: in the order of the data, a rank has a new length later."""
+    lengths = [10, 20, 10, 30, 10, 20, 40, 20, 30, 10, 40, 30, 20, 40, 10, 30]
+    plan = warmup_plan([(1, length) for length in lengths], 3)
+    for rank in range(3):
+        assert [lengths[index] for index in plan.microbatches[:, rank]] == [40, 30, 20, 10]
+    assert [lengths[index] for index in plan.remaining] == [10, 20, 10, 30]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from([8, 16])), max_size=30),
