@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nemo_like.data.planning.oversize import OversizeWarning
-from nemo_like.data.streaming.selection import select_rows
+from nemo_like.data.streaming.selection import Fill, select_rows
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.data.streaming.window import WaitingRow, Window
 from nemo_like.integer_math import round_up
@@ -63,14 +63,13 @@ class MicrobatchFormer:
         """
         if self.is_closed:
             raise ValueError(f"row {row} arrived after the end of the stream; call `reopen` first")
-        if length < 1:
-            raise ValueError(f"row {row} has {length} tokens; a row has at least 1")
+        _check_numbers(row, length, num_trained, extra)
         plan = self.spec.step_spec
         size = round_up(length, plan.row_multiple)
-        self.counts.num_pushed += 1
         if size > plan.max_row_tokens:
             kept_length = self._fit_oversize(row, length)
             if kept_length is None:
+                self.counts.num_pushed += 1
                 return False
             if kept_length < length:
                 # The removed tokens may have loss; at most the remaining ones have.
@@ -79,18 +78,22 @@ class MicrobatchFormer:
             size = round_up(length, plan.row_multiple)
         if num_trained is None:
             num_trained = length - 1
+        self.counts.num_pushed += 1
         self.window.add(WaitingRow(row, length, size, num_trained, extra, self.num_steps))
         return True
 
     def _fit_oversize(self, row: int, length: int) -> int | None:
         """Apply the oversize policy; return the remaining length, or None for a dropped row."""
         plan = self.spec.step_spec
-        self.counts.num_oversize += 1
-        problem = f"row {row} has {length} tokens, above {plan.budget_key} = {plan.max_tokens}"
+        limit = f"{plan.budget_key} = {self.spec.plan.max_tokens}"
+        if self.spec.count_mode == "effective":
+            limit = f"{plan.max_tokens} ({limit} x {self.spec.physical_overflow_ratio})"
+        problem = f"row {row} has {length} tokens, above {limit}"
         if plan.oversize == "error":
             raise OversizeRowError(
                 f"{problem}; raise it, or set policy.oversize_rows to truncate, drop or singleton"
             )
+        self.counts.num_oversize += 1
         if plan.oversize == "drop":
             self.counts.num_dropped += 1
             warnings.warn(f"{problem}; it is left out", OversizeWarning, stacklevel=3)
@@ -164,8 +167,9 @@ class MicrobatchFormer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises ValueError for a state of another version.
 
-        If the number of microbatches of a step differs, the rows of an incomplete step return to
-        the window, as its oldest rows.
+        If the number of microbatches of a step differs, or they exceed the limits of this spec, the
+        rows of an incomplete step return to the window, as its oldest rows. A row above a lower
+        token limit is treated as `push` treats it.
         """
         if state.get("version") != _VERSION:
             raise ValueError(
@@ -176,14 +180,42 @@ class MicrobatchFormer:
         self.is_closed = bool(state["is_closed"])
         self.counts = StreamCounts(**state["counts"])
         self._limits = self.spec.limits(self.num_steps)
-        bins = [_rows(rows) for rows in state["bins"]]
-        waiting = _rows(state["window"])
-        if state["num_bins"] == self.num_bins:
-            self.bins = bins
-        else:
-            self.bins = []
+        bins = [self._refit(rows) for rows in state["bins"]]
+        waiting = self._refit(state["window"])
+        is_kept = state["num_bins"] == self.num_bins and all(map(self._is_within, bins))
+        if not is_kept:
             waiting = [row for rows in bins for row in rows] + waiting
+        self.bins = bins if is_kept else []
         self.window = Window(waiting)
+
+    def _refit(self, values: Iterable[Iterable[int]]) -> Bin:
+        """Return the rows of a state, with the multiples and the token limit of this spec."""
+        plan = self.spec.step_spec
+        rows = []
+        for numbers in values:
+            row = WaitingRow(*map(int, numbers))
+            row = row._replace(size=round_up(row.length, plan.row_multiple))
+            # Without a change of the settings, only rows that run alone exceed the limit.
+            if row.size > plan.max_row_tokens and plan.oversize != "singleton":
+                length = self._fit_oversize(row.row, row.length)
+                if length is None:
+                    continue
+                row = row._replace(
+                    length=length,
+                    size=round_up(length, plan.row_multiple),
+                    num_trained=min(row.num_trained, length),
+                )
+            rows.append(row)
+        return rows
+
+    def _is_within(self, rows: Bin) -> bool:
+        """Return True if a microbatch of `rows` is not empty and within the limits of this step."""
+        fill = Fill(self._limits)
+        for number, row in enumerate(rows):
+            if number > 0 and not fill.fits(row):
+                return False
+            fill.add(number, row)
+        return len(rows) > 0
 
 
 def split_bins(bins: list[Bin], num_bins: int, layout: str) -> list[Bin]:
@@ -240,6 +272,13 @@ def positions(rows: Bin, layout: str) -> int:
     return sum(sizes) if layout == "packed" else len(sizes) * max(sizes)
 
 
-def _rows(values: Iterable[Iterable[int]]) -> list[WaitingRow]:
-    """Return the rows of a state."""
-    return [WaitingRow(*map(int, row)) for row in values]
+def _check_numbers(row: int, length: int, num_trained: int | None, extra: int) -> None:
+    """Raise ValueError for numbers that no row has."""
+    if length < 1:
+        raise ValueError(f"row {row} has {length} tokens; a row has at least 1")
+    if num_trained is not None and not 0 <= num_trained <= length:
+        raise ValueError(
+            f"row {row} has {num_trained} trained tokens; it must be from 0 to its {length} tokens"
+        )
+    if extra < 0:
+        raise ValueError(f"extra of row {row} is {extra}; it must not be negative")
