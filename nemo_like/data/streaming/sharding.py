@@ -148,10 +148,11 @@ class ShardedOrder:
         different states.
         """
         states = sorted(states, key=lambda state: state["rank"])
-        if not states or len(states) != states[0]["num_ranks"]:
+        _check_group(states)
+        if untrained and len(untrained) != len(states):
             raise ValueError(
-                f"{len(states)} states were given; the states of all"
-                f" {states[0]['num_ranks'] if states else 'former'} ranks are needed"
+                f"untrained has {len(untrained)} lists of rows for {len(states)} ranks; pass one"
+                " list per rank"
             )
         epochs = {state["epoch"] for state in states}
         if len(epochs) > 1:
@@ -178,6 +179,11 @@ class ShardedOrder:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is a position in the same order of the same rows."""
+        if state.get("version") != _VERSION:
+            raise ValueError(
+                f"the state of the order has version {state.get('version')}, this is version"
+                f" {_VERSION}; continue with the version that wrote it"
+            )
         for name in ("num_rows", "seed", "shuffle"):
             if state.get(name) != getattr(self, name):
                 raise ValueError(
@@ -192,6 +198,27 @@ class ShardedOrder:
         for part in self._history:
             rows = _rows_after(rows, part)
         return rows[shard_stride(self.rank, self.num_ranks)]
+
+
+def _check_group(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless `states`, sorted by rank, are those of all ranks of one group."""
+    if not states or len(states) != states[0]["num_ranks"]:
+        raise ValueError(
+            f"{len(states)} states were given; the states of all"
+            f" {states[0]['num_ranks'] if states else 'former'} ranks are needed"
+        )
+    ranks = [state["rank"] for state in states]
+    if ranks != list(range(len(states))):
+        raise ValueError(
+            f"the states are those of the ranks {ranks}; one state of each of the {len(states)}"
+            " ranks is needed"
+        )
+    for state in states:
+        if (state["num_ranks"], state["history"]) != (len(states), states[0]["history"]):
+            raise ValueError(
+                f"the state of rank {state['rank']} belongs to another part of the epoch than that"
+                " of rank 0: the group had another size then; pass states of one checkpoint"
+            )
 
 
 def _rows_after(rows: np.ndarray, part: _Part) -> np.ndarray:
