@@ -76,6 +76,10 @@ def derivation(config: RunConfig) -> str:
     layout = policy_layout(config)
     replicas = layout.dp
     lines = config.batch_lines()
+    if not config.has_fixed_batches:
+        # The number of rows of a step varies: only the budget of a microbatch is known.
+        lines = [f"{workers} {plural(workers, 'worker')}, {layout}"]
+        return "\n".join([*lines, *_microbatch_lines(config, 0)])
     if replicas == workers:
         lines.append(
             f"{batch} rows / {workers} {plural(workers, 'worker')} = {quotient(batch / workers)}"
@@ -193,6 +197,8 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:
     """Every DP rank needs at least one example; without a token budget all need equally many."""
+    if not config.has_fixed_batches:
+        return
     key = "policy.train_global_batch_size"
     batch = config.policy.train_global_batch_size
     layout = policy_layout(config)

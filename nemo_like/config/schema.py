@@ -406,6 +406,11 @@ class RunConfig:
         return self.needs_reference
 
     @property
+    def has_fixed_batches(self) -> bool:
+        """True if every step has `policy.train_global_batch_size` examples."""
+        return True
+
+    @property
     def examples_per_step(self) -> tuple[str, int]:
         """Examples of the training file that one step takes: (key, number)."""
         return "policy.train_global_batch_size", self.policy.train_global_batch_size

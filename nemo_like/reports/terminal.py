@@ -73,10 +73,15 @@ def headline(report: PlanReport) -> list[str]:
         num_params = format_count(request.model.num_params)
         model = f"{request.model.name} ({num_params} parameters), "
     steps = "step" if comparison.num_steps == 1 else "steps"
+    rows_per_step = f"{comparison.batch_size:,} rows"
+    if comparison.chosen.strategy.stream is not None:
+        mean_rows = len(lengths) / comparison.num_steps
+        others = f"the other strategies: {comparison.batch_size:,} rows"
+        rows_per_step = f"about {mean_rows:,.0f} rows as configured ({others})"
     return [
         (
             f"{len(lengths):,} rows from {request.rows.source}: {comparison.num_steps:,} {steps}"
-            f" of {comparison.batch_size:,} rows"
+            f" of {rows_per_step}"
         ),
         (
             f"tokens per row: mean {lengths.mean():,.0f}, median {median:,.0f}, p99 {p99:,.0f},"

@@ -27,7 +27,7 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
     """Yield the warnings that follow from the training rows."""
     key, batch_size = config.examples_per_step
     num_rows = len(rows)
-    if num_rows < batch_size:
+    if config.has_fixed_batches and num_rows < batch_size:
         yield (
             f"{config.data.train_path} has {num_rows} {plural(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
@@ -84,7 +84,7 @@ def _replica_warnings(config: RunConfig) -> Iterator[str]:
     batch_size = config.policy.train_global_batch_size
     layout = policy_layout(config)
     replicas = layout.dp
-    if batch_size % replicas:
+    if config.has_fixed_batches and batch_size % replicas:
         noun = "workers" if layout.replica_size == 1 else "model replicas"
         sizes = nearest_multiples(batch_size, replicas)
         yield (

@@ -33,6 +33,11 @@ class SftRunConfig(RunConfig):
         """True if validation generates answers."""
         return self.sft.val_generate
 
+    @property
+    def has_fixed_batches(self) -> bool:
+        """True unless the rows of a step are chosen from a window."""
+        return not self.data.batching.is_streaming
+
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of batch formation and of generated validation answers."""
         yield from batching_problems(self, self.data, self.sft.max_num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
+from nemo_like.config.text import plural
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
 from nemo_like.data.loader import RowLoader
@@ -35,7 +37,6 @@ from nemo_like.training.dataset import (
     open_data,
 )
 from nemo_like.training.encoding import encode_conversation
-from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
 
 if TYPE_CHECKING:
@@ -66,11 +67,11 @@ def open_source(config: SftRunConfig, data: RunData | None = None) -> ExampleSou
 def open_loader(
     config: SftRunConfig,
     source: ExampleSource[EncodedRow],
-    model: ModelSpec | None = None,
+    model: ModelSpec | None,
 ) -> SftLoader:
     """Return the loader of the training rows, which also plans them if they are streamed.
 
-    `model` gives the work of a row; None reads it from the files of the model.
+    `model` gives the work of a row; without it, that of a dense 7B model is used.
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
     batching = config.data.batching
@@ -80,7 +81,7 @@ def open_loader(
         config.policy,
         purpose="train",
         parallel_layout=policy_layout(config),
-        model=model or open_model_spec(config),
+        model=model,
         seed=config.seed,
     )
     try:
@@ -114,10 +115,11 @@ def check_rows(
     check_prompts_agree(encoder, data.train, diagnostics)
     source = open_source(config, data)
     diagnostics.warnings += answer_warnings(config, data.train)
-    num_steps = diagnostics.check(lambda: source.num_steps(config.sft))
-    if num_steps is not None:
-        diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
-        diagnostics.warnings += step_warnings(config, num_steps)
+    is_streaming = config.data.batching.is_streaming
+    if is_streaming:
+        diagnostics.add_lines("data", _describe_stream(config, len(data.train)))
+    else:
+        _check_num_steps(config, source, diagnostics)
     for rows in (data.train, data.validation):
         if rows is None:
             continue
@@ -136,10 +138,77 @@ def check_rows(
                 )
             for index in sorted(encoded)[:NUM_SAMPLES]:
                 diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
-    if len(diagnostics.problems) == num_problems_before:
-        batch = diagnostics.check(lambda: next(source.loader()))
-        lengths_of_step = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
-        describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
+    if len(diagnostics.problems) > num_problems_before:
+        return
+    if is_streaming:
+        spec = None if model is None else ModelSpec.from_config(model)
+        _describe_first_step(config, source, spec, diagnostics)
+        return
+    batch = diagnostics.check(lambda: next(source.loader()))
+    lengths_of_step = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
+    describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
+
+
+def _describe_stream(config: SftRunConfig, num_rows: int) -> str:
+    """Describe the length of a run whose steps have different numbers of rows."""
+    batching = config.data.batching
+    limits = config.sft
+    length = f"{limits.max_num_epochs} {plural(limits.max_num_epochs, 'epoch')}"
+    if batching.tail == "wrap":
+        length = f"{limits.max_num_steps:,} {plural(limits.max_num_steps or 0, 'step')}"
+    elif limits.max_num_steps is not None:
+        length += f", at most {limits.max_num_steps:,} {plural(limits.max_num_steps, 'step')}"
+    return (
+        f"{length} of {num_rows:,} rows; data.batching.kind {batching.kind} forms steps of"
+        f" {batching.microbatches_per_step} full"
+        f" {plural(batching.microbatches_per_step, 'microbatch', 'microbatches')} per worker"
+    )
+
+
+def _check_num_steps(
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    diagnostics: Diagnostics,
+) -> None:
+    """Describe the length of a run of fixed batches, and check that it has a step."""
+    num_steps = diagnostics.check(lambda: source.num_steps(config.sft))
+    if num_steps is not None:
+        diagnostics.add_lines("data", describe_run(config, num_steps, len(source.data.train)))
+        diagnostics.warnings += step_warnings(config, num_steps)
+
+
+def _describe_first_step(
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    model: ModelSpec | None,
+    diagnostics: Diagnostics,
+) -> None:
+    """Form the first step of a stream; warn if the window is too small to fill a microbatch."""
+    loader = diagnostics.check(lambda: open_loader(config, source, model))
+    if not isinstance(loader, StreamLoader):
+        return
+    rows = diagnostics.check(lambda: next(loader))
+    if rows is None:
+        return
+    step = loader.planned
+    metrics = step.metrics()
+    num_microbatches = step.plan.num_microbatches
+    diagnostics.add_lines(
+        "plan",
+        f"the first step: {len(rows):,} rows, {int(step.plan.lengths.sum()):,} tokens,"
+        f" {metrics['packing/padding_share']:.1%} padding,"
+        f" {metrics['packing/utilization']:.1%} of the token budget used; microbatches per worker"
+        f" and optimizer step: {num_microbatches}",
+    )
+    max_tokens = step.plan.spec.max_tokens or 0
+    window_rows = config.data.batching.num_window_rows
+    mean_length = float(step.plan.lengths.mean())
+    if window_rows * mean_length < max_tokens and len(source.data.train) > window_rows:
+        diagnostics.warnings.append(
+            f"data.batching.window_rows is {window_rows}, which at {mean_length:.0f} tokens per row"
+            f" cannot fill a microbatch of {max_tokens:,} tokens; set it to"
+            f" {math.ceil(4 * max_tokens / mean_length):,} or more"
+        )
 
 
 def first_lengths(

@@ -16,6 +16,7 @@ from nemo_like.metrics import Mean, Metrics, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers
+from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 
@@ -24,7 +25,8 @@ def run_sft(config: SftRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_paths(config)
     source = open_source(config)
-    loader = open_loader(config, source)
+    # The workers make no plans here, so the driver reads the sizes of the model.
+    loader = open_loader(config, source, open_model_spec(config))
     with closing(source.rows):
         num_rows = None
         if not isinstance(loader, StreamLoader):
