@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.parallel import named_by_keys
 from nemo_like.config.batching import StreamableDataConfig
+from nemo_like.config.parallel import named_by_keys
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec

@@ -153,13 +153,14 @@ def _describe_stream(config: SftRunConfig, num_rows: int) -> str:
     """Describe the length of a run whose steps have different numbers of rows."""
     batching = config.data.batching
     limits = config.sft
-    length = f"{limits.max_num_epochs} {plural(limits.max_num_epochs, 'epoch')}"
-    if batching.tail == "wrap":
-        length = f"{limits.max_num_steps:,} {plural(limits.max_num_steps or 0, 'step')}"
-    elif limits.max_num_steps is not None:
-        length += f", at most {limits.max_num_steps:,} {plural(limits.max_num_steps, 'step')}"
+    length = (
+        f"{limits.max_num_epochs} {plural(limits.max_num_epochs, 'epoch')} of {num_rows:,} rows"
+    )
+    if limits.max_num_steps is not None:
+        steps = f"{limits.max_num_steps:,} {plural(limits.max_num_steps, 'step')}"
+        length = f"{steps}" if batching.tail == "wrap" else f"{length}, at most {steps}"
     return (
-        f"{length} of {num_rows:,} rows; data.batching.kind {batching.kind} forms steps of"
+        f"{length}; data.batching.kind {batching.kind} forms steps of"
         f" {batching.microbatches_per_step} full"
         f" {plural(batching.microbatches_per_step, 'microbatch', 'microbatches')} per worker"
     )
