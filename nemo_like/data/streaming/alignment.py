@@ -19,13 +19,20 @@ docs/batching_online.md has the proof.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from nemo_like.data.streaming.former import MicrobatchFormer, StreamCounts, split_bins
+from nemo_like.data.streaming.former import (
+    MicrobatchFormer,
+    StreamCounts,
+    positions,
+    split_bins,
+)
 from nemo_like.data.streaming.planner import PlannedStep, planned_step
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import round_up
@@ -34,12 +41,12 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_NUM_VALUES = 5
-"""Integers of one rank in an exchange."""
+_NUM_VALUES = 7
+"""Integers of one rank in an exchange: see `AlignedPlanner.proposal`."""
 
 
 class AlignmentError(RuntimeError):
-    """Another rank reported an error instead of its step, so no rank has one."""
+    """The ranks have no common step: one reported an error, or they differ in step or settings."""
 
 
 class Coordinator(Protocol):
@@ -91,6 +98,11 @@ class ProcessGroupCoordinator:
         self._group = group
         self._device = device
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(
+                "this process is not in the group, so its rows cannot be aligned; pass a group"
+                " that contains it"
+            )
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, values: Sequence[int]) -> np.ndarray:
@@ -115,7 +127,9 @@ class AlignedStep:
     num_dummies: int
     """Dummy microbatches of all ranks."""
     position_imbalance: float
-    """Positions of the max-loaded rank over the mean rank."""
+    """Positions of the max-loaded rank over the mean rank, without dummies and as they were before
+    microbatches were split.
+    """
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this rank's plan and of the group."""
@@ -154,6 +168,7 @@ class AlignedPlanner:
         self.join = join
         self.is_finished = False
         """True after `next_step` returned None, on all ranks."""
+        self._failure: str | None = None
         self._coordinator = coordinator
         self._former = MicrobatchFormer(spec, spec.microbatches_per_step)
 
@@ -165,7 +180,15 @@ class AlignedPlanner:
     @property
     def needs_rows(self) -> bool:
         """True while rows must be pushed (or the stream closed) before `next_step`."""
+        if self.is_finished or self._failure is not None:
+            return False
         return not self._former.form() and not self._former.is_closed
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ids of the rows of this rank in the incomplete step and in the window."""
+        rows = chain(*self._former.bins, self._former.window)
+        return tuple(row.row for row in rows)
 
     @property
     def in_window(self) -> tuple[int, ...]:
@@ -184,18 +207,35 @@ class AlignedPlanner:
         """Mark the end of this rank's shard."""
         self._former.close()
 
+    def reopen(self) -> None:
+        """Continue after the last step, for example with the next epoch. Every rank must call it.
+
+        Raises ValueError before the last step: the ranks end together.
+        """
+        if not self.is_finished:
+            raise ValueError("the stream has not ended on all ranks; call `next_step` until None")
+        self.is_finished = False
+        self._former.reopen()
+
     def next_step(self) -> AlignedStep | None:
         """Return the next step; None after the last one. Every rank must call it.
 
-        Raises ValueError if rows are missing (`needs_rows`), and AlignmentError if another rank
-        called `fail`.
+        Raises ValueError if rows are missing (`needs_rows`). Raises AlignmentError, on all ranks,
+        if a rank called `fail`, or if the ranks differ in their number of steps or settings.
         """
+        if self._failure is not None:
+            # The others take part in no further exchange.
+            raise AlignmentError(self._failure)
         if self.is_finished:
             return None
         return self.resolve(self._coordinator.all_gather(self.proposal()))
 
     def proposal(self) -> list[int]:
-        """Return what this rank has for the next step, the values that the ranks exchange."""
+        """Return what this rank has for the next step, the values that the ranks exchange.
+
+        Microbatches, rows, trained tokens, positions, number of steps, a checksum of the settings
+        that all ranks must share, and 1 for a failure. Raises ValueError if rows are missing.
+        """
         if self.needs_rows:
             raise ValueError("the step is incomplete: push rows while `needs_rows`, or close")
         rows = [row for rows in self._former.bins for row in rows]
@@ -203,20 +243,26 @@ class AlignedPlanner:
             len(self._former.bins),
             len(rows),
             sum(row.num_trained for row in rows),
-            sum(row.size for row in rows),
+            sum(positions(rows, self.spec.plan.layout) for rows in self._former.bins),
+            self._former.num_steps,
+            self._settings_checksum(),
             0,
         ]
 
     def resolve(self, ranks: np.ndarray) -> AlignedStep | None:
         """Return the step that follows from the proposals of all ranks, int64 [R, _NUM_VALUES].
 
-        None if there is no further step.
+        None if there is no further step. Raises AlignmentError like `next_step`.
         """
-        _raise_failure(ranks)
+        self._failure = _failure_of(ranks)
+        if self._failure is not None:
+            raise AlignmentError(self._failure)
         num_bins = ranks[:, 0]
         if self._is_end(num_bins):
             self.is_finished = True
             self._former.drop_rest()
+            # Without `join` the shard may have more rows; they must not be pushed and lost.
+            self._former.close()
             return None
         num_microbatches = round_up(int(num_bins.max()), self.spec.plan.microbatch_multiple)
         bins = split_bins(self._former.take_step(), num_microbatches, self.spec.plan.layout)
@@ -229,45 +275,89 @@ class AlignedPlanner:
         )
         # A rank with fewer rows than microbatches has one row in each, and dummies.
         num_dummies = np.maximum(num_microbatches - ranks[:, 1], 0)
-        mean_positions = max(float(ranks[:, 3].mean()), 1.0)
+        # A step has a row on some rank, so the mean is positive.
+        position_imbalance = float(ranks[:, 3].max() / ranks[:, 3].mean())
         return AlignedStep(
             own=own,
             num_rows=int(ranks[:, 1].sum()),
             num_dummies=int(num_dummies.sum()),
-            position_imbalance=float(ranks[:, 3].max()) / mean_positions,
+            position_imbalance=position_imbalance,
         )
 
     def fail(self) -> None:
         """Take part in the exchange of the next step with a report of an error.
 
         Call it where `next_step` cannot be called, so that the other ranks raise AlignmentError
-        instead of waiting.
+        instead of waiting. Without effect after the last step and after an AlignmentError, when no
+        rank waits.
         """
-        self.is_finished = True
+        if self.is_finished or self._failure is not None:
+            return
+        self._failure = "this rank reported an error, so it has no further step"
         self._coordinator.all_gather([0] * (_NUM_VALUES - 1) + [1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values of this rank."""
-        return {**self._former.state_dict(), "is_finished": self.is_finished}
+        return {
+            **self._former.state_dict(),
+            "rank": self._coordinator.rank,
+            "num_ranks": self._coordinator.num_ranks,
+            "is_finished": self.is_finished,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of this rank. Raises ValueError for another version."""
+        """Continue from the state of this rank.
+
+        Raises ValueError for a state of another version, rank or number of ranks.
+        """
+        for name in ("rank", "num_ranks"):
+            if state.get(name) != getattr(self._coordinator, name):
+                raise ValueError(
+                    f"the state is that of {name}={state.get(name)}, this is {name}="
+                    f"{getattr(self._coordinator, name)}; for another number of ranks start with an"
+                    " empty planner, and pass the `waiting` rows of all ranks to"
+                    " `ShardedOrder.load_global_state`"
+                )
         self._former.load_state_dict(state)
         self.is_finished = bool(state["is_finished"])
+        self._failure = None
+
+    def _settings_checksum(self) -> int:
+        """Return a checksum of the settings from which ranks compute the size of a step."""
+        settings = (
+            self.spec.microbatches_per_step,
+            self.spec.plan.microbatch_multiple,
+            self._ends_incomplete,
+        )
+        return zlib.crc32(repr(settings).encode())
+
+    @property
+    def _ends_incomplete(self) -> bool:
+        """True if the stream ends in the first step that some rank cannot fill."""
+        return not self.join or self.spec.tail == "drop"
 
     def _is_end(self, num_bins: np.ndarray) -> bool:
         """Return True if there is no further step; `num_bins` int64 [R] of all ranks."""
-        is_incomplete = num_bins < self.spec.microbatches_per_step
-        if not self.join or self.spec.tail == "drop":
-            return bool(is_incomplete.any())
+        if self._ends_incomplete:
+            return bool((num_bins < self.spec.microbatches_per_step).any())
         return not num_bins.any()
 
 
-def _raise_failure(ranks: np.ndarray) -> None:
-    """Raise AlignmentError if a rank reported an error; `ranks` int64 [R, _NUM_VALUES]."""
+def _failure_of(ranks: np.ndarray) -> str | None:
+    """Return why the ranks have no common step, or None; `ranks` int64 [R, _NUM_VALUES]."""
     failed = np.flatnonzero(ranks[:, -1])
     if len(failed):
         names = ", ".join(map(str, failed.tolist()))
-        raise AlignmentError(
-            f"rank {names} could not form its step; its own error message has the cause"
+        return f"rank {names} could not form its step; its own error message has the cause"
+    steps = ranks[:, 4]
+    if (steps != steps[0]).any():
+        return (
+            f"the ranks are at different steps {steps.tolist()}; resume all of them from the same"
+            " checkpoint"
         )
+    if (ranks[:, 5] != ranks[0, 5]).any():
+        return (
+            "the ranks have different settings; microbatches_per_step, microbatch_multiple, join"
+            " and tail must be the same on all ranks"
+        )
+    return None

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.data.planning.padded import form_padded
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.planning.spec import Oversize, PlanSpec
 from nemo_like.data.streaming.former import OversizeRowError
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
@@ -82,6 +83,10 @@ def test_every_row_is_once_in_a_step_within_the_limits_or_counted(
     for number, step in enumerate(steps):
         assert step.step == number
         check_step(spec, step, row_of)
+        restored = BatchPlan.from_json(step.plan.to_json())
+        assert restored == step.plan
+        assert restored.ranks == step.plan.ranks
+        json.dumps(step.metrics())
         limit = max_row_length(spec)
         assert step.num_trained == trained_of([row_of[row] for row in step.rows], limit, spec)
     # Only the last step may be smaller.
