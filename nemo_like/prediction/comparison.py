@@ -261,8 +261,9 @@ def compare(
 ) -> Comparison:
     """Plan `lengths` int64 [B] in batches of `spec.global_batch_size` with every strategy.
 
-    The strategy that the report describes is `chosen` (formed by `stream`, if given), or `balanced` with `balance` without it.
-    Raises ConfigError for rows that cannot be planned.
+    The strategy that the report describes is `chosen`, whose steps `stream` forms if it is given;
+    without `chosen` it is `balanced` with `balance`. Raises ConfigError for rows that cannot be
+    planned.
     """
     assert spec.max_tokens is not None
     batch_size = spec.global_batch_size or len(lengths)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.data import SftLoader, open_loader, open_source
 from nemo_like.config.paths import resolve_paths
+from nemo_like.config.text import plural
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.streaming.loader import StreamLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -80,6 +81,7 @@ def _train(
                 stop_if_too_many(run, step, loader)
                 run.save_if_due(step, loader, is_last=is_last)
                 phase.advance()
+        _report_dropped_tail(run, source, loader)
         return run.finalize(step)
 
 
@@ -105,6 +107,26 @@ def _is_last(
     if isinstance(loader, StreamLoader) and loader.is_finished(source.rows.is_kept):
         return True
     return total is not None and step >= total
+
+
+def _report_dropped_tail(
+    run: TrainingRun,
+    source: ExampleSource[EncodedRow],
+    loader: SftLoader,
+) -> None:
+    """Print the rows of the last epoch that `data.batching.tail=drop` leaves out.
+
+    Those of earlier epochs are in the metric `packing/num_dropped` of the steps that follow.
+    """
+    if not isinstance(loader, StreamLoader) or loader.spec.tail != "drop":
+        return
+    is_kept = source.rows.is_kept
+    num_left = loader.num_left(is_kept)
+    if num_left and loader.is_finished(is_kept):
+        run.progress.print_line(
+            f"data.batching.tail=drop leaves out {num_left} {plural(num_left, 'row')} of the last"
+            " epoch"
+        )
 
 
 def stream_metrics(loader: SftLoader) -> Metrics:

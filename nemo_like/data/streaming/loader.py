@@ -140,6 +140,12 @@ class StreamLoader(Generic[Out]):
             return self._is_rest_dropped(left)
         return len(left) == 0 and self._planner.num_waiting == 0
 
+    def num_left(self, is_kept: np.ndarray) -> int:
+        """Count the rows of this epoch that no step has yet; `is_kept` bool [N] as above."""
+        if self._num_epochs is not None and self._order.epoch >= self._num_epochs:
+            return 0
+        return int(is_kept[self._order.left].sum()) + self._planner.num_waiting
+
     def _is_rest_dropped(self, left: np.ndarray) -> bool:
         """Return True if the waiting rows and the rows `left` int64 [n] do not fill a step."""
         trial = copy.deepcopy(self._planner)
