@@ -183,6 +183,14 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
             f" {scheduler.warmup_steps} warm-up steps; it must be above {scheduler.warmup_steps},"
             " or null for the length of the run",
         )
+    has_base = scheduler.base_batch_size is not None
+    if has_base != (scheduler.batch_size_scaling != "none"):
+        yield Problem(
+            ("policy.scheduler.batch_size_scaling", "policy.scheduler.base_batch_size"),
+            f"policy.scheduler.batch_size_scaling is {scheduler.batch_size_scaling} and"
+            f" policy.scheduler.base_batch_size is {scheduler.base_batch_size or 'null'}: scaling"
+            " needs the batch size for which policy.optimizer.lr was chosen; set both or none",
+        )
 
 
 def _validation(config: RunConfig) -> Iterator[Problem]:

@@ -110,6 +110,13 @@ class SchedulerConfig:
     the run. Must be above `warmup_steps`."""
     min_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
     """Final learning rate as a fraction of `policy.optimizer.lr` (linear and cosine)."""
+    batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the learning rate of each step by its batch size over `base_batch_size`, or by the
+    square root of that ratio; for steps of different size."""
+    base_batch_size: Annotated[int | None, AtLeast(1)] = None
+    """Batch size for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
+    batch_size_unit: Literal["rows", "tokens"] = "rows"
+    """Unit of `base_batch_size`: rows, or tokens with loss. The loss is a mean over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

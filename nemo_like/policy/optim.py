@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
+from nemo_like.data.streaming.learning_rate import batch_size_scale
+from nemo_like.losses import GlobalCounts
 
 LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19: the square of any number up to this is finite in float32."""
@@ -44,6 +46,17 @@ def learning_rate(
     else:
         remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
     return optimizer.lr * (scheduler.min_ratio + (1.0 - scheduler.min_ratio) * remaining)
+
+
+def learning_rate_scale(scheduler: SchedulerConfig, counts: GlobalCounts) -> float:
+    """Return the factor of the learning rate for a step with these rows and trained tokens."""
+    # A step without trained tokens has no gradient to scale.
+    if scheduler.batch_size_scaling == "none" or counts.num_tokens == 0:
+        return 1.0
+    assert scheduler.base_batch_size is not None, "checked with the config"
+    is_in_rows = scheduler.batch_size_unit == "rows"
+    batch_size = counts.num_rows if is_in_rows else counts.num_tokens
+    return batch_size_scale(batch_size, scheduler.base_batch_size, scheduler.batch_size_scaling)
 
 
 def resolve_decay_steps(config: PolicyConfig, num_optimizer_steps: int | None) -> PolicyConfig:

@@ -28,7 +28,7 @@ from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
 from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
-from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate
+from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
 from nemo_like.policy.row_logprobs import compute_row_logprobs
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.worker_protocol import Columns, DeviceInfo
@@ -262,6 +262,7 @@ class PolicyWorker:
         engine = self._policy
         counts = GlobalCounts(*engine.sum_over_dp(rows.count(microbatches)))
         lr = learning_rate(engine.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
+        lr *= learning_rate_scale(self.config.scheduler, counts)
         step_fn = LossStep(loss, loss.denominator(counts), engine.sum_over_cp)
         reset_peak_memory(engine.device)
         # Drops intervals that were measured outside of training, for example in evaluation.
