@@ -22,6 +22,7 @@ from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from tests.data.streaming.stream_cases import (
     Row,
+    check_metrics,
     check_step,
     max_row_length,
     multiples,
@@ -83,6 +84,7 @@ def test_every_row_is_once_in_a_step_within_the_limits_or_counted(
     for number, step in enumerate(steps):
         assert step.step == number
         check_step(spec, step, row_of)
+        check_metrics(step)
         restored = BatchPlan.from_json(step.plan.to_json())
         assert restored == step.plan
         assert restored.ranks == step.plan.ranks
