@@ -42,7 +42,8 @@ def stream_specs(
         microbatch_order=draw(st.sampled_from(["packer", "largest_first"])),
         sequence_length_round=draw(st.sampled_from([1, 1, 3, 4])),
         cp_size=draw(st.sampled_from([1, 1, 2])),
-        tp_size=draw(st.sampled_from([1, 2])),
+        # With sequence parallelism the total multiple is above that of a row.
+        tp_size=draw(st.sampled_from([1, 2, 4, 8])),
         sequence_parallel=draw(st.booleans()),
         microbatch_multiple=multiple,
         oversize=draw(st.sampled_from(oversize)),
@@ -105,6 +106,20 @@ def max_positions(spec: StreamSpec, tokens: int) -> int:
     if spec.count_mode == "total":
         return tokens
     return math.ceil(tokens * spec.physical_overflow_ratio)
+
+
+def is_window_ready(spec: StreamSpec, step: int, lengths: list[int]) -> bool:
+    """True if a window of rows of `lengths` has enough of them for a microbatch of `step`."""
+    plan = spec.plan
+    row, total = multiples(spec)
+    if len(lengths) >= plan.num_ranks * spec.window_rows:
+        return True
+    min_tokens = spec.window_tokens
+    if min_tokens is None:
+        positions = max_positions(spec, token_limit(spec, step))
+        min_tokens = (4 if plan.layout == "packed" else 16) * (positions // total * total)
+    size = sum(-(-length // row) * row for length in lengths)
+    return min_tokens > 0 and size >= plan.num_ranks * min_tokens
 
 
 def max_row_length(spec: StreamSpec) -> int:

@@ -24,8 +24,8 @@ from tests.data.streaming.stream_cases import (
     Row,
     check_metrics,
     check_step,
+    is_window_ready,
     max_row_length,
-    multiples,
     stream_rows,
     stream_specs,
     trained_of,
@@ -127,14 +127,16 @@ def test_a_row_waits_for_at_most_as_many_microbatches_as_rows_are_before_it(
         last_step[number] = (num_formed + len(planner.in_window)) // spec.num_bins
         arrived_in[number] = planner.num_steps
         push(planner, number, row)
+        lengths = [rows[waiting].length for waiting in planner.in_window]
+        before = planner.num_steps * spec.num_bins + len(planner.state_dict()["bins"])
+        is_ready = is_window_ready(spec, planner.num_steps, lengths)
         steps += steps_now(planner)
-        # Bounded memory: fewer rows wait than make the window ready.
-        assert len(planner.in_window) < spec.plan.num_ranks * spec.window_rows
-        if spec.window_tokens:
-            row_multiple, _ = multiples(spec)
-            waiting = [rows[waiting].length for waiting in planner.in_window]
-            sizes = [-(-length // row_multiple) * row_multiple for length in waiting]
-            assert sum(sizes) < spec.plan.num_ranks * spec.window_tokens
+        after = planner.num_steps * spec.num_bins + len(planner.state_dict()["bins"])
+        # A microbatch is formed as soon as the window is ready and not before. So memory is
+        # bounded: fewer rows wait than make the window ready.
+        assert (after > before) == is_ready
+        lengths = [rows[waiting].length for waiting in planner.in_window]
+        assert not is_window_ready(spec, planner.num_steps, lengths)
     planner.close()
     for step in steps + steps_now(planner):
         for row in step.rows:
