@@ -112,7 +112,9 @@ class ProcessGroupCoordinator:
 
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
         gathered = torch.empty(self.num_ranks * len(values), dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        # torch 2.13 renamed the collective and warns of the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, own, group=self._group)
         return gathered.cpu().numpy().reshape(self.num_ranks, len(values))
 
 
