@@ -30,6 +30,7 @@ EXTRA_OF_IMPORT = {
     "megatron": "megatron",
     "gguf": "gguf",
     "numba": "speed",
+    "torchdata": "data",
     "wandb": "wandb",
     "mlflow": "mlflow",
 }
@@ -88,6 +89,7 @@ def test_the_promised_extras_exist() -> None:
         "mlflow",
         "gguf",
         "speed",
+        "data",
         "dev",
     }
     assert promised == set(PROJECT["optional-dependencies"])
