@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_like.data.planning.oversize import OversizeWarning
@@ -35,6 +35,11 @@ class StreamCounts:
     num_truncated: int = 0
     num_oversize: int = 0
 
+    def since(self, other: StreamCounts) -> StreamCounts:
+        """Return the rows since `other`, counts of the same stream at an earlier time."""
+        before = asdict(other)
+        return StreamCounts(**{name: count - before[name] for name, count in asdict(self).items()})
+
 
 class MicrobatchFormer:
     """Rows in, microbatches out, `num_bins` for each step.
@@ -48,6 +53,9 @@ class MicrobatchFormer:
         self.num_steps = 0
         """Number of complete steps."""
         self.counts = StreamCounts()
+        self.step_counts = StreamCounts()
+        """Rows between the last two steps."""
+        self._counts_at_step = StreamCounts()
         self.is_closed = False
         self.window = Window()
         self.bins: list[Bin] = []
@@ -142,6 +150,8 @@ class MicrobatchFormer:
         bins = self.bins
         self.bins = []
         self.counts.num_emitted += sum(map(len, bins))
+        self.step_counts = self.counts.since(self._counts_at_step)
+        self._counts_at_step = replace(self.counts)
         self.num_steps += 1
         self._limits = self.spec.limits(self.num_steps)
         return bins
@@ -162,6 +172,7 @@ class MicrobatchFormer:
             "window": [list(row) for row in self.window],
             "bins": [[list(row) for row in rows] for rows in self.bins],
             "counts": asdict(self.counts),
+            "counts_at_step": asdict(self._counts_at_step),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,6 +190,7 @@ class MicrobatchFormer:
         self.num_steps = int(state["num_steps"])
         self.is_closed = bool(state["is_closed"])
         self.counts = StreamCounts(**state["counts"])
+        self._counts_at_step = StreamCounts(**state["counts_at_step"])
         self._limits = self.spec.limits(self.num_steps)
         bins = [self._refit(rows) for rows in state["bins"]]
         waiting = self._refit(state["window"])

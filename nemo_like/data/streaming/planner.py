@@ -38,7 +38,7 @@ class PlannedStep:
     max_wait: int
     """Maximum number of steps that a row of this step waited."""
     num_dropped: int
-    """Rows dropped since the start of the stream."""
+    """Rows dropped since the previous step."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the plan and of the window."""
@@ -163,6 +163,8 @@ def planned_step(
         lengths,
         spec,
         num_microbatches=num_microbatches,
+        num_truncated=former.step_counts.num_truncated,
+        num_oversize=former.step_counts.num_oversize,
     )
     if num_trained is None:
         num_trained = sum(row.num_trained for row in rows)
@@ -174,5 +176,5 @@ def planned_step(
         num_trained=num_trained,
         num_deferred=len(former.window),
         max_wait=step - min((row.step for row in rows), default=step),
-        num_dropped=former.counts.num_dropped,
+        num_dropped=former.step_counts.num_dropped,
     )

@@ -85,6 +85,11 @@ class StreamSpec:
                 "a streaming planner fills microbatches up to a token limit: set"
                 f" {self.plan.budget_key} and enable its section"
             )
+        if self.plan.max_rows is not None:
+            raise ValueError(
+                f"plan.max_rows is {self.plan.max_rows}, which a streaming planner does not use;"
+                " set max_rows of the StreamSpec instead"
+            )
         if self.plan.global_batch_size is not None:
             raise ValueError(
                 "a streaming planner forms one step at a time: global_batch_size must be None, got"

@@ -103,7 +103,14 @@ def test_every_row_is_once_in_a_step_within_the_limits_or_counted(
     assert counts.num_truncated == (len(oversize) if spec.plan.oversize == "truncate" else 0)
     assert counts.num_emitted == len(emitted)
     assert counts.num_dropped == len(rows) - len(emitted)
+    # The counts of a step are those of the rows that were pushed since the previous step.
+    of_steps = [step.metrics() for step in steps]
+    assert sum(values["packing/num_dropped"] for values in of_steps) <= counts.num_dropped
     if spec.tail != "drop":
+        num_truncated = sum(values["packing/num_truncated"] for values in of_steps)
+        num_oversize = sum(values["packing/num_oversize"] for values in of_steps)
+        assert num_truncated == counts.num_truncated
+        assert num_oversize == counts.num_oversize or spec.plan.oversize == "drop"
         assert counts.num_dropped == (len(oversize) if spec.plan.oversize == "drop" else 0)
     assert planner.num_waiting == 0
 
@@ -270,6 +277,39 @@ def test_wrong_numbers_of_a_row_are_errors(arguments: tuple[int, ...], message: 
     with pytest.raises(ValueError, match=message):
         planner.push(*arguments)
     assert planner.counts.num_pushed == 0
+
+
+def test_dropped_rows_are_counted_in_the_next_step() -> None:
+    planner = StreamingPlanner(
+        StreamSpec(plan=PlanSpec(max_tokens=8, oversize="drop"), window_rows=1)
+    )
+    found = []
+    for row, length in enumerate((8, 9, 9, 8, 8)):
+        planner.push(row, length)
+        found += [step.metrics()["packing/num_dropped"] for step in steps_now(planner)]
+    assert found == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": PlanSpec(layout="padded", max_rows=2)}, "set policy.dynamic_batching"),
+        ({"plan": PlanSpec(layout="padded", max_rows=2, max_tokens=9)}, "max_rows of the StreamS"),
+        ({"plan": PlanSpec(max_tokens=9, global_batch_size=4)}, "must be None, got 4"),
+        ({"plan": PlanSpec(max_tokens=9, microbatch_multiple=2)}, "multiple of microb"),
+        ({"selection": "best"}, "selection is one of"),
+        ({"tail": "keep"}, "tail is one of"),
+        ({"count_mode": "all"}, "count_mode is one of"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step is 0"),
+        ({"window_rows": 0}, "window_rows is 0"),
+        ({"window_tokens": -1}, "window_tokens is -1"),
+        ({"max_extra": 0}, "max_extra is 0"),
+        ({"physical_overflow_ratio": 0.9}, "must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_errors(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StreamSpec(**{"plan": PlanSpec(max_tokens=9), **change})
 
 
 def test_no_row_follows_the_end() -> None:
