@@ -83,6 +83,10 @@ class StreamableDataConfig(DataConfig):
     """Training and validation files, and how the rows of a step are chosen."""
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    curriculum: str | None = None
+    """Visit the rows of every epoch by increasing difficulty: `length` (tokens, which must all be
+    encoded before the first step), `column:NAME` (a number of each row) or the import path of a
+    function `(row) -> float`. null turns it off."""
 
 
 def batching_problems(
@@ -90,7 +94,8 @@ def batching_problems(
     data: StreamableDataConfig,
     max_num_steps: int | None,
 ) -> Iterator[Problem]:
-    """Yield the problems of `data.batching` and the keys that it depends on."""
+    """Yield the problems of `data.batching`, `data.curriculum` and the keys they depend on."""
+    yield from _curriculum_problems(data.curriculum)
     batching = data.batching
     if not batching.is_streaming:
         yield from _unused_problems(data)
@@ -125,6 +130,20 @@ def batching_problems(
             ("data.batching.count_mode",),
             "data.batching.count_mode is effective, which data.batching.kind dyn_bsz supports, not"
             f" {batching.kind}",
+        )
+
+
+def _curriculum_problems(curriculum: str | None) -> Iterator[Problem]:
+    if curriculum is None or curriculum == "length":
+        return
+    is_column = curriculum.startswith("column:") and len(curriculum) > len("column:")
+    parts = curriculum.split(".")
+    is_path = len(parts) > 1 and all(part.isidentifier() for part in parts)
+    if not (is_column or is_path):
+        yield Problem(
+            ("data.curriculum",),
+            f"data.curriculum is {curriculum!r}; write length, column:NAME, or the import path of a"
+            " function (row) -> float such as my_package.difficulty",
         )
 
 

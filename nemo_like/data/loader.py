@@ -15,7 +15,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import plural
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import RowOrder
+from nemo_like.data.row_order import Curriculum, RowOrder
 from nemo_like.integer_math import ceil_div
 
 Out = TypeVar("Out")
@@ -94,6 +94,7 @@ class RowLoader(Generic[Out]):
         seed: int = 0,
         shuffle: bool = True,
         last_batch: LastBatch = "keep",
+        curriculum: Curriculum | None = None,
     ) -> None:
         if len(rows.digests) < 1 or batch_size < 1:
             raise ValueError(
@@ -105,7 +106,7 @@ class RowLoader(Generic[Out]):
         self.num_dropped = 0
         """Number of rows dropped for the last batch because their encoding is None."""
         self._rows = rows
-        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
+        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
         self._batch_rows: list[int] = []
 
     def __len__(self) -> int:

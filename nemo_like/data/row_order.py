@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,20 @@ _STATE_KEYS = {"version", "seed", "shuffle", "epoch", "num_visited", "last", "la
 _VERSION = 2
 _MAX_COPIES = 2**32
 """Maximum number of equal rows that a row id distinguishes."""
+_HASH_BITS = np.uint64(32)
+"""Low bits of a key that order rows of equal difficulty."""
 _COPY_VISITED = -1
 """Value of `late` for a row of which an equal copy was visited."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curriculum:
+    """An order of rows by increasing difficulty."""
+
+    name: str
+    """What the difficulty is, e.g. `length`; a resumed run must have the same."""
+    difficulty: np.ndarray
+    """float64 [N], finite; compared in float32, so that the order of a row needs no other row."""
 
 
 class RowOrder:
@@ -43,15 +56,20 @@ class RowOrder:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """Initialize from `digests` uint64 [N], a hash of the content of each row.
 
-        Equal rows may occur several times.
+        Equal rows may occur several times. With a `curriculum` every epoch visits the rows by
+        increasing difficulty, rows of equal difficulty in random order or in that of the file.
         """
         if len(digests) == 0:
             raise ValueError("an order needs at least one row")
+        if curriculum is not None and not np.isfinite(curriculum.difficulty).all():
+            raise ValueError(f"the difficulty {curriculum.name} is not finite for every row")
         self.seed = seed
         self.shuffle = shuffle
+        self._curriculum = curriculum
         # The number distinguishes equal rows. Without shuffling it is the position in the file,
         # which is part of a row's identity because it decides when the row is visited.
         number = _occurrences(digests) if shuffle else np.arange(len(digests), dtype=np.uint64)
@@ -129,7 +147,11 @@ class RowOrder:
             row = self._order[self._position - 1]
             last = [int(self._late[row]), int(self._keys[row])]
         late = np.flatnonzero(self._late)
+        curriculum = {}
+        if self._curriculum is not None:
+            curriculum["curriculum"] = self._curriculum.name
         return {
+            **curriculum,
             "version": _VERSION,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -146,7 +168,7 @@ class RowOrder:
         Rows that were not visited may have been changed, added or removed since. Raises ConfigError
         if visited rows were, or if the seed or `shuffle` differs.
         """
-        if set(state) != _STATE_KEYS or state["version"] != _VERSION:
+        if set(state) - {"curriculum"} != _STATE_KEYS or state["version"] != _VERSION:
             raise ConfigError(
                 "resume: the checkpoint's data position has the format of another version of"
                 " nemo_like; continue the run"
@@ -160,6 +182,13 @@ class RowOrder:
                     f" {key}={own}, which is another"
                     f" order of the rows; set {key}={state[name]} or start a new run"
                 )
+        own_name = None if self._curriculum is None else self._curriculum.name
+        if state.get("curriculum") != own_name:
+            raise ConfigError(
+                f"resume: the checkpoint was written with data.curriculum="
+                f"{state.get('curriculum') or 'null'}, this run has {own_name or 'null'}, which is"
+                " another order of the rows; use the same, or start a new run"
+            )
         self._epoch = int(state["epoch"])
         late_numbers = dict(state["late"])
         if late_numbers:
@@ -241,10 +270,16 @@ class RowOrder:
 
     def _epoch_keys(self) -> np.ndarray:
         """Return the sort keys of the rows in this epoch, uint64 [N]."""
-        if not self.shuffle:
-            return np.arange(len(self._ids), dtype=np.uint64)
-        salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
-        return mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
+        if self.shuffle:
+            salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
+            keys = mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
+            low_bits = keys >> _HASH_BITS
+        else:
+            keys = np.arange(len(self._ids), dtype=np.uint64)
+            low_bits = keys
+        if self._curriculum is None:
+            return keys
+        return (_sortable_bits(self._curriculum.difficulty) << _HASH_BITS) | low_bits
 
     def _sort(self) -> None:
         """Sort the rows by late number, then by key."""
@@ -253,6 +288,19 @@ class RowOrder:
         if self._late.any():
             order = order[np.argsort(self._late[order], kind="stable")]
         self._order = order
+
+
+def _sortable_bits(values: np.ndarray) -> np.ndarray:
+    """Return integers below 2^32 in the order of `values` float64 [N], rounded to float32.
+
+    Non-negative floats compare like their bits. The bits of negative ones are inverted, and the
+    sign bit of the others is set, so that they come later.
+    """
+    # Adding 0.0 turns -0.0 into 0.0, whose bits differ.
+    bits = (values.astype(np.float32) + np.float32(0.0)).view(np.uint32)
+    is_negative = (bits >> np.uint32(31)).astype(bool)
+    ordered = np.where(is_negative, ~bits, bits | np.uint32(1 << 31))
+    return ordered.astype(np.uint64)
 
 
 def _occurrences(digests: np.ndarray) -> np.ndarray:

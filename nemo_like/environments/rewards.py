@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError
+from nemo_like.config.import_path import import_function
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.environments.calling import BadReward, score_samples
@@ -23,7 +22,7 @@ def load_reward_functions(
     Raises ConfigError, with the key, for a path that cannot be imported or called.
     """
     return {
-        name: _import_function(f"reward.functions.{name}.path", function.path)
+        name: _import_reward(f"reward.functions.{name}.path", function.path)
         for name, function in functions.items()
     }
 
@@ -62,37 +61,7 @@ class RewardWorker:
         return np.array(rewards, dtype=np.float32)
 
 
-def _import_function(key: str, path: str) -> RewardFunction:
-    """Import `module.function`; `key` begins the error message."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name or not attribute:
-        raise ConfigError(
-            f"{key} is {path!r}; write module.function, e.g."
-            " nemo_like.environments.math.answer_reward"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        # The import of a user's module can fail in any way.
-        raise ConfigError(
-            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
-            f" {error}. If it is a file of your own, put its directory on PYTHONPATH (on every"
-            " node)"
-        ) from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        # The most likely mistake is a misspelled name, so the existing ones are listed.
-        names = []
-        for name, value in sorted(vars(module).items()):
-            if callable(value) and not name.startswith("_"):
-                names.append(name)
-        raise ConfigError(
-            f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has"
-            f" {', '.join(names) or 'no functions'}"
-        )
-    if not callable(function):
-        raise ConfigError(
-            f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function"
-            " of one RewardSample"
-        )
-    return cast(RewardFunction, function)
+def _import_reward(key: str, path: str) -> RewardFunction:
+    """Import a reward function. Raises ConfigError that begins with `key`."""
+    example = "nemo_like.environments.math.answer_reward"
+    return cast(RewardFunction, import_function(key, path, example, "RewardSample"))

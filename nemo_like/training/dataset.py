@@ -17,6 +17,7 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import Rows, RowSchema, load_rows
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
+from nemo_like.data.row_order import Curriculum
 from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.encoding import (
@@ -101,7 +102,7 @@ class ExampleSource(Generic[ExampleT]):
         """The training rows in their encoded form."""
         return open_training_rows(self.config, self.data.encoder, self.data.train, self._encode)
 
-    def loader(self) -> RowLoader[ExampleT]:
+    def loader(self, curriculum: Curriculum | None = None) -> RowLoader[ExampleT]:
         """Return an endless loader; a batch has the examples of one step."""
         data = self.config.data
         _, batch_size = self.config.examples_per_step
@@ -111,6 +112,7 @@ class ExampleSource(Generic[ExampleT]):
             seed=self.config.seed,
             shuffle=data.shuffle,
             last_batch=data.last_batch,
+            curriculum=curriculum,
         )
 
     def start_encoding(self, order: np.ndarray, num_rows: int | None = None) -> None:
@@ -140,7 +142,12 @@ class ExampleSource(Generic[ExampleT]):
             if batch:
                 yield batch
 
-    def first_examples(self, num_batches: int, progress: Progress) -> list[ExampleT]:
+    def first_examples(
+        self,
+        num_batches: int,
+        progress: Progress,
+        curriculum: Curriculum | None = None,
+    ) -> list[ExampleT]:
         """Return the examples of the first batches, at least one, that have the largest size.
 
         The last batch of an epoch may be smaller; a plan of it would not be typical.
@@ -148,7 +155,7 @@ class ExampleSource(Generic[ExampleT]):
         num_batches = max(num_batches, 1)
         batches = []
         with progress.phase("encoding rows", num_batches, unit="batches") as phase:
-            for batch in islice(self.loader(), num_batches):
+            for batch in islice(self.loader(curriculum), num_batches):
                 batches.append(batch)
                 phase.advance()
         max_size = max(map(len, batches))

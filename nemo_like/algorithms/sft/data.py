@@ -29,6 +29,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import plan_spec, stream_spec
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.progress import Progress, Sample
+from nemo_like.training.curriculum import open_curriculum
 from nemo_like.training.dataset import (
     ExampleSource,
     RunData,
@@ -71,12 +72,15 @@ def open_loader(
 ) -> SftLoader:
     """Return the loader of the training rows, which also plans them if they are streamed.
 
+    With `data.curriculum=length` every row is encoded first.
+
     `model` gives the work of a row; without it, that of a dense 7B model is used.
     Raises ConfigError for values of `data.batching` that do not fit together.
     """
+    curriculum = open_curriculum(config.data.curriculum, source.data.train, source.rows, Progress())
     batching = config.data.batching
     if not batching.is_streaming:
-        return source.loader()
+        return source.loader(curriculum)
     plan = plan_spec(
         config.policy,
         purpose="train",
@@ -95,6 +99,7 @@ def open_loader(
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
         seed=config.seed,
         shuffle=config.data.shuffle,
+        curriculum=curriculum,
     )
 
 
@@ -144,7 +149,8 @@ def check_rows(
         spec = None if model is None else ModelSpec.from_config(model)
         _describe_first_step(config, source, spec, diagnostics)
         return
-    batch = diagnostics.check(lambda: next(source.loader()))
+    loader = diagnostics.check(lambda: open_loader(config, source, None))
+    batch = None if loader is None else diagnostics.check(lambda: next(loader))
     lengths_of_step = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
     describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
 
@@ -220,7 +226,8 @@ def first_lengths(
 ) -> RowLengths:
     """Return the row lengths of the first steps."""
     source = open_source(config, data)
+    curriculum = open_curriculum(config.data.curriculum, data.train, source.rows, progress)
     num_batches = min(num_steps, source.num_steps(config.sft))
-    rows = source.first_examples(num_batches, progress)
+    rows = source.first_examples(num_batches, progress, curriculum)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     return RowLengths(lengths, config.data.train_path, is_ordered=True)

@@ -15,7 +15,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import FetchableRows
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import RowOrder
+from nemo_like.data.row_order import Curriculum, RowOrder
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
 from nemo_like.data.streaming.spec import StreamSpec
 
@@ -49,6 +49,7 @@ class StreamLoader(Generic[Out]):
         num_epochs: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """Visit `rows` for `num_epochs` epochs, by default without end.
 
@@ -62,7 +63,7 @@ class StreamLoader(Generic[Out]):
         self._rows = rows
         self._numbers_of = numbers_of
         self._num_epochs = num_epochs
-        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle)
+        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
         self._planner = StreamingPlanner(spec)
         self._planned: PlannedStep | None = None
 

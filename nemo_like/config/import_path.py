@@ -1,0 +1,45 @@
+"""Functions of the user that a config names by their import path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from nemo_like.config.errors import ConfigError
+
+
+def import_function(key: str, path: str, example: str, argument: str) -> Callable[..., Any]:
+    """Import `module.function`. Raises ConfigError that begins with `key`.
+
+    `example` is a legal path and `argument` what the function takes, for the messages.
+    """
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name or not attribute:
+        raise ConfigError(f"{key} is {path!r}; write module.function, e.g. {example}")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        # The import of a user's module can fail in any way.
+        raise ConfigError(
+            f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
+            f" {error}. If it is a file of your own, put its directory on PYTHONPATH (on every"
+            " node)"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        # The most likely mistake is a misspelled name, so the existing ones are listed.
+        names = []
+        for name, value in sorted(vars(module).items()):
+            if callable(value) and not name.startswith("_"):
+                names.append(name)
+        raise ConfigError(
+            f"{key} is {path!r}, but {module_name!r} has no {attribute!r}; it has"
+            f" {', '.join(names) or 'no functions'}"
+        )
+    if not callable(function):
+        raise ConfigError(
+            f"{key} is {path!r}, a {type(function).__name__} that cannot be called; name a function"
+            f" of one {argument}"
+        )
+    return function
