@@ -316,12 +316,35 @@ class AlignedPlanner:
             if state.get(name) != getattr(self._coordinator, name):
                 raise ValueError(
                     f"the state is that of {name}={state.get(name)}, this is {name}="
-                    f"{getattr(self._coordinator, name)}; for another number of ranks start with an"
-                    " empty planner, and pass the `waiting` rows of all ranks to"
-                    " `ShardedOrder.load_global_state`"
+                    f"{getattr(self._coordinator, name)}; for another number of ranks pass the"
+                    " states of all ranks to `load_global_state`"
                 )
         self._former.load_state_dict(state)
         self.is_finished = bool(state["is_finished"])
+        self._failure = None
+
+    def load_global_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the steps of a group of any size, from the states of all its ranks.
+
+        The window is empty: the rows that waited must be pushed again. Give `waiting_rows` of each
+        state, in the order of the ranks, as `untrained` to `ShardedOrder.load_global_state`. Counts
+        of rows start at 0. Raises ValueError unless the states are those of all ranks at one step.
+        """
+        ranks = sorted(int(state["rank"]) for state in states)
+        if not states or ranks != list(range(states[0]["num_ranks"])):
+            raise ValueError(
+                f"the states of the ranks {ranks} were given; one state of each rank of a group is"
+                " needed"
+            )
+        positions_in_stream = {(state["num_steps"], state["is_finished"]) for state in states}
+        if len(positions_in_stream) > 1:
+            raise ValueError(
+                "the states are from different steps"
+                f" {[state['num_steps'] for state in states]}; pass those of one checkpoint"
+            )
+        self._former = MicrobatchFormer(self.spec, self.spec.microbatches_per_step)
+        self._former.start_at(int(states[0]["num_steps"]))
+        self.is_finished = bool(states[0]["is_finished"])
         self._failure = None
 
     def _settings_checksum(self) -> int:
@@ -343,6 +366,11 @@ class AlignedPlanner:
         if self._ends_incomplete:
             return bool((num_bins < self.spec.microbatches_per_step).any())
         return not num_bins.any()
+
+
+def waiting_rows(state: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the rows that wait in the state of a planner, the oldest first."""
+    return [int(row[0]) for row in chain(*state["bins"], state["window"])]
 
 
 def _failure_of(ranks: np.ndarray) -> str | None:

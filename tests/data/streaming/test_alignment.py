@@ -22,8 +22,10 @@ from nemo_like.data.streaming.alignment import (
     AlignedStep,
     AlignmentError,
     SingleCoordinator,
+    waiting_rows,
 )
 from nemo_like.data.streaming.former import OversizeRowError
+from nemo_like.data.streaming.sharding import ShardedOrder
 from nemo_like.data.streaming.spec import StreamSpec
 from tests.data.streaming.gloo_ranks import GlooCase, Outcome, run_rank
 from tests.data.streaming.stream_cases import (
@@ -38,7 +40,7 @@ from tests.data.streaming.stream_cases import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::nemo_like.data.planning.oversize.OversizeWarning")
 
-SHARD_SIZES = (0, 0, 1, 2, 3, 7, 20, 60)
+SHARD_SIZES = (0, 0, 1, 2, 3, 7, 30)
 
 
 class Recorder:
@@ -261,6 +263,68 @@ def test_a_second_epoch_repeats_the_first_after_the_common_end(case: Case) -> No
         own = [aligned.own.rows for aligned in step]
         assert [aligned.own.rows for aligned in again] == own
     assert group.exchange() is None
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    data=st.data(),
+    spec=stream_specs(st.just(1), ("singleton",)),
+    num_rows=st.integers(0, 80),
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+)
+def test_another_number_of_ranks_continues_the_epoch_with_every_row_once(
+    data: st.DataObject, spec: StreamSpec, num_rows: int, sizes: list[int]
+) -> None:
+    """Each part of the epoch has another number of ranks, which share one order of the rows."""
+    spec = replace(spec, tail="emit")
+    lengths = np.random.default_rng(num_rows).integers(1, 80, num_rows).tolist()
+    emitted: list[int] = []
+    num_steps = 0
+    states: list[dict[str, Any]] = []
+    order_states: list[dict[str, Any]] = []
+    for part, num_ranks in enumerate(sizes):
+        planners = [planner_of(rank, num_ranks, spec) for rank in range(num_ranks)]
+        orders = [
+            ShardedOrder(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)
+        ]
+        if part:
+            for planner, order in zip(planners, orders, strict=True):
+                planner.load_global_state(states)
+                order.load_global_state(order_states, [waiting_rows(state) for state in states])
+        num_part_steps = data.draw(st.integers(0, 3)) if part + 1 < len(sizes) else num_rows + 1
+        for _ in range(num_part_steps):
+            for planner, order in zip(planners, orders, strict=True):
+                while planner.needs_rows:
+                    if order.num_left == 0:
+                        planner.close()
+                        continue
+                    row = int(order.take(1)[0])
+                    planner.push(row, lengths[row])
+            matrix = gathered(planners)
+            steps = [planner.resolve(matrix) for planner in planners]
+            if planners[0].is_finished:
+                break
+            for step in steps:
+                assert step is not None
+                assert step.own.step == num_steps
+                emitted += step.own.rows
+            num_steps += 1
+        states = [json.loads(json.dumps(planner.state_dict())) for planner in planners]
+        order_states = [json.loads(json.dumps(order.state_dict())) for order in orders]
+        if planners[0].is_finished:
+            break
+    assert sorted(emitted) == list(range(num_rows))
+
+
+def test_states_of_a_group_are_those_of_all_ranks_at_one_step() -> None:
+    first, second = (planner_of(rank, 2).state_dict() for rank in range(2))
+    planner = planner_of(0, 1)
+    with pytest.raises(ValueError, match=r"ranks \[1\]"):
+        planner.load_global_state([second])
+    with pytest.raises(ValueError, match=r"ranks \[\]"):
+        planner.load_global_state([])
+    with pytest.raises(ValueError, match=r"different steps \[0, 3\]"):
+        planner.load_global_state([first, {**second, "num_steps": 3}])
 
 
 class RankState(NamedTuple):
