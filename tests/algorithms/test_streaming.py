@@ -112,9 +112,9 @@ def test_the_loss_is_the_token_mean_of_the_rows_of_the_step(recipe: Recipe, kind
         f"data.train_path={path}",
         f"policy.train_global_batch_size={len(rows)}",
     )
-    whole = read_metrics(run_sft(fixed).directory.path)[-1]
+    complete = read_metrics(run_sft(fixed).directory.path)[-1]
     for name in ("policy/loss", "policy/grad_norm", "validation/loss"):
-        assert np.isclose(streamed[name], whole[name], rtol=2e-5), name
+        assert np.isclose(streamed[name], complete[name], rtol=2e-5), name
 
 
 @pytest.mark.parametrize(("method", "unit"), [("sqrt", "rows"), ("linear", "tokens")])

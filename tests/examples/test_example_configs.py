@@ -21,6 +21,10 @@ def test_the_examples_are_those_that_are_promised() -> None:
         "demo_sft",
         "demo_grpo",
         "sft_gsm8k_smollm2",
+        "sft_gsm8k_pool",
+        "sft_gsm8k_online",
+        "sft_gsm8k_token_budget",
+        "sft_gsm8k_dyn_bsz",
         "grpo_gsm8k_smollm2",
         "grpo_math_1B",
         "grpo_math_8B_dynamic",
@@ -35,7 +39,8 @@ def test_it_loads_and_its_keys_fit_together(name: str) -> None:
     config = load_config(kind, path)
     assert kind in name
     assert config.run_name == name
-    assert "rows per step" in derivation(config)
+    expected = "rows per step" if config.has_fixed_batches else "in microbatches of at most"
+    assert expected in derivation(config)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

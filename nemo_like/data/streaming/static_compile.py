@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as torch_counters
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +152,14 @@ class StaticCompiler:
                 self._log_eager(key)
                 return self._function(*args, **kwargs)
             self._reset_or_raise(key)
-        graphs_before = counters["stats"]["unique_graphs"]
+        graphs_before = torch_counters["stats"]["unique_graphs"]
         start_time = time.monotonic()
         # Beyond its limits torch would run without compilation, with a warning only.
         with torch._dynamo.config.patch(
             accumulated_recompile_limit=_MAX_GRAPHS, fail_on_recompile_limit_hit=True
         ):
             result = self._compiled(*args, **kwargs)
-        num_graphs = counters["stats"]["unique_graphs"] - graphs_before
+        num_graphs = torch_counters["stats"]["unique_graphs"] - graphs_before
         # A key counts once its call succeeded.
         self._keys.add(key)
         if num_graphs:

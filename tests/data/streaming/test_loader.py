@@ -109,13 +109,13 @@ def test_a_resumed_stream_equals_the_uninterrupted_one(
 
     if tail == "drop" and sum(lengths) < 4 * CAPACITY:
         return
-    whole = drain(new(), 40)
+    complete = drain(new(), 40)
     first = new()
-    begun = drain(first, min(stop, len(whole) - 1)) if stop else []
+    begun = drain(first, min(stop, len(complete) - 1)) if stop else []
     state = json.loads(json.dumps(first.state_dict()))
     second = new()
     second.load_state_dict(state)
-    assert begun + drain(second, 40 - len(begun)) == whole
+    assert begun + drain(second, 40 - len(begun)) == complete
 
 
 @settings(max_examples=60, deadline=None)
