@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
+from operator import itemgetter
 from typing import Literal
 
 from nemo_like.data.streaming.window import WaitingRow, Window
@@ -305,12 +306,8 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
 
 def _oldest_rows(window: Window, max_rows: int) -> list[tuple[int, int]]:
     """Return (size, number) of the oldest rows without the first, the largest size first."""
-    numbers = window.numbers()
-    next(numbers)
-    rows = []
-    for number in numbers:
-        rows.append((window[number].size, number))
-        if len(rows) == max_rows:
-            break
-    rows.sort(key=lambda row: -row[0])
+    oldest = islice(window.items(), 1, max_rows + 1)
+    rows = [(row.size, number) for number, row in oldest]
+    # Rows of equal size stay in order of arrival, also with `reverse`.
+    rows.sort(key=itemgetter(0), reverse=True)
     return rows

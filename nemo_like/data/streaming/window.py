@@ -53,6 +53,10 @@ class Window:
         """Iterate over the arrival numbers, the oldest first."""
         return iter(self._rows)
 
+    def items(self) -> Iterator[tuple[int, WaitingRow]]:
+        """Iterate over (arrival number, row), the oldest first."""
+        return iter(self._rows.items())
+
     def __getitem__(self, number: int) -> WaitingRow:
         """Return the row with an arrival number."""
         return self._rows[number]

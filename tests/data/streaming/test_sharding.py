@@ -88,7 +88,7 @@ def test_a_rank_resumes_at_every_position(
             other.start_epoch()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     data=st.data(),
     num_rows=st.integers(0, 120),
