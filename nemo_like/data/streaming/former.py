@@ -68,6 +68,16 @@ class MicrobatchFormer:
         """Microbatches of the current step."""
         self._limits = spec.limits(0)
 
+    def copy(self) -> MicrobatchFormer:
+        """Return a former in the same state, which changes independently."""
+        former = MicrobatchFormer(self.spec, self.num_bins)
+        former.__dict__.update(self.__dict__)
+        former.counts = replace(self.counts)
+        former.window = self.window.copy()
+        # The rows of a complete microbatch do not change.
+        former.bins = list(self.bins)
+        return former
+
     def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
         """Add a row to the window; return False if the oversize policy drops it.
 

@@ -6,7 +6,6 @@ Only numbers are kept in the window; the row source keeps the encoded rows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -101,8 +100,8 @@ class StreamLoader(Generic[Out]):
         Raises ConfigError for a bad row, or if an epoch has no step; the position is then the same
         as before the call.
         """
-        # The planner is a few hundred numbers; a copy is the simplest way back after an error.
-        planner = copy.deepcopy(self._planner)
+        # A copy is the simplest way back after an error.
+        planner = self._planner.copy()
         try:
             with self._order.undone_on_error():
                 self.num_dropped = 0
@@ -149,7 +148,7 @@ class StreamLoader(Generic[Out]):
 
     def _is_rest_dropped(self, left: np.ndarray) -> bool:
         """Return True if the waiting rows and the rows `left` int64 [n] do not fill a step."""
-        trial = copy.deepcopy(self._planner)
+        trial = self._planner.copy()
         for start in range(0, len(left), _MAX_PUSHED):
             indices = left[start : start + _MAX_PUSHED].tolist()
             for index, row in zip(indices, self._rows.fetch(indices), strict=True):

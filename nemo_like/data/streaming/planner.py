@@ -66,6 +66,12 @@ class StreamingPlanner:
         self.spec = spec
         self._former = MicrobatchFormer(spec, spec.num_bins)
 
+    def copy(self) -> StreamingPlanner:
+        """Return a planner in the same state, which changes independently."""
+        planner = StreamingPlanner(self.spec)
+        planner._former = self._former.copy()
+        return planner
+
     @property
     def num_steps(self) -> int:
         """Number of steps returned so far."""

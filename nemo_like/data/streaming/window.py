@@ -42,6 +42,15 @@ class Window:
         for row in rows:
             self.add(row)
 
+    def copy(self) -> Window:
+        """Return a window with the same rows, which changes independently."""
+        # Rows are immutable, so the containers are copied only.
+        window = Window()
+        window.__dict__.update(self.__dict__)
+        window._rows = dict(self._rows)
+        window._by_size = list(self._by_size)
+        return window
+
     def __len__(self) -> int:
         return len(self._rows)
 
