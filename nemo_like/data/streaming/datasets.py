@@ -7,7 +7,6 @@ batches per optimizer step. docs/batching_load_balanced.md explains both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -27,6 +26,7 @@ from nemo_like.data.streaming.loader_workers import (
     worker_number,
     worker_state,
 )
+from nemo_like.data.streaming.sample_numbers import ColumnLength
 from nemo_like.data.streaming.sharding import ShardedOrder, shard_stride
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.integer_math import ceil_div
@@ -149,22 +149,6 @@ class ShardedIterableDataset(IterableDataset[Sample], Generic[Sample]):
                 " wait for them; use more rows or fewer workers, or allow_empty=True with a"
                 " coordinator"
             )
-
-
-@dataclass(frozen=True)
-class ColumnLength:
-    """Length of one column of a sample, for example of `input_ids`."""
-
-    column: str
-
-    def __call__(self, sample: Any) -> int:
-        """Return the number of values of the column. Raises ValueError if it is missing."""
-        if not isinstance(sample, Mapping) or self.column not in sample:
-            raise ValueError(
-                f"a sample of type {type(sample).__name__} has no column {self.column!r}; pass its"
-                " name, or a function of a sample that returns its length"
-            )
-        return len(sample[self.column])
 
 
 class LoadBalancedDataset(IterableDataset[list[list[Sample]]], Generic[Sample]):

@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from nemo_like.data.streaming.alignment import SingleCoordinator
+from nemo_like.data.streaming.alignment import AlignmentError, Coordinator, SingleCoordinator
 from nemo_like.data.streaming.datasets import LoadBalancedDataset, ShardedIterableDataset
 from nemo_like.data.streaming.former import OversizeRowError
 from nemo_like.data.streaming.sharding import ShardedOrder
+from tests.data.streaming.online_ranks import run_ranks
 from tests.data.streaming.row_datasets import (
     AugmentedRows,
     FailingRows,
@@ -396,6 +397,42 @@ def test_a_resume_reads_only_the_rows_of_the_pool_again() -> None:
     assert len(rows.fetched) <= 8 + 1
 
 
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30),
+    num_ranks=st.integers(1, 4),
+    options=pools(),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_coordinator_aligns_the_groups_of_finite_streams(
+    lengths: list[int], num_ranks: int, options: dict[str, Any]
+) -> None:
+    def work(coordinator: Coordinator) -> list[list[list[int]]]:
+        rows = ShardedIterableDataset(
+            Rows(lengths), coordinator.rank, coordinator.num_ranks, allow_empty=True
+        )
+        dataset = LoadBalancedDataset(rows, infinite_loop=False, coordinator=coordinator, **options)
+        return numbers_of(dataset)
+
+    ranks = run_ranks(num_ranks, work)
+    assert len({len(groups) for groups in ranks}) == 1
+    for aligned in zip(*ranks, strict=True):
+        assert len({len(group) for group in aligned}) == 1
+    seen = [row for groups in ranks for group in groups for batch in group for row in batch]
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_an_error_of_one_rank_reaches_the_others() -> None:
+    def work(coordinator: Coordinator) -> str:
+        rows = ShardedIterableDataset(
+            FailingRows([3] * 20, 7, IndexError), coordinator.rank, 2, shuffle=False
+        )
+        dataset = LoadBalancedDataset(rows, infinite_loop=False, coordinator=coordinator)
+        error = AlignmentError if coordinator.rank == 0 else IndexError
+        return message_of(dataset, error)
+
+    assert "rank 1" in run_ranks(2, work)[0]
+
+
 # DataLoader workers
 
 
@@ -426,13 +463,12 @@ def test_skipped_groups_are_counted_over_all_workers(num_workers: int, infinite_
         assert make(num_skipped) == groups[num_skipped:]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_every_start_method_gives_the_same_groups(method: str) -> None:
+def test_processes_that_are_not_forked_give_the_same_groups() -> None:
     rows = ShardedIterableDataset(AugmentedRows([9, 4, 6, 2, 8] * 8), 0, 2, seed=4)
     dataset = LoadBalancedDataset(rows, pool_size=6, max_tokens_for_batch=24, max_num_steps=9)
     expected = numbers_of(loader(dataset, 2, "fork"))
     assert len(expected) == 9
-    assert numbers_of(loader(dataset, 2, method)) == expected
+    assert numbers_of(loader(dataset, 2, "spawn")) == expected
 
 
 def test_the_position_of_workers_is_not_that_of_the_main_process() -> None:
