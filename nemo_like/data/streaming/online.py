@@ -20,6 +20,7 @@ from nemo_like.data.streaming.alignment import (
     AlignedStep,
     Coordinator,
     SingleCoordinator,
+    waiting_rows,
 )
 from nemo_like.data.streaming.group_stream import MapStyle, Numbered, check_same_length
 from nemo_like.data.streaming.row_feeds import (
@@ -223,8 +224,8 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
     def load_global_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the `states` of all ranks of a group of any size. Every rank calls it.
 
-        Rows that no step had are dealt out again. Counts of rows begin at 0. Raises ValueError for
-        an iterable dataset, and for states that are not those of one group.
+        Rows that no step had are distributed again. Counts of rows begin at 0. Raises ValueError
+        for an iterable dataset, and for states that are not those of one group.
         """
         if not isinstance(self._feed, MapFeed):
             raise ValueError(
@@ -234,10 +235,11 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         for state in states:
             _check_version(state)
         states = sorted(states, key=lambda state: state["planner"]["rank"])
-        waiting = [_waiting(state["planner"]) for state in states]
+        planner = AlignedPlanner(self.spec, self._coordinator, join=self.join)
+        planner.load_global_state([state["planner"] for state in states])
+        waiting = [waiting_rows(state["planner"]) for state in states]
         self._feed.load_global_state([state["feed"] for state in states], waiting)
-        counts = dict.fromkeys(states[0]["planner"]["counts"], 0)
-        self._planner = self._empty_planner({**states[0]["planner"], "counts": counts})
+        self._planner = planner
         self._clear_samples()
         self._spare = None
         self._loaded = None
@@ -293,7 +295,8 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         spare = loaded["spare"]
         restored = waiting if spare is None else [*waiting, spare]
         samples = self._feed.samples(restored)
-        planned = {row[0]: row[1] for row in _rows(loaded["planner"])}
+        rows = chain(*loaded["planner"]["bins"], loaded["planner"]["window"])
+        planned = {row[0]: row[1] for row in rows}
         for number in waiting:
             sample = next(samples).sample
             check_same_length(number, planned[number], self._length_of(sample))
@@ -381,15 +384,6 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
             return self._dummy()
         assert self._spare is not None, "checked before the exchange"
         return self._collate_fn([self._spare.sample])
-
-
-def _rows(planner: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Iterate over the waiting rows in the state of a planner."""
-    return chain(*planner["bins"], planner["window"])
-
-
-def _waiting(planner: Mapping[str, Any]) -> list[int]:
-    return [row[0] for row in _rows(planner)]
 
 
 def _check_version(state: Mapping[str, Any]) -> None:
