@@ -74,7 +74,7 @@ def test_rows_above_two_groups_are_deferred_and_none_is_lost() -> None:
     assert sorted(rows) == [0, 1, 2, 3, 4]
 
 
-def test_equal_rows_need_no_more_groups_than_the_budget_asks_for() -> None:
+def test_equal_rows_need_no_more_groups_than_the_budget_requires() -> None:
     # The reference sizes a group by the one before it and forms 4 + 3 + 1.
     assert groups_of([10] * 8, spec(max_tokens=40)) == [[10] * 4, [10] * 4]
 
