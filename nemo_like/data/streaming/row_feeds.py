@@ -246,8 +246,15 @@ class _RowFetcher(Dataset[tuple[int, Any]]):
 
 
 def is_iterable_dataset(dataset: object) -> bool:
-    """Return True for an IterableDataset, and for an iterable without `__getitem__`."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    """Return True for an IterableDataset, False for a map-style dataset. Raises ValueError else."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ValueError(
+            f"{type(dataset).__name__} is neither a torch IterableDataset nor a map-style dataset"
+            " with __getitem__ and __len__; make it one of them"
+        )
+    return False
 
 
 def _iterate(loader: Iterable[Any]) -> Iterator[Any]:

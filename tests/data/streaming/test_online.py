@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import AlignmentError, Coordinator
+from nemo_like.data.streaming.datasets import ShardedIterableDataset
 from nemo_like.data.streaming.online import OnlineBatchLoader
 from nemo_like.data.streaming.packed_collate import PackingCollator
 from nemo_like.data.streaming.spec import StreamSpec
@@ -196,6 +197,8 @@ def test_errors_of_a_row_are_raised(num_workers: int, error: type[Exception]) ->
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="oversize is truncate"):
         make(Rows([1]), StreamSpec(plan=PlanSpec(max_tokens=4, oversize="truncate")))
+    with pytest.raises(ValueError, match="generator is neither"):
+        make(row for row in range(3))
     with pytest.raises(ValueError, match="num_workers is -1"):
         make(Rows([1]), num_workers=-1)
     with pytest.raises(ValueError, match="prefetch_factor is 0"):
@@ -427,12 +430,15 @@ def test_states_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_iterable_datasets_resume(num_workers: int) -> None:
+@pytest.mark.parametrize("kind", ["stream", "shard"])
+def test_iterable_datasets_resume(num_workers: int, kind: str) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader() -> OnlineBatchLoader[Any, Any]:
         method = "fork" if num_workers else None
-        stream = Stream(LENGTHS)
+        stream: Any = Stream(LENGTHS)
+        if kind == "shard":
+            stream = ShardedIterableDataset(AugmentedRows(LENGTHS))
         return make(stream, num_workers=num_workers, multiprocessing_context=method)
 
     full = loader()
