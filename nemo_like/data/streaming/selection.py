@@ -20,7 +20,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from operator import itemgetter
 from typing import Literal
 
 from nemo_like.data.streaming.window import WaitingRow, Window
@@ -280,19 +279,20 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
     """Packed rows: return the rows whose sum is the largest up to the limit (subset sum).
 
     Bit s of `reachable` is set if rows of total size s exist. Adding a row is one shift of an
-    integer, so a microbatch takes microseconds.
+    integer, so a microbatch takes microseconds. Of several best combinations it is one of the
+    oldest rows: preferring long rows would train them first, and leave no more space unused.
     """
     remaining = fill.limits.max_tokens - fill.sum_size
-    candidates = _oldest_rows(window, _MAX_COMBINED_ROWS)
     mask = (1 << (remaining + 1)) - 1
     reachable = 1
     # The sums that are reachable before each row, to find the rows of the best sum again.
     before: list[tuple[int, int, int]] = []
-    for size, number in candidates:
-        if size > remaining:
+    # The oldest row is in the microbatch already.
+    for number, row in islice(window.items(), 1, _MAX_COMBINED_ROWS + 1):
+        if row.size > remaining:
             continue
-        before.append((reachable, size, number))
-        reachable |= (reachable << size) & mask
+        before.append((reachable, row.size, number))
+        reachable |= (reachable << row.size) & mask
         if reachable >> remaining:
             break
     total = reachable.bit_length() - 1
@@ -302,12 +302,3 @@ def _best_sum(window: Window, fill: Fill) -> list[int]:
             fill.add(number, window[number])
             total -= size
     return fill.numbers
-
-
-def _oldest_rows(window: Window, max_rows: int) -> list[tuple[int, int]]:
-    """Return (size, number) of the oldest rows without the first, the largest size first."""
-    oldest = islice(window.items(), 1, max_rows + 1)
-    rows = [(row.size, number) for number, row in oldest]
-    # Rows of equal size stay in order of arrival, also with `reverse`.
-    rows.sort(key=itemgetter(0), reverse=True)
-    return rows
