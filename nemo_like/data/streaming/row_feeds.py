@@ -13,11 +13,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from nemo_like.data.streaming.group_stream import MapStyle, Numbered, check_stateful
 from nemo_like.data.streaming.row_seeding import seeded_row
-from nemo_like.data.streaming.sample_memory import without_shared_memory
+from nemo_like.data.streaming.sample_memory import from_pipe, to_pipe
 from nemo_like.data.streaming.sharding import ShardedOrder
 
 Sample = TypeVar("Sample")
@@ -48,7 +48,7 @@ class WorkerOptions:
         generator.manual_seed(seed + epoch)
         arguments = {
             "batch_size": None,
-            "collate_fn": _as_it_is,
+            "collate_fn": _collate,
             "num_workers": self.num_workers,
             "generator": generator,
         }
@@ -273,11 +273,12 @@ def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
             if getattr(loader, "num_workers", 0):
                 raise error.with_traceback(None) from None
             raise
-        yield without_shared_memory(sample)
+        yield from_pipe(sample)
 
 
-def _as_it_is(sample: Sample) -> Sample:
-    return sample
+def _collate(sample: Any) -> Any:
+    """Prepare a single sample for its way to the training process."""
+    return sample if get_worker_info() is None else to_pipe(sample)
 
 
 def _stateful_data_loader() -> Any | None:

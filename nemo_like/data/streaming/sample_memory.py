@@ -1,17 +1,29 @@
-"""Size and ownership of the memory of samples."""
+"""Memory of samples: their size, and their way from a DataLoader worker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-Sample = TypeVar("Sample")
-
 _NUMBER_BYTES = 32
 """Approximate size of a Python number."""
+_MAX_PIPED_BYTES = 2**17
+"""Largest tensor that a worker sends through its pipe."""
+_ARRAY_DTYPES = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes that NumPy has; tensors of others are shared."""
 
 
 def num_bytes(sample: Any) -> int:
@@ -33,30 +45,66 @@ def num_bytes(sample: Any) -> int:
     return _NUMBER_BYTES
 
 
-def without_shared_memory(sample: Sample) -> Sample:
-    """Return the sample with copies of the tensors that a DataLoader worker shares.
+class PipedTensor:
+    """A small tensor on its way from a worker, which pickles it as an array."""
 
-    Each shared tensor, of any shape and dtype, holds an open file, and a process may have about
-    1,000. A window of samples with several tensors each would exceed that. Mappings, lists and
-    tuples are searched.
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        """Values of any shape."""
+
+
+def to_pipe(sample: Any) -> Any:
+    """Return the sample of a DataLoader worker with small tensors in a form that is pickled.
+
+    A worker otherwise shares each tensor, of any shape and dtype, through a file of its own. For
+    the columns of one row that takes longer than to copy them. Mappings, lists and tuples are
+    searched; the containers are changed in place, as the worker owns the sample.
     """
-    return _copied(sample)
+    return _replaced(sample, _piped)
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_shared() else value
+def from_pipe(sample: Any) -> Any:
+    """Return the sample that a worker sent, with memory of its own.
+
+    Each tensor that is still shared holds an open file, and a process may have about 1,000. A
+    window of samples with several tensors each would exceed that, so those are copied.
+    """
+    return _replaced(sample, _own)
+
+
+def _piped(value: Any) -> Any:
+    """Return a tensor of any shape and dtype as a PipedTensor if it is small."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_plain = type(value) is torch.Tensor and value.layout == torch.strided
+    is_small = value.numel() * value.element_size() <= _MAX_PIPED_BYTES
+    if not (is_plain and is_small and value.device.type == "cpu" and value.dtype in _ARRAY_DTYPES):
+        return value
+    return PipedTensor(value.detach().contiguous().numpy())
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, PipedTensor):
+        return torch.from_numpy(value.array)
+    if isinstance(value, torch.Tensor) and value.is_shared():
+        return value.clone()
+    return value
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return `value` with its leaves replaced."""
     if isinstance(value, dict):
-        # In place, so that subclasses of dict stay what they are. The worker sent the sample, so no
-        # one else has it.
+        # In place, so that subclasses of dict stay what they are.
         for name, inner in value.items():
-            value[name] = _copied(inner)
+            value[name] = _replaced(inner, replace)
         return value
     if isinstance(value, list):
-        value[:] = map(_copied, value)
+        value[:] = [_replaced(inner, replace) for inner in value]
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
+        return type(value)(*[_replaced(inner, replace) for inner in value])
     if type(value) is tuple:
-        return tuple(map(_copied, value))
-    return value
+        return tuple(_replaced(inner, replace) for inner in value)
+    return replace(value)
