@@ -57,6 +57,24 @@ class WorkerOptions:
             arguments["multiprocessing_context"] = self.multiprocessing_context
         return arguments
 
+    def iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over the samples of a DataLoader with these options."""
+        iterator: Iterator[Any] | None = iter(loader)
+        while True:
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                if self.num_workers == 0:
+                    raise
+                # The traceback is part of a reference cycle with the workers' queues. Without it
+                # the workers are stopped now, and not by a time limit of 5 s each. The message of
+                # an error of a worker has the traceback of the worker.
+                iterator = None
+                raise error.with_traceback(None) from None
+            yield from_pipe(sample) if self.num_workers else sample
+
 
 class MapFeed(Generic[Sample]):
     """Rows of a shard of a map-style dataset. The number of a row is its index."""
@@ -92,7 +110,7 @@ class MapFeed(Generic[Sample]):
             sampler=rows,  # pyright: ignore[reportArgumentType]
             **self._options.arguments(self._order.seed, self.epoch),
         )
-        for position, (row, sample) in enumerate(_iterate(loader)):
+        for position, (row, sample) in enumerate(self._options.iterate(loader)):
             if position >= len(waiting):
                 self._order.take(1)
             yield Numbered(row, sample)
@@ -149,7 +167,7 @@ class IterableFeed(Generic[Sample]):
         self._restored = {}
         if self._is_ended:
             return
-        for sample in _iterate(self._begin()):
+        for sample in self._options.iterate(self._begin()):
             self._has_begun = True
             self._next_number += 1
             yield Numbered(self._next_number - 1, sample)
@@ -255,25 +273,6 @@ def is_iterable_dataset(dataset: object) -> bool:
             " with __getitem__ and __len__; make it one of them"
         )
     return False
-
-
-def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over `loader`; samples own their memory."""
-    iterator: Iterator[Any] | None = iter(loader)
-    while True:
-        try:
-            sample = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            # The traceback is part of a reference cycle with the workers' queues. Without it the
-            # workers are stopped now, and not by a time limit of 5 s each. The message of an error
-            # of a worker has the traceback of the worker.
-            iterator = None
-            if getattr(loader, "num_workers", 0):
-                raise error.with_traceback(None) from None
-            raise
-        yield from_pipe(sample)
 
 
 def _collate(sample: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def to_pipe(sample: Any) -> Any:
 
     A worker otherwise shares each tensor, of any shape and dtype, through a file of its own. For
     the columns of one row that takes longer than to copy them. Mappings, lists and tuples are
-    searched; the containers are changed in place, as the worker owns the sample.
+    searched; they are not modified.
     """
     return _replaced(sample, _piped)
 
@@ -94,15 +95,15 @@ def _own(value: Any) -> Any:
 
 
 def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return `value` with its leaves replaced."""
-    if isinstance(value, dict):
-        # In place, so that subclasses of dict stay what they are.
+    """Return a copy of `value` with its leaves replaced."""
+    if isinstance(value, MutableMapping):
+        # A copy, as the dataset may keep the containers that it returns.
+        copied = copy.copy(value)
         for name, inner in value.items():
-            value[name] = _replaced(inner, replace)
-        return value
-    if isinstance(value, list):
-        value[:] = [_replaced(inner, replace) for inner in value]
-        return value
+            copied[name] = _replaced(inner, replace)
+        return copied
+    if type(value) is list:
+        return [_replaced(inner, replace) for inner in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*[_replaced(inner, replace) for inner in value])
     if type(value) is tuple:

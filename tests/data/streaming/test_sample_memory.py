@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from nemo_like.data.streaming.sample_memory import PipedTensor, from_pipe, num_bytes, to_pipe
 
@@ -39,8 +40,12 @@ def test_sizes_of_samples() -> None:
     ],
 )
 def test_tensors_keep_their_values(tensor: torch.Tensor) -> None:
-    sample = OrderedDict(a=tensor, b=[tensor, (1, "x", tensor)], c=Pair(tensor, {"d": tensor}))
+    sample: OrderedDict[str, Any] = OrderedDict(
+        a=tensor, b=[tensor, (1, "x", tensor)], c=Pair(tensor, {"d": tensor})
+    )
     sent = pickle.loads(pickle.dumps(to_pipe(sample)))
+    # The data set may keep the containers that it returned.
+    assert sample["a"] is sample["b"][0] is sample["c"].second["d"] is tensor
     received = from_pipe(sent)
     assert type(received) is OrderedDict
     tensors = [received["a"], received["b"][0], received["b"][1][2], received["c"].second["d"]]
@@ -64,3 +69,13 @@ def test_shared_tensors_are_copied() -> None:
     received = from_pipe([shared])
     assert not received[0].is_shared()
     assert torch.equal(received[0], shared)
+
+
+def test_encodings_of_tokenizers_are_searched() -> None:
+    encoding = BatchEncoding({"input_ids": torch.arange(3)})
+    piped = to_pipe(encoding)
+    assert isinstance(piped["input_ids"], PipedTensor)
+    assert isinstance(encoding["input_ids"], torch.Tensor)
+    received = from_pipe(piped)
+    assert isinstance(received, BatchEncoding)
+    assert received["input_ids"].tolist() == [0, 1, 2]
