@@ -1,4 +1,4 @@
-"""Rows that are encoded once, ahead of their use, in this process or in worker processes.
+"""Rows that are encoded once, ahead of their use, in this process or by a pool of others.
 
 `start` begins to encode the rows in the order of their first visit; `finish` waits for the end or
 for a time limit and raises for a bad row; `fetch` returns encoded rows and encodes missing ones
@@ -21,7 +21,7 @@ import numpy as np
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows
-from nemo_like.data.encoding_pool import EncodingPool
+from nemo_like.data.encoding_pool import EncodingPool, RowPool, StartPool
 from nemo_like.data.template_limits import RenderingLimitError
 
 Encode = Callable[[Row], EncodedRow | None]
@@ -57,7 +57,7 @@ _DROPPED = 2
 
 
 class EncodedRows:
-    """The rows of a file in encoded form, each encoded once. `close` stops the worker processes."""
+    """The rows of a file in encoded form, each encoded once. `close` stops the pool."""
 
     def __init__(
         self,
@@ -67,8 +67,12 @@ class EncodedRows:
         module: str | None = None,
         setup: dict[str, Any] | None = None,
         num_processes: int | None = None,
+        start_pool: StartPool | None = None,
     ) -> None:
         """Prepare to encode `rows`.
+
+        `start_pool` starts the pool that encodes the rows given to `start`; the other arguments
+        describe the default, worker processes of this machine.
 
         `module` is the module that worker processes run (see `encoding_pool.serve`) and `setup` its
         input. Without a module, and with `num_processes=0`, rows are encoded in this process.
@@ -80,9 +84,10 @@ class EncodedRows:
         self._module = module
         self._setup = setup or {}
         self._num_processes = 0 if module is None else num_processes
+        self._start_pool = start_pool
         self._state = np.zeros(len(rows), dtype=np.uint8)
         self._cache = _Cache(len(rows))
-        self._pool: EncodingPool | None = None
+        self._pool: RowPool | None = None
         # Guards `_state`, `_cache` and `_problem`, which threads of the pool change.
         self._changed = threading.Condition()
         self._queue: list[int] = []
@@ -118,15 +123,24 @@ class EncodedRows:
         self._queue = order.tolist()
         self.num_started = len(self._queue)
         self.is_finished = False
+        if self._start_pool is not None:
+            self._submit_to(self._start_pool(self._rows.rows, self._receive))
+            return
         num_processes = self._num_processes
         if num_processes is None:
             num_processes = self._choose_num_processes()
         if num_processes and self._queue and self._module is not None:
-            self._pool = EncodingPool(
-                self._module, self._setup, num_processes, self._rows.rows, self._receive
+            self._submit_to(
+                EncodingPool(
+                    self._module, self._setup, num_processes, self._rows.rows, self._receive
+                )
             )
-            self._pool.submit(self._queue)
-            self._queue = []
+
+    def _submit_to(self, pool: RowPool) -> None:
+        """Give the queued rows to a new pool."""
+        self._pool = pool
+        pool.submit(self._queue)
+        self._queue = []
 
     def _choose_num_processes(self) -> int:
         """Encode rows of the queue for a short time and estimate the time of the rest."""
@@ -199,7 +213,7 @@ class EncodedRows:
         return self._rows.locations[row]
 
     def close(self) -> None:
-        """Stop the worker processes; missing rows are then encoded in this process."""
+        """Stop the pool; missing rows are then encoded in this process."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

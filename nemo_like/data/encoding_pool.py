@@ -1,5 +1,7 @@
 """Worker processes that encode rows, and their message protocol over pipes.
 
+`RowPool` is what `EncodedRows` needs of them; another pool encodes with Ray Data.
+
 A message is two lengths, JSON and bytes. The first message to a process is its setup, the others
 are lists of rows. The answer to a list has the lengths of the encoded rows, or the problem of a
 row, and their ids and masks. The processes are started with `subprocess`, not forked, so they share
@@ -18,9 +20,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -32,6 +34,9 @@ Receive = Callable[[int, EncodedRow | None, str | None], None]
 is a problem of the pool.
 """
 
+Encode = Callable[[Row], tuple[EncodedRow | None, str | None]]
+"""Maps a row to (encoded row or None, problem or None)."""
+
 _HEADER = struct.Struct("<QQ")
 _ROWS_PER_MESSAGE = 16
 # Values in the list of lengths for rows that are not encoded.
@@ -41,6 +46,27 @@ _MAX_MEMORY_BYTES = 8 << 30
 """Address space that an encoding process may add after its start, for imports, the tokenizer and
 its rows.
 """
+
+
+class RowPool(Protocol):
+    """Encodes rows in the background and passes each result to a `Receive` callback."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every submitted row is encoded."""
+        ...
+
+    def submit(self, indices: Sequence[int], *, first: bool = False) -> None:
+        """Queue rows; with `first` ahead of all queued rows."""
+        ...
+
+    def close(self) -> None:
+        """Stop at once; queued rows are not encoded."""
+        ...
+
+
+StartPool = Callable[[Sequence[Row], Receive], RowPool]
+"""Starts a pool for these rows."""
 
 
 class EncodingPool:
@@ -153,31 +179,13 @@ class EncodingPool:
         data: bytes,
     ) -> None:
         """Pass the answer for a chunk to the callback, row by row."""
-        offset = 0
-        for position, (row, length) in enumerate(zip(chunk, values["lengths"], strict=True)):
-            if length == _DROPPED:
-                self._receive(row, None, None)
-                continue
-            if length == _BAD:
-                self._receive(row, None, values["problems"][str(position)])
-                continue
-            ids = np.frombuffer(data, np.int32, length, offset)
-            mask = np.frombuffer(
-                data,
-                np.uint8,
-                length,
-                offset + 4 * length,
-            )
-            # Copies, because a view would keep the data of the entire message in memory.
-            self._receive(row, EncodedRow(ids.copy(), mask.copy()), None)
-            offset += 5 * length
+        for row, (encoded, problem) in zip(chunk, unpack_rows(values, data), strict=True):
+            self._receive(row, encoded, problem)
         with self._changed:
             self._num_running -= 1
 
 
-def serve(
-    open_encode: Callable[[dict[str, Any]], Callable[[Row], tuple[EncodedRow | None, str | None]]],
-) -> None:
+def serve(open_encode: Callable[[dict[str, Any]], Encode]) -> None:
     """Run the loop of a worker process: read from standard input, answer on standard output.
 
     `open_encode` converts the setup to a function that maps a row to (encoded row or None, problem
@@ -196,7 +204,7 @@ def serve(
         if encode is None:
             assert setup is not None
             encode = open_encode(setup[0])
-        values, data = _encode_rows(message[0], encode)
+        values, data = pack_rows(message[0], encode)
         try:
             write_message(target, values, data)
         except BrokenPipeError:
@@ -205,9 +213,7 @@ def serve(
             os._exit(0)
 
 
-def _encode_rows(
-    rows: list[Row], encode: Callable[[Row], tuple[EncodedRow | None, str | None]]
-) -> tuple[dict[str, Any], bytes]:
+def pack_rows(rows: list[Row], encode: Encode) -> tuple[dict[str, Any], bytes]:
     """Encode rows into the answer to a message: (lengths and problems, ids and masks)."""
     lengths = []
     problems = {}
@@ -224,6 +230,30 @@ def _encode_rows(
             data.append(encoded.input_ids.astype(np.int32).tobytes())
             data.append(encoded.token_mask.astype(np.uint8).tobytes())
     return {"lengths": lengths, "problems": problems}, b"".join(data)
+
+
+def unpack_rows(
+    values: dict[str, Any], data: bytes
+) -> Iterator[tuple[EncodedRow | None, str | None]]:
+    """Yield (encoded row or None, problem or None) of each row from the result of `pack_rows`."""
+    offset = 0
+    for position, length in enumerate(values["lengths"]):
+        if length == _DROPPED:
+            yield None, None
+            continue
+        if length == _BAD:
+            yield None, values["problems"][str(position)]
+            continue
+        ids = np.frombuffer(data, np.int32, length, offset)
+        mask = np.frombuffer(
+            data,
+            np.uint8,
+            length,
+            offset + 4 * length,
+        )
+        # Copies, because a view would keep the data of the entire message in memory.
+        yield EncodedRow(ids.copy(), mask.copy()), None
+        offset += 5 * length
 
 
 def _start_process(module: str) -> subprocess.Popen[bytes]:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DataConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row, Rows, conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.encoding_pool import Receive, RowPool
 from nemo_like.data.tools import row_tools
 from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
@@ -146,13 +148,47 @@ def open_training_rows(
     rows: Rows,
     encode: EncodeRow,
 ) -> EncodedRows:
-    """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes."""
+    """Return the training rows, encoded on demand or by `data.num_encoding_workers` processes.
+
+    Raises ConfigError if `data.encoding_backend=ray_data` needs a package that is not installed.
+    """
+    start_pool = None
+    if encodes_on_cluster(config):
+        # Imported on demand: a run without Ray Data does not need Ray here.
+        from nemo_like.distributed.ray.ray_data import check_ray_data
+
+        check_ray_data("data.encoding_backend=ray_data")
+        start_pool = partial(_start_ray_data, config)
     return EncodedRows(
         rows,
         partial(encode, encoder, config),
         module=_WORKER_MODULE,
         setup=encoding_setup(config),
         num_processes=config.data.num_encoding_workers,
+        start_pool=start_pool,
+    )
+
+
+def encodes_on_cluster(config: RunConfig) -> bool:
+    """Return True if rows are encoded on the cluster, so not before this process joined it."""
+    data = config.data
+    return isinstance(data, StreamableDataConfig) and data.encoding_backend == "ray_data"
+
+
+def _start_ray_data(
+    config: RunConfig,
+    rows: Sequence[Row],
+    receive: Receive,
+) -> RowPool:
+    """Start the actors that encode `rows`; an `encoding_pool.StartPool`."""
+    from nemo_like.distributed.ray.ray_data import RayDataPool
+
+    return RayDataPool(
+        _WORKER_MODULE,
+        encoding_setup(config),
+        rows,
+        receive,
+        num_actors=config.data.num_encoding_workers,
     )
 
 

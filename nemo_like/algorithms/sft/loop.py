@@ -16,6 +16,7 @@ from nemo_like.losses import NllLoss
 from nemo_like.metrics import Mean, Metrics, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, validation_prompts
+from nemo_like.training.encoding import encodes_on_cluster
 from nemo_like.training.evaluation import is_due, score_answers
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
@@ -32,7 +33,9 @@ def run_sft(config: SftRunConfig) -> RunResult:
         num_rows = None
         if not isinstance(loader, StreamLoader):
             num_rows = source.num_steps(config.sft) * loader.batch_size
-        source.start_encoding(loader.order, num_rows)
+        # Otherwise after this process has joined the cluster.
+        if not encodes_on_cluster(config):
+            source.start_encoding(loader.order, num_rows)
         return _train(config, source, loader)
 
 
@@ -44,9 +47,15 @@ def _train(
     total = _num_steps(config, source, loader)
     validation_set = ValidationSet.open(config, source)
     loss = NllLoss()
-    with open_training_run(
-        config, source.data.encoder, num_steps=total, num_optimizer_steps=total
-    ) as run:
+    with (
+        open_training_run(
+            config, source.data.encoder, num_steps=total, num_optimizer_steps=total
+        ) as run,
+        # Actors that encode rows are stopped before this process leaves their cluster.
+        closing(source.rows),
+    ):
+        if encodes_on_cluster(config):
+            source.start_encoding(loader.order)
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         # The files can have changed since the checkpoint, and the number of steps with them.
