@@ -10,11 +10,9 @@ Reading stays in this process, which also checks the rows; tokenizing scales wit
 
 from __future__ import annotations
 
-import asyncio
-import importlib
+import importlib.util
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -25,26 +23,20 @@ from typing import Any
 import pyarrow
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.encoding_pool import Receive, pack_rows, unpack_rows
+from nemo_like.data.encoding_pool import Receive, unpack_rows
 from nemo_like.data.row_files import Row
 from nemo_like.distributed.errors import ClusterError
+from nemo_like.distributed.ray.encoding_actors import RAISED, start_actors
 
 logger = logging.getLogger(__name__)
 
-EXTRA_TEXT = (
-    "needs packages that are not installed; install the extra ray-data: pip install"
-    " 'nemo-like[ray-data]'"
-)
-_START_TIMEOUT_S = 120
-"""Time for the actors to start. Their CPUs were free, so only another run can delay them."""
 _JOIN_S = 20.0
 """Time that `close` waits for Ray Data to stop its actors."""
 _CHECK_NODES_S = 5.0
 _MAX_AUTO_ACTORS = 64
-_RAISED = -1
-"""Value of the column `block` for an exception of the actor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +53,12 @@ class FlowLimits:
 
 def check_ray_data(key: str) -> None:
     """Raise ConfigError that names `key` if a package that Ray Data needs is missing."""
-    try:
-        import ray.data  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{key} {EXTRA_TEXT} ({error})") from error
+    for package in ("pandas", "pyarrow"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{key} needs {package}, which is not installed; install the extra ray-data: pip"
+                " install 'nemo-like[ray-data]'"
+            )
 
 
 class RayDataPool:
@@ -110,6 +104,7 @@ class RayDataPool:
         self._nodes = _alive_nodes()
         self._next_check = 0.0
         self._feed: Any = None
+        self._pipeline: Any = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -146,10 +141,18 @@ class RayDataPool:
             self._waiting.extend(indices)
             self._num_pending = len(indices)
             num_blocks = -(-len(indices) // self._limits.rows_per_block)
-            self._feed = _start_feed()
+            self._feed, self._pipeline = start_actors()
+            run = self._pipeline.run.options(num_returns="streaming")
+            answers = run.remote(
+                num_blocks,
+                num_actors=self.num_actors,
+                module=self._module,
+                setup=self._setup,
+                feed=self._feed,
+            )
             self._thread = threading.Thread(
                 target=self._run,
-                args=(num_blocks,),
+                args=(answers,),
                 name="ray-data-encoding",
                 daemon=True,
             )
@@ -161,13 +164,20 @@ class RayDataPool:
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
-            feed = self._feed
-            self._feed = None
-        if feed is not None and ray.is_initialized():
-            # Actors that wait for a block get an empty one, so that none is in a call.
-            feed.close.remote()
+        self._kill_actors()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
+
+    def _kill_actors(self) -> None:
+        """End the pipeline and with it the encoders, which it owns, even in the middle of a row."""
+        with self._lock:
+            actors = [self._pipeline, self._feed]
+            self._pipeline = None
+            self._feed = None
+            self._sent.clear()
+        for actor in actors:
+            if actor is not None and ray.is_initialized():
+                ray.kill(actor)
 
     def _move_to_front(self, indices: Sequence[int]) -> None:
         """Move those of `indices` that are queued to the front, in this order."""
@@ -215,66 +225,25 @@ class RayDataPool:
             self._next_block = (rows, text)
         return self._next_block
 
-    def _run(self, num_blocks: int) -> None:
-        """Run the pipeline and receive its blocks, in a thread."""
+    def _run(self, answers: Iterator[Any]) -> None:
+        """Receive the encoded blocks, in a thread."""
         try:
-            batches = self._open_batches(num_blocks)
-            try:
-                for batch in batches:
-                    for block in batch.to_pylist():
-                        if self._is_closed or not self._take(block):
-                            return
-            finally:
-                # A generator: closing it shuts the pipeline down.
-                batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+            for reference in answers:
+                table: pyarrow.Table = ray.get(reference)
+                for answer in table.to_pylist():
+                    if self._is_closed or not self._take(answer):
+                        return
             if self._num_pending and not self._is_closed:
                 raise RuntimeError(f"{self._num_pending} rows were not returned")
-        except Exception as error:  # noqa: BLE001 Ray Data raises exceptions of many types
+        except (RayError, RuntimeError) as error:
             if not self._is_closed:
-                self._receive(-1, None, _failure_text(error))
+                self._receive(-1, None, _failed(f"{type(error).__name__}: {error}"))
         finally:
-            self._end_feed()
-
-    def _end_feed(self) -> None:
-        """Release the feed, whose actor ends with its last handle."""
-        with self._lock:
-            self._feed = None
-            self._sent.clear()
-        if self.rows_of_node and not self._is_closed:
-            logger.info("rows encoded with Ray Data per node: %s", self.rows_of_node)
-
-    def _open_batches(self, num_blocks: int) -> Iterator[pyarrow.Table]:
-        """Open the pipeline over blocks 0 to `num_blocks` - 1."""
-        import ray.data
-        from ray.data import ActorPoolStrategy, DataContext
-
-        # The console has the progress of the run; Ray's files keep the log of Ray Data.
-        _silence_console()
-        context = DataContext.get_current().copy()
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
-        context.wait_for_min_actors_s = _START_TIMEOUT_S
-        context.execution_options.preserve_order = True
-        context.execution_options.verbose_progress = False
-        tables = [pyarrow.table({"block": [block]}) for block in range(num_blocks)]
-        with DataContext.current(context):
-            dataset = ray.data.from_arrow(tables).map_batches(
-                _Encoder,
-                fn_constructor_kwargs={
-                    "module": self._module,
-                    "setup": self._setup,
-                    "feed": self._feed,
-                },
-                batch_size=None,
-                batch_format="pyarrow",
-                compute=ActorPoolStrategy(size=self.num_actors),
-                num_cpus=1,
-            )
-        return iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow"))
+            self._kill_actors()
 
     def _take(self, answer: dict[str, Any]) -> bool:
         """Pass the rows of an encoded block on and send further blocks; False for a failure."""
-        if answer["block"] == _RAISED:
+        if answer["block"] == RAISED:
             self._receive(-1, None, _failed(answer["values"]))
             return False
         with self._lock:
@@ -287,6 +256,9 @@ class RayDataPool:
         results = unpack_rows(json.loads(answer["values"]), answer["data"])
         for row, (encoded, problem) in zip(block.rows, results, strict=True):
             self._receive(row, encoded, problem)
+        if self._num_pending == len(block.rows):
+            # Before the pool is idle, because the run may close it then.
+            logger.info("rows encoded with Ray Data per node: %s", self.rows_of_node)
         with self._lock:
             self._num_pending -= len(block.rows)
         return True
@@ -300,87 +272,6 @@ class _SentBlock:
     num_bytes: int
     reference: list[Any]
     """Keeps the text in the object store."""
-
-
-class _Feed:
-    """Actor without a CPU that hands each block to the encoder that asks for it."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, list[Any]] = {}
-        self._is_closed = False
-        self._changed = asyncio.Condition()
-
-    async def add(self, block: int, reference: list[Any]) -> None:
-        async with self._changed:
-            self._blocks[block] = reference
-            self._changed.notify_all()
-
-    async def take(self, block: int) -> list[Any]:
-        """Wait for a block and return the reference to its text; an empty list after `close`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: block in self._blocks or self._is_closed)
-            return self._blocks.pop(block, [])
-
-    async def close(self) -> None:
-        async with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-
-def _start_feed() -> Any:
-    """Start the feed on the node of this process. It ends with its last handle."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node_id = ray.get_runtime_context().get_node_id()
-    # Soft: a node may be unable to start a process; the feed works from anywhere.
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=True)
-    options = {"num_cpus": 0, "scheduling_strategy": strategy, "max_concurrency": 1000}
-    return ray.remote(_Feed).options(**options).remote()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _Encoder:
-    """Actor of the pipeline: encodes the blocks of rows whose numbers it is given."""
-
-    def __init__(
-        self,
-        module: str,
-        setup: dict[str, Any],
-        feed: Any,
-    ) -> None:
-        """Open the tokenizer once. An exception is reported with the first block."""
-        # There is one actor per CPU, so threads of the tokenizer would only compete.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._feed = feed
-        context = ray.get_runtime_context()
-        self._node = context.get_node_id()
-        self._problem = ""
-        if context.was_current_actor_reconstructed:
-            # Blocks are sent once, and a row that ends the process would do so again.
-            self._problem = "an actor that encodes rows ended"
-            return
-        try:
-            self._encode = importlib.import_module(module).open_encode(setup)
-        except Exception as error:  # noqa: BLE001 reported with the first block
-            self._problem = f"{type(error).__name__}: {error}"
-
-    def __call__(self, blocks: pyarrow.Table) -> pyarrow.Table:
-        """Encode the block in column `block`: lengths and problems as JSON, ids and masks."""
-        number = blocks["block"][0].as_py()
-        values: dict[str, Any] | str = {"lengths": []}
-        data = b""
-        if self._problem:
-            # Without taking the block, which an actor that ended has taken.
-            number = _RAISED
-            values = f"on node {self._node}: {self._problem}"
-        elif reference := ray.get(self._feed.take.remote(number)):
-            values, data = pack_rows(json.loads(ray.get(reference[0])), self._encode)
-        columns = {
-            "block": [number],
-            "node": [self._node],
-            "values": [values if isinstance(values, str) else json.dumps(values)],
-            "data": pyarrow.array([data], pyarrow.large_binary()),
-        }
-        return pyarrow.table(columns)
 
 
 def _choose_num_actors(requested: int | None) -> int:
@@ -400,21 +291,6 @@ def _choose_num_actors(requested: int | None) -> int:
 def _alive_nodes() -> set[str]:
     """Return the ids of the nodes of the cluster."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def _silence_console() -> None:
-    """Keep messages of Ray Data below errors off the console."""
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(logging.ERROR)
-
-
-def _failure_text(error: Exception) -> str:
-    """Describe an exception of the pipeline in one line."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return _failed(f"{type(cause).__name__}: {cause}")
 
 
 def _failed(reason: str) -> str:
