@@ -123,7 +123,7 @@ class EncodedRows:
         self._queue = order.tolist()
         self.num_started = len(self._queue)
         self.is_finished = False
-        if self._start_pool is not None:
+        if self._start_pool is not None and self._queue:
             self._submit_to(self._start_pool(self._rows.rows, self._receive))
             return
         num_processes = self._num_processes

@@ -4,7 +4,6 @@ bytes in flight, and one clear error for each failure.
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -160,7 +159,9 @@ def test_no_free_cpu_is_an_error_before_training(cluster: None) -> None:
         start(num_actors=9)
 
 
-def test_a_run_on_two_nodes_equals_the_run_with_processes(cluster: None, recipe: Recipe) -> None:
+def test_a_run_on_two_nodes_equals_the_run_with_processes(
+    cluster: None, recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
     options = (
         "sft.val_at_start=false",
         "sft.val_period=0",
@@ -177,11 +178,12 @@ def test_a_run_on_two_nodes_equals_the_run_with_processes(cluster: None, recipe:
     expected = read_metrics(processes.directory.path)
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
     with_ray_data = (*options, "data.encoding_backend=ray_data")
-    run = run_sft(recipe.sft(*with_ray_data)).directory
+    with caplog.at_level(logging.INFO, "nemo_like.distributed.ray.ray_data"):
+        run = run_sft(recipe.sft(*with_ray_data)).directory
     assert read_metrics(run.path) == expected
-    log = (run.logs / "driver.log").read_text()
-    nodes = log.partition("rows encoded with Ray Data per node: ")[2].splitlines()[0]
-    assert len(json.loads(nodes.replace("'", '"'))) == 2
+    (record,) = [line for line in caplog.records if "per node" in line.message]
+    assert isinstance(record.args, dict)
+    assert len(record.args) == 2 and sum(record.args.values()) == 300  # pyright: ignore[reportArgumentType, reportCallIssue]
     interrupt_at(run.path, 2)
     resumed = run_sft(recipe.sft(*with_ray_data, "resume=true")).directory
     assert read_metrics(resumed.path) == expected
