@@ -170,6 +170,13 @@ def _backend_problems(config: RunConfig, data: StreamableDataConfig) -> Iterator
             " data.batching.kind to pool, online, token_budget or dyn_bsz, or"
             " data.encoding_backend=processes",
         )
+    if data.curriculum == "length":
+        yield Problem(
+            ("data.encoding_backend", "data.curriculum"),
+            "data.curriculum is length, which tokenizes all rows before the run joins the cluster,"
+            " but data.encoding_backend is ray_data: set data.encoding_backend=processes, or"
+            " another data.curriculum",
+        )
     if data.num_encoding_workers == 0:
         yield Problem(
             ("data.encoding_backend", "data.num_encoding_workers"),

@@ -79,8 +79,12 @@ class RayDataPool:
     ) -> None:
         """Encode with `open_encode(setup)` of `module`, in `num_actors` actors of one CPU each.
 
-        By default as many as CPUs are free. Raises ClusterError if fewer are free.
+        By default as many as CPUs are free. Raises ClusterError if fewer are free, or without a
+        connection to Ray.
         """
+        if not ray.is_initialized():
+            # A call of Ray would otherwise connect to any cluster that it finds.
+            raise ClusterError("Ray Data encodes rows on a cluster, and this process is in none")
         self.num_actors = _choose_num_actors(num_actors)
         self.max_rows_in_flight = 0
         """Maximum of rows that were sent and had not returned."""

@@ -263,6 +263,10 @@ def test_every_row_of_a_split_dataset_is_in_one_aligned_step(cluster: None) -> N
             ("cluster.backend=ray", "data.batching.kind=online", "data.num_encoding_workers=0"),
             "null for all free CPUs",
         ),
+        (
+            ("cluster.backend=ray", "data.batching.kind=online", "data.curriculum=length"),
+            "before the run joins the cluster",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_are_named(
