@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -19,11 +20,14 @@ Sample = dict[str, np.ndarray]
 """One row: the value of each column, of any shape and dtype."""
 
 
-class RayDataSource:
-    """Iterable of the samples of one rank; each iteration is one pass over the dataset.
+class RayDataSource(IterableDataset[Sample]):
+    """Iterable dataset of the samples of one rank; each iteration is one pass over the dataset.
 
     All ranks must iterate at the same time: Ray Data begins a pass when every rank has. It can be
     sent to another process. In Ray Train: `RayDataSource(ray.train.get_dataset_shard("train"))`.
+
+    It has no `state_dict`: Ray Data assigns blocks to ranks as they become ready, so a pass cannot
+    be continued after a restart.
     """
 
     def __init__(
@@ -47,7 +51,12 @@ class RayDataSource:
         self._iterator = iterator
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield the samples of one pass."""
+        """Yield the samples of one pass. Raises ValueError in a DataLoader worker."""
+        if get_worker_info() is not None:
+            raise ValueError(
+                "a RayDataSource is read in the process of its rank, because Ray Data prefetches"
+                " and preprocesses: set num_workers=0"
+            )
         batches = self._iterator.iter_batches(
             batch_size=self.rows_per_batch,
             prefetch_batches=self.prefetch_batches,

@@ -23,6 +23,7 @@ from nemo_like.config.schema import ClusterConfig
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.alignment import AlignedPlanner
+from nemo_like.data.streaming.online import OnlineBatchLoader
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.distributed.errors import ClusterError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
@@ -222,6 +223,23 @@ def aligned_rows(source: RayDataSource, planner: AlignedPlanner) -> Iterator[tup
             yield step.own.plan.num_microbatches, list(step.own.rows)
 
 
+def online_rows(source: RayDataSource, coordinator: ThreadCoordinator) -> Iterator[list[int]]:
+    """Row ids of each step of a rank, without dummies."""
+    loader = OnlineBatchLoader(
+        source,
+        StreamSpec(plan=PlanSpec(max_tokens=64), window_rows=8),
+        collate_fn=lambda samples: [int(sample["row"]) for sample in samples],
+        length_of=lambda sample: len(sample["ids"]),
+        num_trained_of=lambda sample: len(sample["ids"]),
+        coordinator=coordinator,
+    )
+    for step in loader:
+        rows: list[int] = []
+        for microbatch, is_dummy in zip(step.microbatches, step.is_dummy, strict=True):
+            rows += [] if is_dummy else microbatch
+        yield rows
+
+
 def test_every_row_of_a_split_dataset_is_in_one_aligned_step(cluster: None) -> None:
     import pyarrow
     import ray.data
@@ -240,10 +258,13 @@ def test_every_row_of_a_split_dataset_is_in_one_aligned_step(cluster: None) -> N
     barrier = threading.Barrier(2)
     spec = StreamSpec(plan=PlanSpec(max_tokens=64), window_rows=8)
     steps: list[list[tuple[int, list[int]]]] = [[], []]
+    online: list[list[list[int]]] = [[], []]
 
     def run_rank(rank: int) -> None:
-        planner = AlignedPlanner(spec, ThreadCoordinator(rank, slots, barrier))
+        coordinator = ThreadCoordinator(rank, slots, barrier)
+        planner = AlignedPlanner(spec, coordinator)
         steps[rank] = list(aligned_rows(sources[rank], planner))
+        online[rank] = list(online_rows(sources[rank], coordinator))
 
     threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -252,6 +273,8 @@ def test_every_row_of_a_split_dataset_is_in_one_aligned_step(cluster: None) -> N
         thread.join(60)
     assert sorted(row for rank in steps for _, ids in rank for row in ids) == rows
     assert [count for count, _ in steps[0]] == [count for count, _ in steps[1]]
+    assert sorted(row for rank in online for ids in rank for row in ids) == rows
+    assert len(online[0]) == len(online[1])
 
 
 @pytest.mark.parametrize(
