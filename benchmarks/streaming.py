@@ -11,7 +11,6 @@ would fit, padded to the longest of each microbatch. The oracles know all length
 as few microbatches as possible. `planning` is the share of the planner in the time of a step.
 
 Part `planning`: rows per second of the planner alone, for a stream of many rows.
-Part `microbatches`: number of online microbatches over the optimum, for several windows.
 Part `exchange`: time of one all-gather of the alignment, with gloo processes.
 """
 
@@ -90,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"lengths: mean {mean:.0f}, CV {lengths.std() / mean:.2f}, longest {lengths.max()};"
         f" budget {arguments.budget} tokens"
     )
-    if "microbatches" in parts:
-        print_microbatches(arguments)
     if "planning" in parts:
         print_planning(arguments)
     if "exchange" in parts:
@@ -249,38 +246,6 @@ def _print_methods(all_methods: list[Method], lengths: np.ndarray) -> None:
         )
 
 
-def print_microbatches(arguments: argparse.Namespace) -> None:
-    """Print the microbatches of `online` over the optimum of all rows."""
-    budget = 4096
-    rng = np.random.default_rng(arguments.seed)
-    lengths = lognormal_lengths(rng, 20_000, 600, budget)
-    lower = int(np.ceil(lengths.sum() / budget))
-    padded = form_padded(lengths, np.ones_like(lengths), None, budget).num_bins
-    print(
-        "online microbatches over the optimum for 20,000 rows known in advance (packed: the lower"
-        " bound of the tokens), and for each window of consecutive rows planned optimally (padded)"
-    )
-    print(f"{'window':>8}{'packed':>10}{'padded':>10}{'padded, windows':>17}")
-    for window_rows in (16, 32, 64, 128, 256, 1024):
-        counts = {}
-        for layout in ("packed", "padded"):
-            spec = StreamSpec(
-                plan=PlanSpec(layout=layout, max_tokens=budget),
-                window_rows=window_rows,
-                window_tokens=0,
-            )
-            steps = stream_steps(lengths, StreamingPlanner(spec))
-            counts[layout] = sum(step.plan.num_microbatches for step in steps)
-        in_windows = 0
-        for start in range(0, len(lengths), window_rows):
-            window = lengths[start : start + window_rows]
-            in_windows += form_padded(window, np.ones_like(window), None, budget).num_bins
-        print(
-            f"{window_rows:>8}{counts['packed'] / lower - 1:>10.2%}"
-            f"{counts['padded'] / padded - 1:>10.2%}{counts['padded'] / in_windows - 1:>17.2%}"
-        )
-
-
 def print_planning(arguments: argparse.Namespace) -> None:
     """Print the rows per CPU second of the planner."""
     num_rows = arguments.planning_rows
@@ -331,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="microbatches,planning,exchange,training")
+    parser.add_argument("--parts", default="planning,exchange,training")
     parser.add_argument("--rows", type=int, default=768, help="rows that every method trains")
     parser.add_argument("--mean", type=float, default=120.0, help="mean length of built-in rows")
     parser.add_argument("--longest", type=int, default=1024)

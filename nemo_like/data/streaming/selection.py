@@ -244,17 +244,21 @@ def _best_run(window: Window, fill: Fill) -> list[int]:
     oldest = fill.numbers[0]
     by_size = window.by_size
     at = bisect_left(by_size, (window[oldest].size, oldest))
-    sums = list(accumulate((size for size, _ in by_size), initial=0))
+    # A run with the oldest row has at most as many rows on either side as fit of its size.
+    max_rows = limits.max_tokens // by_size[at][0]
+    low = max(at + 1 - max_rows, 0)
+    nearby = by_size[low : at + max_rows]
+    sums = list(accumulate((size for size, _ in nearby), initial=0))
     best_sum = 0
     best_top = at
-    for top in range(at, len(by_size)):
-        start = max(top + 1 - limits.max_tokens // by_size[top][0], 0)
-        # The run from `top` downward must reach the oldest row. Longer rows allow fewer.
-        if start > at:
+    for index in range(at - low, len(nearby)):
+        start = max(index + 1 - limits.max_tokens // nearby[index][0], 0)
+        # The run from `index` downward must reach the oldest row. Longer rows allow fewer.
+        if start > at - low:
             break
-        if sums[top + 1] - sums[start] > best_sum:
-            best_sum = sums[top + 1] - sums[start]
-            best_top = top
+        if sums[index + 1] - sums[start] > best_sum:
+            best_sum = sums[index + 1] - sums[start]
+            best_top = low + index
     for _, number in reversed(by_size[: best_top + 1]):
         # With other limits some rows of the run do not fit; shorter rows can take their place.
         if number != oldest and fill.fits(window[number]):
