@@ -216,10 +216,7 @@ def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
     data = config.data
     if not isinstance(data, StreamableDataConfig) or not data.batching.is_streaming:
         return None
-    try:
-        return stream_spec(data.batching, spec)
-    except ValueError as error:
-        raise ConfigError(f"data.batching: {error}") from error
+    return stream_spec(data.batching, spec)
 
 
 def placement_of(config: RunConfig) -> Placement:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from nemo_like.config.batching import BatchingConfig
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.spec import PlanSpec
@@ -71,25 +72,28 @@ def plan_spec(
 def stream_spec(batching: BatchingConfig, plan: PlanSpec) -> StreamSpec:
     """Build the input of the streaming planner for a `data.batching.kind` other than fixed.
 
-    `plan` is that of `plan_spec`. Raises ValueError for values that do not fit together.
+    `plan` is that of `plan_spec`. Raises ConfigError for values that do not fit together.
     """
     window_tokens = batching.window_tokens
     if window_tokens is None and batching.kind == "pool":
         # Cosmos-RL fills its pool by rows alone.
         window_tokens = 0
-    return StreamSpec(
-        plan=replace(plan, global_batch_size=None),
-        selection=_selection(batching),
-        microbatches_per_step=batching.microbatches_per_step,
-        window_rows=batching.num_window_rows,
-        window_tokens=window_tokens,
-        tail=batching.tail,
-        max_rows=batching.max_rows,
-        count_mode=batching.count_mode,
-        physical_overflow_ratio=batching.physical_overflow_ratio,
-        warmup_steps=batching.warmup_steps,
-        warmup_init_tokens=batching.warmup_init_tokens,
-    )
+    try:
+        return StreamSpec(
+            plan=replace(plan, global_batch_size=None),
+            selection=_selection(batching),
+            microbatches_per_step=batching.microbatches_per_step,
+            window_rows=batching.num_window_rows,
+            window_tokens=window_tokens,
+            tail=batching.tail,
+            max_rows=batching.max_rows,
+            count_mode=batching.count_mode,
+            physical_overflow_ratio=batching.physical_overflow_ratio,
+            warmup_steps=batching.warmup_steps,
+            warmup_init_tokens=batching.warmup_init_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(f"data.batching: {error}") from error
 
 
 def _selection(batching: BatchingConfig) -> Selection:

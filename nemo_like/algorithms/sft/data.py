@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
-from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.text import plural
 from nemo_like.data.collate import EncodedRow
@@ -88,13 +87,9 @@ def open_loader(
         model=model,
         seed=config.seed,
     )
-    try:
-        spec = stream_spec(batching, plan)
-    except ValueError as error:
-        raise ConfigError(f"data.batching: {error}") from error
     return StreamLoader(
         encoded_examples(source.data.train, source.rows),
-        spec,
+        stream_spec(batching, plan),
         _row_numbers,
         num_epochs=None if batching.tail == "wrap" else config.sft.max_num_epochs,
         seed=config.seed,
