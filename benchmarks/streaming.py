@@ -7,8 +7,10 @@ r"""Training throughput of the kinds of `data.batching`, against fixed batches a
 Part `training`: every method trains the same rows with the same model (random Llama) and the same
 token budget in this process. The methods take turns step by step, so that other load affects all
 alike; times are CPU seconds of one thread. `fixed` takes so many rows at a time that the longest
-would fit, padded to the longest of each microbatch. The oracles know all lengths in advance and use
-as few microbatches as possible. `planning` is the share of the planner in the time of a step.
+would fit, and `fixed, mean` so many that rows of the mean length would, which exceeds the budget;
+both in as many optimizer steps as the others, padded to the longest row of each microbatch. The
+oracles know all lengths in advance and use as few microbatches as possible. `planning` is the share
+of the planner in the time of a step.
 
 Part `planning`: rows per second of the planner alone, for a stream of many rows.
 Part `exchange`: time of one all-gather of the alignment, with gloo processes.
@@ -43,6 +45,7 @@ from nemo_like.data.streaming.planner import StreamingPlanner
 from nemo_like.data.streaming.selection import Selection
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.integer_math import ceil_div
 from nemo_like.losses import NllLoss
 from nemo_like.parallel_layout import RowLayout
 from nemo_like.policy.policy import Policy
@@ -121,18 +124,24 @@ def lognormal_lengths(
 
 def methods(lengths: np.ndarray, budget: int, microbatches: int) -> Iterator[Method]:
     """Yield every method with its steps for rows of `lengths` int64 [n] in this order."""
-    rows_at_a_time = max(1, budget // int(lengths.max()))
-    bounds = np.append(np.arange(0, len(lengths), rows_at_a_time), len(lengths))
-    fixed = Packing(np.arange(len(lengths)), bounds)
-    yield _known_method("fixed", "padded", fixed, lengths, budget, microbatches)
+    packed_oracle = best_fit_decreasing(lengths, budget, len(lengths))
+    num_steps = ceil_div(packed_oracle.num_bins, microbatches)
+    for name, rows_at_a_time in (
+        ("fixed", budget // int(lengths.max())),
+        ("fixed, mean", budget // int(lengths.mean())),
+    ):
+        bounds = np.arange(0, len(lengths), max(1, rows_at_a_time))
+        bins = Packing(np.arange(len(lengths)), np.append(bounds, len(lengths)))
+        # As many optimizer steps as the others have, so that only the microbatches differ.
+        per_step = ceil_div(bins.num_bins, num_steps)
+        yield _known_method(name, "padded", bins, lengths, budget, per_step)
     for layout in ("padded", "packed"):
         for kind, selection in KINDS.items():
             yield _streamed_method(kind, selection, layout, lengths, budget, microbatches)
     ones = np.ones_like(lengths)
     oracle = form_padded(lengths, ones, None, budget)
     yield _known_method("oracle", "padded", oracle, lengths, budget, microbatches)
-    oracle = best_fit_decreasing(lengths, budget, len(lengths))
-    yield _known_method("oracle", "packed", oracle, lengths, budget, microbatches)
+    yield _known_method("oracle", "packed", packed_oracle, lengths, budget, microbatches)
 
 
 def _streamed_method(
