@@ -1,13 +1,30 @@
-"""Integer division rounded up, and the multiples and divisors around a number."""
+"""Integer division rounded up, the multiples and divisors around a number, and a check."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import operator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
 
 Integers = TypeVar("Integers", int, "np.ndarray")
+
+
+def check_integer(name: str, value: Any, minimum: int) -> int:
+    """Return `value` as an int. Raises ValueError unless it is an integer of at least `minimum`.
+
+    Integers of NumPy and tensors with one integer are accepted, True and False are not.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; give an integer of at least {minimum}") from None
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value}; give an integer of at least {minimum}")
+    if number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    return number
 
 
 def ceil_div(value: Integers, divisor: int) -> Integers:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from nemo_like.data.planning.cost import CostModel
+from nemo_like.integer_math import check_integer
 from nemo_like.parallel_layout import PaddingMultiples, ParallelLayout, RowLayout, Sync
 
 Balance = Literal["flops", "tokens", "none"]
@@ -104,8 +105,8 @@ class PlanSpec:
                 )
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is an integer >= 1; got {value}")
+            if value is not None:
+                check_integer(name, value, 1)
         self._check_limits()
         if self.layout == "packed" and self.balance == "none":
             self._check_round_robin()

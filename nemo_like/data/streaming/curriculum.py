@@ -123,6 +123,9 @@ class DifficultySchedule:
             raise ValueError(f"num_steps is {self.num_steps}: give at least 1")
         if not self.degree > 0:
             raise ValueError(f"degree is {self.degree}: give a number above 0")
+        for name in ("start", "end", "levels"):
+            if not np.isfinite(getattr(self, name)).all():
+                raise ValueError(f"{name} is {getattr(self, name)}: give finite numbers")
         if self.kind != "discrete":
             return
         if len(self.levels) != len(self.boundaries) + 1:

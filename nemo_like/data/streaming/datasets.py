@@ -21,6 +21,7 @@ from nemo_like.data.streaming.group_stream import (
 )
 from nemo_like.data.streaming.loader_workers import (
     check_worker_state,
+    checked_state,
     share_of_worker,
     unused_state,
     worker_number,
@@ -29,7 +30,7 @@ from nemo_like.data.streaming.loader_workers import (
 from nemo_like.data.streaming.sample_numbers import ColumnLength
 from nemo_like.data.streaming.sharding import ShardedOrder, shard_stride
 from nemo_like.data.streaming.spec import StreamSpec
-from nemo_like.integer_math import ceil_div
+from nemo_like.integer_math import ceil_div, check_integer
 
 Sample = TypeVar("Sample")
 BatchingStrategy = Literal["prefer_closest", "prefer_first"]
@@ -97,7 +98,7 @@ class ShardedIterableDataset(IterableDataset[Sample], Generic[Sample]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
-        self.epoch = epoch
+        self.epoch = check_integer("epoch", epoch, 0)
 
     def source(self, worker: int, num_workers: int) -> ShardSource[Sample]:
         """Return the rows of a DataLoader worker from the begin of the epoch.
@@ -128,8 +129,11 @@ class ShardedIterableDataset(IterableDataset[Sample], Generic[Sample]):
         return {**worker_state(), "order": self._source.state_dict({})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after `state` in the next iteration, with the same number of workers."""
-        self._loaded = dict(state)
+        """Continue after `state` in the next iteration, with the same number of workers.
+
+        Raises ValueError for what is not a state of this class.
+        """
+        self._loaded = checked_state(state, "order")
         self._source = None
         self.epoch = int(state["order"]["epoch"])
 
@@ -207,8 +211,7 @@ class LoadBalancedDataset(IterableDataset[list[list[Sample]]], Generic[Sample]):
             ("max_tokens_for_batch", max_tokens_for_batch),
             ("max_num_steps", 1 if max_num_steps is None else max_num_steps),
         ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            check_integer(name, value, 1)
         if isinstance(dataset, ShardedIterableDataset) and dataset.allow_empty:
             _check_empty_shards(infinite_loop, coordinator)
         self.dataset = dataset
@@ -258,7 +261,7 @@ class LoadBalancedDataset(IterableDataset[list[list[Sample]]], Generic[Sample]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with `epoch`. Epochs after it follow by themselves."""
-        self.epoch = epoch
+        self.epoch = check_integer("epoch", epoch, 0)
 
     def skip_batches(self, num_groups: int) -> None:
         """Skip `num_groups` groups at the begin of the next iteration, counted over all workers.
@@ -266,9 +269,7 @@ class LoadBalancedDataset(IterableDataset[list[list[Sample]]], Generic[Sample]):
         That is the number of completed optimizer steps. Only the next iteration of this process, or
         of the workers that a DataLoader starts, skips; set 0 before a further one.
         """
-        if num_groups < 0:
-            raise ValueError(f"num_groups is {num_groups}; it must not be negative")
-        self._num_skipped = num_groups
+        self._num_skipped = check_integer("num_groups", num_groups, 0)
         self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,8 +283,11 @@ class LoadBalancedDataset(IterableDataset[list[list[Sample]]], Generic[Sample]):
         return {**worker_state(), "shard": self._shard, "stream": self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after `state` in the next iteration, with the same number of workers."""
-        self._loaded = dict(state)
+        """Continue after `state` in the next iteration, with the same number of workers.
+
+        Raises ValueError for what is not a state of this class.
+        """
+        self._loaded = checked_state(state, "stream")
         self._num_skipped = 0
         self._stream = None
 

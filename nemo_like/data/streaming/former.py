@@ -12,7 +12,7 @@ from nemo_like.data.planning.oversize import OversizeWarning
 from nemo_like.data.streaming.selection import Fill, select_rows
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.data.streaming.window import WaitingRow, Window
-from nemo_like.integer_math import round_up
+from nemo_like.integer_math import check_integer, round_up
 
 _VERSION = 1
 
@@ -87,7 +87,7 @@ class MicrobatchFormer:
         """
         if self.is_closed:
             raise ValueError(f"row {row} arrived after the end of the stream; call `reopen` first")
-        _check_numbers(row, length, num_trained, extra)
+        length, num_trained, extra = _check_numbers(row, length, num_trained, extra)
         plan = self.spec.step_spec
         size = round_up(length, plan.row_multiple)
         if size > plan.max_row_tokens:
@@ -115,7 +115,8 @@ class MicrobatchFormer:
         problem = f"row {row} has {length} tokens, above {limit}"
         if plan.oversize == "error":
             raise OversizeRowError(
-                f"{problem}; raise it, or set policy.oversize_rows to truncate, drop or singleton"
+                f"{problem}; raise it (max_tokens of a PlanSpec), or set policy.oversize_rows"
+                " (oversize of a PlanSpec) to truncate, drop or singleton"
             )
         self.counts.num_oversize += 1
         if plan.oversize == "drop":
@@ -305,13 +306,17 @@ def positions(rows: Bin, layout: str) -> int:
     return sum(sizes) if layout == "packed" else len(sizes) * max(sizes)
 
 
-def _check_numbers(row: int, length: int, num_trained: int | None, extra: int) -> None:
-    """Raise ValueError for numbers that no row has."""
-    if length < 1:
-        raise ValueError(f"row {row} has {length} tokens; a row has at least 1")
-    if num_trained is not None and not 0 <= num_trained <= length:
+def _check_numbers(
+    row: int, length: int, num_trained: int | None, extra: int
+) -> tuple[int, int | None, int]:
+    """Return the numbers of a row as ints. Raises ValueError for numbers that no row has."""
+    length = check_integer(f"length of row {row}", length, 1)
+    extra = check_integer(f"extra of row {row}", extra, 0)
+    if num_trained is None:
+        return length, None, extra
+    num_trained = check_integer(f"num_trained of row {row}", num_trained, 0)
+    if num_trained > length:
         raise ValueError(
             f"row {row} has {num_trained} trained tokens; it must be from 0 to its {length} tokens"
         )
-    if extra < 0:
-        raise ValueError(f"extra of row {row} is {extra}; it must not be negative")
+    return length, num_trained, extra

@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from nemo_like.integer_math import check_integer
+
 Method = Literal["linear", "sqrt", "none"]
 Unit = Literal["rows", "tokens"]
 
@@ -87,6 +89,11 @@ class VariableBatchSizeLR(LRScheduler):
             raise ValueError(
                 "base_scheduler is a VariableBatchSizeLR: give the scheduler inside it"
             )
+        if not isinstance(base_scheduler, LRScheduler):
+            raise ValueError(
+                f"base_scheduler is a {type(base_scheduler).__name__}: give a scheduler of"
+                " torch.optim.lr_scheduler, such as LambdaLR"
+            )
         if unit not in get_args(Unit):
             raise ValueError(f"unit is {unit!r}: give rows or tokens")
         batch_size_scale(1, base_batch_size, method)
@@ -131,9 +138,7 @@ class VariableBatchSizeLR(LRScheduler):
         """
         if self._batch_sizes is not None:
             raise ValueError("batch_sizes were given: set_next_batch_size is for streams without")
-        if batch_size < 1:
-            raise ValueError(f"the next batch size is {batch_size}: give at least 1")
-        self._batch_size = int(batch_size)
+        self._batch_size = check_integer("the next batch size", batch_size, 1)
         self._set_lrs(self.get_lr())
 
     def start_epoch(self, batch_sizes: Sequence[int]) -> None:
@@ -205,6 +210,11 @@ class VariableBatchSizeLR(LRScheduler):
             "base_batch_size": self.base_batch_size,
         }
         for name, value in expected.items():
+            if name not in state_dict:
+                raise ValueError(
+                    f"the state has no {name}, so it is not one of a VariableBatchSizeLR: give what"
+                    " its state_dict returned"
+                )
             if state_dict[name] != value:
                 raise ValueError(
                     f"the state has {name}={state_dict[name]!r}, this scheduler {value!r}: "
@@ -255,10 +265,9 @@ def _checked_batch_sizes(batch_sizes: Sequence[int] | None) -> tuple[int, ...] |
     """Return the batch sizes as a tuple; raises ValueError if there is none, or one below 1."""
     if batch_sizes is None:
         return None
-    sizes = tuple(int(size) for size in batch_sizes)
+    sizes = []
+    for step, size in enumerate(batch_sizes):
+        sizes.append(check_integer(f"batch size {step}", size, 1))
     if not sizes:
         raise ValueError("batch_sizes is empty: give at least one, or None for a stream")
-    for step, size in enumerate(sizes):
-        if size < 1:
-            raise ValueError(f"batch size {step} is {size}: give at least 1")
-    return sizes
+    return tuple(sizes)

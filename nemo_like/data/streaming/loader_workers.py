@@ -30,6 +30,20 @@ def worker_state() -> dict[str, Any]:
     return {"worker": worker, "num_workers": num_workers}
 
 
+def checked_state(state: Any, name: str) -> dict[str, Any]:
+    """Return a copy of a state of `worker_state` with the further key `name`.
+
+    Raises ValueError if it is something else.
+    """
+    expected = ("worker", "num_workers", name)
+    if not isinstance(state, Mapping) or not all(key in state for key in expected):
+        raise ValueError(
+            f"the state must be a mapping with {', '.join(expected)}; give what `state_dict` of"
+            " this dataset returned"
+        )
+    return dict(state)
+
+
 def check_worker_state(state: Mapping[str, Any]) -> None:
     """Raise ValueError unless `state` is that of this worker of as many workers."""
     worker, num_workers = worker_number()

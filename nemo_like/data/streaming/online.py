@@ -35,6 +35,7 @@ from nemo_like.data.streaming.sample_numbers import ColumnLength, count_trained
 from nemo_like.data.streaming.sharding import ShardedOrder
 from nemo_like.data.streaming.spec import StreamSpec
 from nemo_like.data.streaming.token_mean import token_mean_scale
+from nemo_like.integer_math import check_integer
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
@@ -119,13 +120,15 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         `seed_rows` the random augmentation of a row depends on (seed, epoch, row) only. Raises
         ValueError for wrong values.
         """
+        if not isinstance(spec, StreamSpec):
+            raise ValueError(f"spec is a {type(spec).__name__}; give a StreamSpec of one rank")
         if spec.plan.oversize == "truncate":
             raise ValueError(
                 "plan.oversize is truncate, but only the dataset can shorten a sample; truncate"
                 " there, or set oversize to drop, singleton or error"
             )
-        if max_window_bytes is not None and max_window_bytes < 1:
-            raise ValueError(f"max_window_bytes is {max_window_bytes}; it must be at least 1")
+        if max_window_bytes is not None:
+            check_integer("max_window_bytes", max_window_bytes, 1)
         self.spec = spec
         self.join = join
         self._coordinator = coordinator or SingleCoordinator()
@@ -386,7 +389,9 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
         return self._collate_fn([self._spare.sample])
 
 
-def _check_version(state: Mapping[str, Any]) -> None:
+def _check_version(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state is a {type(state).__name__}; give what `state_dict` returned")
     if state.get("version") != _VERSION:
         raise ValueError(
             f"the state of the loader has version {state.get('version')}, this is version"

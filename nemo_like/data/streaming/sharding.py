@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_like.integer_math import check_integer
+
 _VERSION = 1
 
 
@@ -33,7 +35,8 @@ def shard_stride(rank: int, num_ranks: int, worker: int = 0, num_workers: int = 
     in turns: worker w has the rows w, w + num_workers, ... of its rank.
     Raises ValueError for an index out of range.
     """
-    if not 0 <= rank < num_ranks:
+    check_integer("num_ranks", num_ranks, 1)
+    if check_integer("rank", rank, 0) >= num_ranks:
         raise ValueError(f"rank {rank} of {num_ranks}; it must be from 0 to {num_ranks - 1}")
     if not 0 <= worker < num_workers:
         raise ValueError(
@@ -68,9 +71,8 @@ class ShardedOrder:
         shuffle: bool = True,
     ) -> None:
         shard_stride(rank, num_ranks)
-        if num_rows < 0:
-            raise ValueError(f"num_rows is {num_rows}; it must not be negative")
-        self.num_rows = num_rows
+        check_integer("seed", seed, 0)
+        self.num_rows = check_integer("num_rows", num_rows, 0)
         self.rank = rank
         self.num_ranks = num_ranks
         self.seed = seed
@@ -98,7 +100,7 @@ class ShardedOrder:
 
     def start_epoch(self, epoch: int | None = None) -> None:
         """Begin `epoch`, by default the next one, on the current number of ranks."""
-        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self.epoch = self.epoch + 1 if epoch is None else check_integer("epoch", epoch, 0)
         self._history = []
         self._position = 0
         self._shard = self._own_shard()

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from nemo_like.data.planning.spec import PlanSpec
 from nemo_like.data.streaming.batch_size_warmup import WarmupBudget
 from nemo_like.data.streaming.selection import MicrobatchLimits, Selection
+from nemo_like.integer_math import check_integer
 
 Tail = Literal["emit", "drop", "wrap"]
 CountMode = Literal["total", "effective"]
@@ -62,20 +63,25 @@ class StreamSpec:
     """Token limit of the first step of the warmup."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.plan, PlanSpec):
+            raise ValueError(
+                f"plan is a {type(self.plan).__name__}; give a PlanSpec, such as"
+                " PlanSpec(max_tokens=8192)"
+            )
         for name, kind in (("tail", Tail), ("count_mode", CountMode), ("selection", Selection)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
                     f"{name} is one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}"
                 )
         for name in ("microbatches_per_step", "window_rows", "warmup_init_tokens"):
-            _check_at_least(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         for name in ("max_rows", "max_extra"):
             if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
+                check_integer(name, getattr(self, name), 1)
         if self.window_tokens is not None:
-            _check_at_least("window_tokens", self.window_tokens, 0)
-        _check_at_least("warmup_steps", self.warmup_steps, 0)
-        if self.physical_overflow_ratio < 1.0:
+            check_integer("window_tokens", self.window_tokens, 0)
+        check_integer("warmup_steps", self.warmup_steps, 0)
+        if not 1.0 <= self.physical_overflow_ratio < math.inf:
             raise ValueError(
                 f"physical_overflow_ratio is {self.physical_overflow_ratio}; a microbatch has at"
                 " least as many positions as tokens with loss, so it must be at least 1"
@@ -149,8 +155,3 @@ class StreamSpec:
         if tokens is None:
             tokens = _WINDOW_BUDGETS[self.plan.layout] * limits.max_tokens
         return tokens * self.plan.num_ranks or None
-
-
-def _check_at_least(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}")

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from nemo_like.data.packing.packers import checked_lengths, prefix_sums
-from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.integer_math import ceil_div, check_integer, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,18 @@ class TokenBatches:
         return 1 - num_real / num_padded if num_padded else 0.0
 
     def microbatch(self, microbatch: int) -> np.ndarray:
-        """Return the rows of a microbatch, int64 [n]; empty if it has dummy rows only."""
+        """Return the rows of a microbatch, int64 [n]; empty if it has dummy rows only.
+
+        Raises ValueError for a microbatch out of range.
+        """
+        _check_index("microbatch", microbatch, len(self.offsets) - 1)
         return self.rows[self.offsets[microbatch] : self.offsets[microbatch + 1]]
 
     def padded_microbatch(self, microbatch: int) -> np.ndarray:
-        """Return the rows of a microbatch, int64 [`padded_rows[microbatch]`]; -1 is a dummy row."""
+        """Return the rows of a microbatch, int64 [`padded_rows[microbatch]`]; -1 is a dummy row.
+
+        Raises ValueError for a microbatch out of range.
+        """
         rows = self.microbatch(microbatch)
         padded = np.full(int(self.padded_rows[microbatch]), -1, dtype=np.int64)
         padded[: len(rows)] = rows
@@ -98,8 +105,12 @@ class TokenBatches:
         """Return the microbatches that one of `num_ranks` ranks computes in a step.
 
         Rank r gets microbatch r, r + num_ranks, ... of the step. All ranks get the same number; -1
-        is a microbatch of dummy rows, for ranks beyond the microbatches of the last step.
+        is a microbatch of dummy rows, for ranks beyond the microbatches of the last step. Raises
+        ValueError for a step or a rank out of range.
         """
+        check_integer("num_ranks", num_ranks, 1)
+        _check_index("rank", rank, num_ranks)
+        _check_index("step", step, len(self.step_offsets) - 1)
         first = int(self.step_offsets[step])
         stop = int(self.step_offsets[step + 1])
         per_rank = ceil_div(stop - first, num_ranks)
@@ -364,3 +375,9 @@ def _log(batches: TokenBatches, min_rows: int, max_tokens: int) -> None:
             min_rows,
             max_tokens,
         )
+
+
+def _check_index(name: str, index: int, count: int) -> None:
+    """Raise ValueError unless `index` is from 0 to `count` - 1."""
+    if check_integer(name, index, 0) >= count:
+        raise ValueError(f"{name} is {index}, of {count}; it must be below {count}")

@@ -26,7 +26,7 @@ def test_worked_example_with_context_and_sequence_parallelism() -> None:
         ({"layout": "padded"}, r"max_tokens \(a token budget\) or max_rows"),
         ({"layout": "jagged", "max_tokens": 8}, "layout is one of packed, padded; got 'jagged'"),
         ({"max_tokens": 8, "max_rows": 2}, "max_rows applies to the padded layout"),
-        ({"max_tokens": 8, "num_ranks": 0}, "num_ranks is an integer >= 1"),
+        ({"max_tokens": 8, "num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
         (
             {"max_tokens": 6, "cp_size": 2, "sequence_length_round": 3},
             "train_mb_tokens is 6, .* multiples of 12 .* at least 12",

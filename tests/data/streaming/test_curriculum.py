@@ -202,3 +202,8 @@ def test_errors() -> None:
         rank_rows(np.arange(4), 2, 2)
     with pytest.raises(ValueError, match=r"difficulty has shape \(2, 2\)"):
         CurriculumSampler(np.zeros((2, 2)), DifficultySchedule("constant"))
+
+
+def test_a_schedule_without_finite_difficulties_is_an_error() -> None:
+    with pytest.raises(ValueError, match="end is nan: give finite numbers"):
+        DifficultySchedule("linear", end=math.nan)

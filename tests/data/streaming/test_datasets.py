@@ -547,3 +547,19 @@ def test_iterable_sources_begin_again_with_the_next_epoch() -> None:
     assert batches == [[0, 1], [2, 3], [4], [1, 2], [3, 4], [0]]
     with pytest.raises(ValueError, match="gave no sample in an epoch"):
         next(iter(LoadBalancedDataset(Stream([]))))
+
+
+@pytest.mark.parametrize("state", [None, {}, [], {"worker": 0, "num_workers": 1}])
+def test_what_is_no_state_is_refused_when_it_is_loaded(state: Any) -> None:
+    shard = ShardedIterableDataset([{"input_ids": [1]}], dp_rank=0, dp_world_size=1)
+    for dataset in (shard, LoadBalancedDataset(shard, max_tokens_for_batch=4)):
+        with pytest.raises(ValueError, match="give what `state_dict` of this dataset returned"):
+            dataset.load_state_dict(state)
+
+
+@pytest.mark.parametrize("epoch", [-1, "2", 0.5])
+def test_what_is_no_epoch_is_an_error(epoch: Any) -> None:
+    shard = ShardedIterableDataset([{"input_ids": [1]}], dp_rank=0, dp_world_size=1)
+    for dataset in (shard, LoadBalancedDataset(shard, max_tokens_for_batch=4)):
+        with pytest.raises(ValueError, match="epoch is"):
+            dataset.set_epoch(epoch)

@@ -237,7 +237,7 @@ def test_errors() -> None:
     listed = wrapped("exponential", [3, 11])
     with pytest.raises(RuntimeError, match="batch size of step 0 is unknown: call set_next"):
         advance(stream, 0)
-    with pytest.raises(ValueError, match="next batch size is 0: give at least 1"):
+    with pytest.raises(ValueError, match="next batch size is 0; it must be at least 1"):
         stream.set_next_batch_size(0)
     with pytest.raises(ValueError, match="batch_sizes were given"):
         listed.set_next_batch_size(2)
@@ -264,3 +264,15 @@ def test_errors() -> None:
         listed.load_state_dict({**listed.state_dict(), "unscaled_lrs": [1.0]})
     with pytest.raises(ValueError, match="in only one of the state and this scheduler"):
         listed.load_state_dict(stream.state_dict())
+
+
+def test_a_batch_size_is_an_integer_and_the_base_a_scheduler() -> None:
+    with pytest.raises(ValueError, match=r"batch size 1 is 1.5; give an integer"):
+        wrapped("exponential", [3, 1.5])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="next batch size is nan; give an integer"):
+        wrapped("exponential", None).set_next_batch_size(math.nan)  # pyright: ignore[reportArgumentType]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    with pytest.raises(ValueError, match="base_scheduler is a SGD: give a scheduler"):
+        VariableBatchSizeLR(optimizer, base_batch_size=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="the state has no unit"):
+        wrapped("exponential", None).load_state_dict({})

@@ -266,9 +266,9 @@ def test_an_oversize_row_is_an_error_that_names_the_limit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "row 0 has 0 tokens"),
+        ((0, 0), "length of row 0 is 0"),
         ((1, 4, 5), "row 1 has 5 trained tokens"),
-        ((1, 4, -1), "row 1 has -1 trained tokens"),
+        ((1, 4, -1), "num_trained of row 1 is -1"),
         ((1, 4, 4, -2), "extra of row 1 is -2"),
     ],
 )
@@ -459,3 +459,16 @@ def test_oversize_rows_of_every_rule_run_alone(rule: Selection) -> None:
     with warnings.catch_warnings(record=True):
         _, steps = run(spec, [Row(length, 0, 0) for length in (3, 25, 3)])
     assert [step.rows for step in steps if 1 in step.rows] == [(1,)]
+
+
+@pytest.mark.parametrize("length", ["4", 1.5, None])
+def test_a_length_that_is_no_integer_is_an_error(length: Any) -> None:
+    planner = StreamingPlanner(StreamSpec(plan=PlanSpec(max_tokens=8)))
+    with pytest.raises(ValueError, match=r"length of row 0 is .*; give an integer"):
+        planner.push(0, length)
+
+
+@pytest.mark.parametrize("change", [{"window_rows": 1.5}, {"window_tokens": "8"}, {"plan": None}])
+def test_settings_of_another_type_are_errors(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is .*; give a"):
+        StreamSpec(**{"plan": PlanSpec(max_tokens=8), **change})

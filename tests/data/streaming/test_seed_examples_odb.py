@@ -45,7 +45,7 @@ def test_a_group_has_as_many_rows_of_one_length_as_fit(length: int, num_rows: in
 
 
 def test_a_row_without_tokens_is_an_error_and_not_dropped_silently() -> None:
-    with pytest.raises(ValueError, match="row 3 has 0 tokens"):
+    with pytest.raises(ValueError, match="length of row 3 is 0"):
         StreamingPlanner(spec()).push(3, 0)
 
 

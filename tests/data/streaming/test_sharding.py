@@ -197,7 +197,7 @@ def test_a_state_of_another_order_or_rank_is_an_error() -> None:
     ("arguments", "message"),
     [
         ((2, 2), "rank 2 of 2"),
-        ((-1, 2), "rank -1 of 2"),
+        ((-1, 2), "rank is -1"),
         ((0, 2, 3, 3), "worker 3 of 3"),
     ],
 )

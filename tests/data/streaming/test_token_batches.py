@@ -224,3 +224,29 @@ def test_ranks_have_equally_many_microbatches(
         assert real == list(range(first, stop))
         num_missing = -(stop - first) % num_ranks
         assert sum(microbatches.count(-1) for microbatches in ranks) == num_missing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, -1, 2), "rank is -1"),
+        ((0, 2, 2), "rank is 2, of 2"),
+        ((0, 0, 0), "num_ranks is 0"),
+        ((-1, 0, 2), "step is -1"),
+        ((3, 0, 2), "step is 3, of 3"),
+    ],
+)
+def test_a_step_or_rank_out_of_range_is_an_error(
+    arguments: tuple[int, int, int], message: str
+) -> None:
+    batches = batch_by_tokens(np.full(3, 5), 5)
+    with pytest.raises(ValueError, match=message):
+        batches.rank_microbatches(*arguments)
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_a_microbatch_out_of_range_is_an_error(number: int) -> None:
+    batches = batch_by_tokens(np.full(3, 5), 5)
+    for read in (batches.microbatch, batches.padded_microbatch):
+        with pytest.raises(ValueError, match=f"microbatch is {number}"):
+            read(number)
