@@ -126,8 +126,11 @@ class StreamLoader(Generic[Out]):
         return [row for row in encoded if row is not None]
 
     def is_finished(self, is_kept: np.ndarray | None = None) -> bool:
-        """Return True if no step follows. `is_kept` bool [N] marks rows that are not dropped."""
-        if self._num_epochs is None:
+        """Return True if no step follows. `is_kept` bool [N] marks rows that are not dropped.
+
+        A stream that had no step is not finished: if its epochs give none, `next` raises the error.
+        """
+        if self._num_epochs is None or self._planner.num_steps == 0:
             return False
         left = self._order.left
         if is_kept is not None:

@@ -192,6 +192,17 @@ def test_an_epoch_without_a_step_is_an_error(lengths: list[int | None], tail: st
             next(loader(LengthRows(lengths), tail=tail, num_epochs=num_epochs))
 
 
+@pytest.mark.parametrize(("lengths", "tail"), [([None] * 3, "emit"), ([5, 5], "drop")])
+def test_a_stream_that_never_has_a_step_is_not_finished(
+    lengths: list[int | None], tail: str
+) -> None:
+    stream = loader(LengthRows(lengths), tail=tail, num_epochs=1)
+    kept = np.array([length is not None for length in lengths])
+    assert not stream.is_finished(kept)
+    with pytest.raises(ConfigError, match=r"every row is dropped|do not fill"):
+        next(stream)
+
+
 def test_wrapped_epochs_without_rows_end_with_an_error() -> None:
     with pytest.raises(ConfigError, match="every row is dropped"):
         next(loader(LengthRows([None, None]), tail="wrap", num_epochs=None))
