@@ -167,6 +167,7 @@ def test_rows_above_the_budget_follow_the_oversize_policy(recipe: Recipe) -> Non
         ("sft.max_num_steps=null", "number of steps is not known in advance"),
         ("data.last_batch=drop", r"set data\.batching\.tail to drop"),
         ("data.batching.count_mode=effective", "dyn_bsz supports"),
+        ("data.batching.strategy=prefer_first", "kind pool uses"),
         ("data.batching.window_rows=0", "window_rows"),
         ("data.batching.kind=odb", "one of fixed, pool, online"),
     ],

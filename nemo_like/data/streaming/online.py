@@ -127,6 +127,11 @@ class OnlineBatchLoader(Generic[Sample, Batch]):
                 "plan.oversize is truncate, but only the dataset can shorten a sample; truncate"
                 " there, or set oversize to drop, singleton or error"
             )
+        if spec.tail == "wrap":
+            raise ValueError(
+                "tail is wrap, but an iteration is one epoch; set tail to emit or drop, or use"
+                " LoadBalancedDataset with infinite_loop"
+            )
         if max_window_bytes is not None:
             check_integer("max_window_bytes", max_window_bytes, 1)
         self.spec = spec
