@@ -122,7 +122,8 @@ def test_long_pairs(recipe: Recipe, tmp_path: Path):
     assert any("max_total_sequence_length" in problem for problem in report.problems)
     dropped = recipe.dpo(*keys, "policy.oversize_rows=drop", "dpo.max_num_steps=1")
     source = open_source(dropped)
-    source.start_encoding(source.loader(), 1)
+    loader = source.loader()
+    source.start_encoding(loader.order, loader.batch_size)
     source.finish_encoding(Progress())
     assert source.rows.num_kept == 7
     rows[3]["prompt"] = "1" * 300

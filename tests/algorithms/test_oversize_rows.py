@@ -46,7 +46,9 @@ def test_a_bad_prompt_is_reported_with_its_line_before_the_run_starts(
     )
     with pytest.raises(ConfigError, match=rf"prompts\.jsonl:{LONG + 1}: "):
         source = grpo_data.open_source(config)
-        source.start_encoding(source.loader(), config.grpo.max_num_steps)
+        loader = source.loader()
+        num_rows = config.grpo.max_num_steps * loader.batch_size
+        source.start_encoding(loader.order, num_rows)
         source.finish_encoding(Progress())
     if num_workers == 0:
         report = validate(config)
@@ -62,7 +64,7 @@ def test_a_run_that_does_not_reach_a_bad_prompt_does_not_fail_for_it(recipe: Rec
     assert LONG not in loader.order[:8].tolist(), (
         "with this seed the bad prompt is not in the first step"
     )
-    source.start_encoding(loader, 1)
+    source.start_encoding(loader.order, loader.batch_size)
     source.finish_encoding(Progress())
     assert len(next(loader)) == 8
 
@@ -85,7 +87,7 @@ def test_prompts_are_cut_at_the_beginning_or_left_out(recipe: Recipe):
     config = recipe.grpo(file, "policy.oversize_rows=drop", "grpo.max_num_steps=10")
     dropped = grpo_data.open_source(config)
     loader = dropped.loader()
-    dropped.start_encoding(loader, 10)
+    dropped.start_encoding(loader.order, 10 * loader.batch_size)
     assert dropped.rows.num_kept == NUM_ROWS - 1
     batches = [next(loader) for _ in range(4)]
     assert [len(batch) for batch in batches] == [8, 8, 8, 5]
@@ -132,7 +134,7 @@ def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):
             recipe.sft(f"data.num_encoding_workers={num_workers}", "data.max_train_rows=40")
         )
         loader = source.loader()
-        source.start_encoding(loader, 6)
+        source.start_encoding(loader.order, 6 * loader.batch_size)
         batches.append([next(loader) for _ in range(6)])
         source.finish_encoding(Progress())
         source.rows.close()

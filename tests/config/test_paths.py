@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local, require_model_directory, resolve_paths
-from nemo_like.config.schema import DataConfig, PolicyConfig
+from nemo_like.config.schema import PolicyConfig
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SftRunConfig:
     policy = PolicyConfig(
         model_name="models/tiny", tokenizer_name="models/tiny", chat_template="chat.jinja"
     )
-    data = DataConfig(train_path="data/train.jsonl", validation_path="~/validation.jsonl")
+    data = StreamableDataConfig(train_path="data/train.jsonl", validation_path="~/validation.jsonl")
     return SftRunConfig(run_name="run", output_dir="runs", policy=policy, data=data)
 
 
