@@ -13,7 +13,7 @@ from nemo_like.data.planning.plan import Microbatch
 from nemo_like.data.planning.spec import Oversize, PlanSpec
 from nemo_like.data.streaming.planner import PlannedStep
 from nemo_like.data.streaming.selection import Selection
-from nemo_like.data.streaming.spec import StreamSpec
+from nemo_like.data.streaming.spec import StreamSpec, Tail
 from nemo_like.parallel_layout import RowLayout
 
 
@@ -28,6 +28,7 @@ def stream_specs(
     draw: st.DrawFn,
     num_ranks: st.SearchStrategy[int],
     oversize: tuple[Oversize, ...] = get_args(Oversize),
+    tails: tuple[Tail, ...] = ("emit", "emit", "drop", "wrap"),
 ) -> StreamSpec:
     """Every layout, rule, policy and limit; padding multiples of cp, tp and the configuration."""
     layout: RowLayout = draw(st.sampled_from(["packed", "padded"]))
@@ -54,7 +55,7 @@ def stream_specs(
         microbatches_per_step=multiple * draw(st.integers(1, 2)),
         window_rows=draw(st.integers(1, 24)),
         window_tokens=draw(st.none() | st.integers(0, 400)),
-        tail=draw(st.sampled_from(["emit", "emit", "drop", "wrap"])),
+        tail=draw(st.sampled_from(tails)),
         max_rows=draw(st.none() | st.none() | st.integers(1, 6)),
         max_extra=draw(st.none() | st.none() | st.integers(1, 12)),
         count_mode=draw(st.sampled_from(["total", "total", "effective"])),

@@ -195,6 +195,8 @@ def test_errors_of_a_row_are_raised(num_workers: int, error: type[Exception]) ->
 
 
 def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="tail is wrap"):
+        make(Rows([1]), StreamSpec(plan=PlanSpec(max_tokens=4), tail="wrap"))
     with pytest.raises(ValueError, match="oversize is truncate"):
         make(Rows([1]), StreamSpec(plan=PlanSpec(max_tokens=4, oversize="truncate")))
     with pytest.raises(ValueError, match="generator is neither"):
@@ -223,7 +225,7 @@ def run_group(
 
 
 @given(
-    spec=stream_specs(st.just(1), oversize=("singleton", "drop")),
+    spec=stream_specs(st.just(1), ("singleton", "drop"), ("emit", "drop")),
     lengths=st.lists(st.integers(1, 200), max_size=40),
     num_ranks=st.integers(1, 4),
     join=st.booleans(),
@@ -287,7 +289,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 
 @given(
-    spec=stream_specs(st.just(1), oversize=("singleton", "drop")),
+    spec=stream_specs(st.just(1), ("singleton", "drop"), ("emit", "drop")),
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30),
     kind=st.sampled_from(["rows", "augmented", "stream"]),
 )
