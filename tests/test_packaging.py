@@ -90,6 +90,7 @@ def test_the_promised_extras_exist() -> None:
         "gguf",
         "speed",
         "data",
+        "ray-data",
         "dev",
     }
     assert promised == set(PROJECT["optional-dependencies"])
