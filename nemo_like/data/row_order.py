@@ -24,8 +24,6 @@ _STATE_KEYS = {"version", "seed", "shuffle", "epoch", "num_visited", "last", "la
 _VERSION = 2
 _MAX_COPIES = 2**32
 """Maximum number of equal rows that a row id distinguishes."""
-_HASH_BITS = np.uint64(32)
-"""Low bits of a key that order rows of equal difficulty."""
 _COPY_VISITED = -1
 """Value of `late` for a row of which an equal copy was visited."""
 
@@ -37,7 +35,7 @@ class Curriculum:
     name: str
     """What the difficulty is, e.g. `length`; a resumed run must have the same."""
     difficulty: np.ndarray
-    """float64 [N], finite; compared in float32, so that the order of a row needs no other row."""
+    """float64 [N], finite."""
 
 
 class RowOrder:
@@ -142,10 +140,12 @@ class RowOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; their size does not depend on the number of rows."""
-        last = None
+        last: list[Any] | None = None
         if self._position:
             row = self._order[self._position - 1]
             last = [int(self._late[row]), int(self._keys[row])]
+            if self._curriculum is not None:
+                last.append(float(self._curriculum.difficulty[row]))
         late = np.flatnonzero(self._late)
         curriculum = {}
         if self._curriculum is not None:
@@ -208,17 +208,23 @@ class RowOrder:
         self._sort()
         self._position = int(self._passed(state["last"]).sum())
 
-    def _passed(self, last: list[int] | None) -> np.ndarray:
+    def _passed(self, last: list[Any] | None) -> np.ndarray:
         """Mark rows whose position in this epoch is not after the last visited row, bool [N].
 
-        `last` is (late number, key) of that row; rows are visited in this order.
+        `last` is (late number, key) of that row, and its difficulty with a curriculum; rows are
+        visited in the order of (late number, difficulty, key).
         """
         if last is None:
             return np.zeros(len(self._ids), dtype=bool)
         late_number = last[0]
         key = np.uint64(last[1])
         is_before = self._late < late_number
-        return is_before | ((self._late == late_number) & (self._keys <= key))
+        is_equal = self._late == late_number
+        if self._curriculum is not None:
+            difficulty = self._curriculum.difficulty
+            is_before |= is_equal & (difficulty < last[2])
+            is_equal &= difficulty == last[2]
+        return is_before | (is_equal & (self._keys <= key))
 
     def _seen_rows(self, seen: RowSketch, passed: np.ndarray) -> np.ndarray:
         """Mark the rows of the sketch, bool [N]. Raises ConfigError unless all of them exist."""
@@ -270,37 +276,20 @@ class RowOrder:
 
     def _epoch_keys(self) -> np.ndarray:
         """Return the sort keys of the rows in this epoch, uint64 [N]."""
-        if self.shuffle:
-            salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
-            keys = mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
-            low_bits = keys >> _HASH_BITS
-        else:
-            keys = np.arange(len(self._ids), dtype=np.uint64)
-            low_bits = keys
-        if self._curriculum is None:
-            return keys
-        return (_sortable_bits(self._curriculum.difficulty) << _HASH_BITS) | low_bits
+        if not self.shuffle:
+            return np.arange(len(self._ids), dtype=np.uint64)
+        salt = hashlib.blake2b(f"{self.seed}/{self._epoch}".encode(), digest_size=8).digest()
+        return mix(self._ids ^ np.frombuffer(salt, dtype="<u8")[0])
 
     def _sort(self) -> None:
-        """Sort the rows by late number, then by key."""
+        """Sort the rows by late number, then by difficulty, then by key."""
         self._keys = self._epoch_keys()
         order = np.argsort(self._keys, kind="stable")
+        if self._curriculum is not None:
+            order = order[np.argsort(self._curriculum.difficulty[order], kind="stable")]
         if self._late.any():
             order = order[np.argsort(self._late[order], kind="stable")]
         self._order = order
-
-
-def _sortable_bits(values: np.ndarray) -> np.ndarray:
-    """Return integers below 2^32 in the order of `values` float64 [N], rounded to float32.
-
-    Non-negative floats compare like their bits. The bits of negative ones are inverted, and the
-    sign bit of the others is set, so that they come later.
-    """
-    # Adding 0.0 turns -0.0 into 0.0, whose bits differ.
-    bits = (values.astype(np.float32) + np.float32(0.0)).view(np.uint32)
-    is_negative = (bits >> np.uint32(31)).astype(bool)
-    ordered = np.where(is_negative, ~bits, bits | np.uint32(1 << 31))
-    return ordered.astype(np.uint64)
 
 
 def _occurrences(digests: np.ndarray) -> np.ndarray:

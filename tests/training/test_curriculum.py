@@ -127,3 +127,26 @@ def test_bad_difficulties_name_the_row_and_the_key(recipe: Recipe) -> None:
             open_loader(config, open_source(config), None)
     with pytest.raises(ConfigError, match=r"write length, column:NAME"):
         recipe.sft("data.curriculum=hard")
+
+
+@given(
+    levels=st.lists(st.integers(0, 3), min_size=2, max_size=40),
+    taken=st.integers(1, 40),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+)
+def test_a_resumed_epoch_visits_the_remaining_rows_in_order(
+    levels: list[int], taken: int, epoch: int, shuffle: bool
+) -> None:
+    """In later epochs too, where every row was visited before."""
+    digests = mix(np.arange(1, len(levels) + 1, dtype=np.uint64))
+    # Levels that float32 cannot tell apart.
+    curriculum = Curriculum("column:level", 2.0**30 + np.array(levels, dtype=np.float64))
+    order = RowOrder(digests, shuffle=shuffle, curriculum=curriculum)
+    for _ in range(epoch):
+        order.take(len(levels))
+        order.start_epoch()
+    order.take(taken)
+    resumed = RowOrder(digests, shuffle=shuffle, curriculum=curriculum)
+    resumed.load_state_dict(json.loads(json.dumps(order.state_dict())))
+    assert resumed.left.tolist() == order.left.tolist()
