@@ -189,13 +189,12 @@ class AlignedPlanner:
     @property
     def waiting(self) -> tuple[int, ...]:
         """Ids of the rows of this rank in the incomplete step and in the window."""
-        rows = chain(*self._former.bins, self._former.window)
-        return tuple(row.row for row in rows)
+        return self._former.waiting
 
     @property
     def in_window(self) -> tuple[int, ...]:
         """Ids of the rows in the window, the oldest first."""
-        return tuple(row.row for row in self._former.window)
+        return self._former.in_window
 
     def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
         """Add a row of this rank; see `MicrobatchFormer.push`."""

@@ -6,6 +6,7 @@ import heapq
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from nemo_like.data.planning.oversize import OversizeWarning
@@ -77,6 +78,16 @@ class MicrobatchFormer:
         # The rows of a complete microbatch do not change.
         former.bins = list(self.bins)
         return former
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ids of the rows in the incomplete step and in the window."""
+        return tuple(row.row for row in chain(*self.bins, self.window))
+
+    @property
+    def in_window(self) -> tuple[int, ...]:
+        """Ids of the rows in the window, the oldest first."""
+        return tuple(row.row for row in self.window)
 
     def push(self, row: int, length: int, num_trained: int | None = None, extra: int = 0) -> bool:
         """Add a row to the window; return False if the oversize policy drops it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -58,6 +57,4 @@ def plan_stream(lengths: np.ndarray, spec: StreamSpec) -> BatchPlan:
         num_oversize=counts.num_oversize,
     )
     dropped = tuple(np.flatnonzero(is_dropped).tolist())
-    # Steps have different numbers of rows, so no global batch size applies.
-    step_spec = replace(spec.step_spec, global_batch_size=None)
-    return join_steps(step_spec, fitted, steps, dropped)
+    return join_steps(spec.step_spec, fitted, steps, dropped)
