@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 constraints:
 	$(MAKE) setup VENV=$(VENV).new CONSTRAINTS=/dev/null
 	{ sed -n '/^#/p' constraints.txt; $(VENV).new/bin/uv pip freeze --exclude-editable --python $(VENV).new/bin/python \
-	    | sed 's/+[a-z0-9]*$$//' | grep -v '^uv=='; } > constraints.new
+	    | sed 's/+[a-z0-9]*$$//' | grep -vE '^(uv|pip)=='; } > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VENV).new
 
