@@ -27,9 +27,7 @@ _SCHEDULER = (
 _MEGATRON = "this Megatron setting has no counterpart"
 _DTENSOR = "this DTensor setting has no counterpart"
 _VALIDATION = "validation runs over data.validation_path, with one completion per prompt"
-_IS_CORRECTION = (
-    "generation and training use the same weights, without importance sampling correction"
-)
+_IS_KIND = "loss_fn.importance_correction.kind"
 _GENERATION_WORKERS = "cluster.generation_workers is the number of workers that only generate"
 _LENGTH = "write the limit in policy.max_total_sequence_length"
 _MAX_LENGTH = "${policy.max_total_sequence_length}"
@@ -119,13 +117,29 @@ _LOSS: dict[str, Entry] = {
     **unsupported(
         "the KL is not clamped", "loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value"
     ),
+    "loss_fn.use_importance_sampling_correction": to(
+        _IS_KIND,
+        values={"false": None},
+        note="weights have bounds: token_truncate with a high upper bound is the nearest",
+    ),
+    "loss_fn.truncated_importance_sampling_type": to(
+        _IS_KIND,
+        values={
+            "null": None,
+            "tis": "token_truncate",
+            "icepop": "token_mask",
+            "seq-mask-tis": "sequence_mask",
+        },
+    ),
+    "loss_fn.truncated_importance_sampling_ratio": to(
+        "loss_fn.importance_correction.upper", values={"null": None, "*": "*"}
+    ),
+    "loss_fn.truncated_importance_sampling_ratio_min": to(
+        "loss_fn.importance_correction.lower", values={"null": None, "*": "*"}
+    ),
     **unsupported(
-        _IS_CORRECTION,
-        "loss_fn.use_importance_sampling_correction",
+        "the KL to the reference has no importance weights",
         "loss_fn.use_on_policy_kl_approximation",
-        "loss_fn.truncated_importance_sampling_type",
-        "loss_fn.truncated_importance_sampling_ratio",
-        "loss_fn.truncated_importance_sampling_ratio_min",
     ),
     **unsupported(
         "the loss is the clipped surrogate with ratios of tokens",

@@ -112,6 +112,17 @@ TRL: dict[str, Entry] = {
         off=("false", "token"),
     ),
     **unsupported("truncated completions are trained on", "mask_truncated_completions"),
+    "vllm_importance_sampling_correction": to(
+        "loss_fn.importance_correction.kind",
+        values={"false": None},
+        note="the kinds have the names of vllm_importance_sampling_mode",
+    ),
+    "vllm_importance_sampling_mode": to(
+        "loss_fn.importance_correction.kind", switch="vllm_importance_sampling_correction"
+    ),
+    "vllm_importance_sampling_cap": to(
+        "loss_fn.importance_correction.upper", switch="vllm_importance_sampling_correction"
+    ),
     **unsupported(NO_ENGINE, "use_vllm", off=("false",)),
     **unsupported(
         NO_ENGINE,

@@ -29,6 +29,8 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
+_CORRECTION = "algorithm.rollout_correction"
+_IMPORTANCE = "loss_fn.importance_correction"
 _ESTIMATORS = {"grpo": "group_mean", "rloo": "leave_one_out"}
 _ROW_CAP = {"-1": None, "*": "*"}
 _NO_PERIOD = {"-1": "0", "*": "*"}
@@ -267,6 +269,22 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
         "algorithm.kl_penalty",
         "algorithm.kl_ctrl",
         "algorithm._target_",
+    ),
+    f"{_CORRECTION}.rollout_is": to(
+        f"{_IMPORTANCE}.kind",
+        values={"null": None, "token": "token_truncate", "sequence": "sequence_truncate"},
+    ),
+    f"{_CORRECTION}.rollout_is_threshold": to(
+        f"{_IMPORTANCE}.upper", switch=f"{_CORRECTION}.rollout_is"
+    ),
+    f"{_CORRECTION}.bypass_mode": to(
+        f"{_IMPORTANCE}.kind", values={"false": None, "true": "bypass"}
+    ),
+    **unsupported(
+        "rows and tokens are left out by loss_fn.importance_correction.kind token_mask or"
+        " sequence_mask",
+        f"{_CORRECTION}.rollout_rs",
+        off=("null", "false"),
     ),
     **obsolete("algorithm.pf_ppo"),
     **unsupported("this setting of the algorithm has no counterpart", "algorithm"),

@@ -25,6 +25,7 @@ from nemo_like.config.constraints import (
     PromptTemplate,
 )
 from nemo_like.config.errors import Problem
+from nemo_like.config.importance_correction import ImportanceCorrectionConfig
 
 PackingName = Literal[
     "balanced",
@@ -265,6 +266,9 @@ class PolicyGradientLossConfig:
     """Estimator of the reported KL divergence; the gradient is that of k2 for all three."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the entropy bonus."""
+    importance_correction: ImportanceCorrectionConfig = field(
+        default_factory=ImportanceCorrectionConfig
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

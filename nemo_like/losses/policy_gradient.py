@@ -1,4 +1,4 @@
-"""Clipped policy-gradient loss of PPO, GRPO and DAPO, KL to a reference, train/sampler mismatch.
+"""Clipped policy-gradient loss of PPO, GRPO and DAPO, with importance correction and reference KL.
 
 Sources: Schulman et al. 2017 (PPO clip); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO,
 asymmetric clip and token mean); Schulman 2020 (k1, k2, k3 estimators); arXiv 2506.09477 (bias
@@ -7,14 +7,16 @@ of their gradients).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.losses.importance import importance_weights
+from nemo_like.losses.mismatch import MAX_EXPONENT, mismatch_metrics
 from nemo_like.losses.reduce import (
     GlobalCounts,
     LossInputs,
@@ -23,24 +25,44 @@ from nemo_like.losses.reduce import (
     mean_metrics,
     token_weights,
 )
-from nemo_like.metrics import Max, Mean, Metrics
+from nemo_like.metrics import Mean, Metrics
 
-_MAX_EXPONENT = 20.0
-"""Limit of a log-prob difference: exp(20) is finite in float32, and a larger difference is no
-meaningful signal.
-"""
 _MAX_KL = 10.0
 """Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
+_ORIGIN = {
+    "generation_logprobs": "A generator records them for every sampled token",
+    "prev_logprobs": "Policy.compute_logprobs computes them before the first optimizer step",
+    "reference_logprobs": "Policy.compute_logprobs computes them on workers with a reference",
+}
+"""Where each column per token comes from, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyGradientLoss:
     """Clipped surrogate plus `beta * KL` minus `c * entropy`, summed over tokens.
 
-    The surrogate of a token is `max(-A r, -A clip(r, 1 - min, 1 + max))`, r = exp(l - l_prev).
+    The surrogate of a token is `max(-A r, -A clip(r, 1 - min, 1 + max))`, r = exp(l - l_prev),
+    times the weight of `config.importance_correction`.
     """
 
     config: PolicyGradientLossConfig
+    is_single_step: bool = False
+    """True: exactly one optimizer step is taken on the batch. l_prev is then the policy's own
+    log-prob without gradient, so that r = 1 with the gradient of l, and no pass computes it."""
+
+    @property
+    def logprob_names(self) -> tuple[Literal["prev_logprobs", "reference_logprobs"], ...]:
+        """Columns that a log-prob pass has to compute; with none of them no pass is needed."""
+        names: list[Literal["prev_logprobs", "reference_logprobs"]] = []
+        if not self.is_single_step and self.config.importance_correction.kind != "bypass":
+            names.append("prev_logprobs")
+        if self.config.reference_policy_kl_penalty > 0:
+            names.append("reference_logprobs")
+        return tuple(names)
+
+    def for_num_steps(self, num_optimizer_steps: int) -> ClippedPolicyGradientLoss:
+        """Return the loss for a batch on which so many optimizer steps are taken."""
+        return replace(self, is_single_step=num_optimizer_steps == 1)
 
     @property
     def normalization(self) -> Normalization:
@@ -71,19 +93,41 @@ class ClippedPolicyGradientLoss:
         return
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Compute from `advantages`, `prev_logprobs`, `generation_logprobs`, `reference_logprobs`.
+        """Compute from `advantages`, `generation_logprobs` and the columns of `logprob_names`.
 
-        The last of these columns is needed with a KL only. With top-k, top-p or min-p sampling the
-        ratio is that of the filtered distributions; the KL to the reference and the entropy are
-        those of the unfiltered distributions.
+        With top-k, top-p or min-p sampling the ratio is that of the filtered distributions; the KL
+        to the reference and the entropy are those of the unfiltered distributions. With a column
+        `version_gap` the mismatch is reported by version gap as well. Raises ValueError for a
+        missing column.
         """
         mask = inputs.token_mask
         columns = inputs.columns
+        for name in ("generation_logprobs", *self.logprob_names):
+            if name not in columns:
+                raise ValueError(
+                    f"the batch has no column {name}, which the loss reads; it has"
+                    f" {', '.join(sorted(columns)) or 'none'}. {_ORIGIN[name]}"
+                )
+        generation_logprobs = columns["generation_logprobs"]
+        # What the training engine computed, for the comparison with the sampler.
+        engine_logprobs = inputs.policy_logprobs.detach()
+        if "prev_logprobs" in self.logprob_names:
+            engine_logprobs = columns["prev_logprobs"]
+        correction = self.config.importance_correction
+        if correction.kind == "bypass":
+            prev_logprobs = generation_logprobs
+            is_sampled = mask & generation_logprobs.isfinite()
+        else:
+            prev_logprobs = engine_logprobs
+            is_sampled = mask
         # Masked positions have no sample; their difference is set to 0 so that neither value nor
         # gradient can be NaN.
-        log_ratio = inputs.policy_logprobs - columns["prev_logprobs"]
-        delta = torch.where(mask, log_ratio, 0.0)
+        delta = torch.where(is_sampled, inputs.policy_logprobs - prev_logprobs, 0.0)
         losses, per_token = self._surrogate(delta, inputs.per_token("advantages"))
+        importance = importance_weights(correction, inputs, engine_logprobs, generation_logprobs)
+        per_token |= importance.per_token
+        if importance.weights is not None:
+            losses = losses * importance.weights
         if self.config.reference_policy_kl_penalty > 0:
             # The reference's log-probs are unfiltered, so the policy's must be as well.
             unfiltered = inputs.unfiltered_logprobs
@@ -101,19 +145,22 @@ class ClippedPolicyGradientLoss:
             if self.entropy_gradient:
                 entropy = torch.where(mask, inputs.entropy, 0.0)
                 losses = losses - self.config.entropy_coefficient * entropy
-        weights = token_weights(inputs, self.normalization)
-        loss_sum = (weights * losses).sum()
+        shares = token_weights(inputs, self.normalization)
+        loss_sum = (shares * losses).sum()
         # Together, so that the device is waited for once.
-        totals = torch.stack([loss_sum.detach(), weights.sum()])
+        totals = torch.stack([loss_sum.detach(), shares.sum()])
         loss_total, loss_weight = totals.tolist()
         metrics: Metrics = {
             "policy/loss": Mean(loss_total, loss_weight),
             **mean_metrics(per_token, mask),
+            # Every context-parallel rank counts every row, which leaves the mean as it is.
+            **mean_metrics(importance.per_row, inputs.row_num_tokens > 0),
         }
         metrics |= mismatch_metrics(
-            columns["prev_logprobs"],
-            columns["generation_logprobs"],
+            engine_logprobs,
+            generation_logprobs,
             mask,
+            columns.get("version_gap"),
         )
         return LossTerms(loss_sum, metrics)
 
@@ -125,7 +172,7 @@ class ClippedPolicyGradientLoss:
         """
         low = 1.0 - self.config.ratio_clip_min
         high = 1.0 + self.config.ratio_clip_max
-        exponent = delta.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+        exponent = delta.clamp(-MAX_EXPONENT, MAX_EXPONENT)
         ratio = torch.exp(exponent)
         unclipped = -advantages * ratio
         clipped = -advantages * ratio.clamp(low, high)
@@ -176,7 +223,7 @@ def reference_kl(
         # Masked positions may have no reference value.
         difference = torch.where(mask, difference, 0.0)
         gradient = -difference.clamp(-_MAX_KL, _MAX_KL)
-        difference = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+        difference = difference.clamp(-MAX_EXPONENT, MAX_EXPONENT)
         if kind == "k1":
             value = -difference
         elif kind == "k2":
@@ -211,32 +258,3 @@ class _WithGradient(torch.autograd.Function):
         """Multiply `grad_value` by the derivative; both have the same shape."""
         (derivative,) = ctx.saved_tensors
         return grad_value * derivative, None, None
-
-
-def mismatch_metrics(
-    prev_logprobs: Tensor,
-    generation_logprobs: Tensor,
-    mask: Tensor,
-) -> Metrics:
-    """Compare the training engine's log-probs of the sampled tokens with the sampler's, [T] each.
-
-    Usual values: `gen_kl_k3` of 1e-4 to 1e-3, `token_mult_prob_error` = mean exp|difference| below
-    about 1.02.
-    """
-    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0)
-    difference = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-    weight = torch.exp(difference)
-    metrics = mean_metrics(
-        {
-            "mismatch/gen_kl_k3": weight - 1 - difference,
-            "mismatch/token_mult_prob_error": torch.exp(difference.abs()),
-            "mismatch/importance_ratio_mean": weight,
-        },
-        mask,
-    )
-    # max() of an empty tensor is an error.
-    max_difference = 0.0
-    if difference.numel():
-        max_difference = float(difference.abs().max())
-    metrics["mismatch/logprob_diff_max"] = Max(max_difference)
-    return metrics

@@ -199,6 +199,40 @@ def test_filtered_sampling_and_the_policy_have_one_distribution(
     assert result.last["policy/grad_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "num_passes"),
+    [
+        (("policy.train_global_batch_size=16",), 2),
+        (("policy.train_global_batch_size=32",), 1),
+        (("policy.train_global_batch_size=32", "loss_fn.reference_policy_kl_penalty=0"), 0),
+        (
+            (
+                "policy.train_global_batch_size=16",
+                "loss_fn.reference_policy_kl_penalty=0",
+                "loss_fn.importance_correction.kind=bypass",
+            ),
+            0,
+        ),
+    ],
+)
+def test_a_log_prob_pass_runs_only_where_its_result_is_used(
+    recipe: Recipe, options: tuple[str, ...], num_passes: int
+) -> None:
+    config = recipe.grpo(
+        *options,
+        "grpo.max_num_steps=1",
+        "grpo.val_at_start=false",
+        "grpo.val_period=0",
+        "data.validation_path=null",
+        "checkpointing.enabled=false",
+    )
+    assert config.has_logprob_pass == (num_passes > 0)
+    last = run_grpo(config).last
+    assert ("timing/logprobs_s" in last) == (num_passes > 0)
+    assert last["policy/grad_norm"] > 0
+    assert last["mismatch/num_nonfinite"] == 0.0
+
+
 def test_a_run_name_is_reused_only_with_resume(recipe: Recipe):
     run_sft(recipe.sft("sft.max_num_steps=1"))
     with pytest.raises(ConfigError, match="resume=true"):

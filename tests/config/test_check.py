@@ -5,7 +5,7 @@ nearest legal values.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.importance_correction import CorrectionKind
 from nemo_like.config.parallel import num_policy_workers
 from nemo_like.config.schema import (
     ClusterConfig,
@@ -358,6 +359,17 @@ def test_the_derivation_is_spelled_out() -> None:
         "training: 8 rows / 4 rows per microbatch = 2 microbatches\n"
         "log-probs: 8 rows / 4 rows per microbatch = 2 microbatches"
     )
+    single_step = derivation(GRPO)
+    assert "1 optimizer step\n" in single_step
+    assert "previous log-probs: those of the training pass" in single_step
+    assert "log-probs: 32 rows" not in single_step
+    bypass = {"loss_fn.importance_correction.kind": "bypass"}
+    for batch in (16, 32):
+        text = derivation(with_keys(GRPO, {**bypass, "policy.train_global_batch_size": batch}))
+        assert "previous log-probs: those of the generator\n" in text
+        assert "log-probs: 32 rows" not in text
+    penalty = {"loss_fn.reference_policy_kl_penalty": 0.1}
+    assert "log-probs: 32 rows / 4" in derivation(with_keys(GRPO, {**bypass, **penalty}))
     packed = with_keys(
         SFT, {"policy.sequence_packing.enabled": True, "policy.max_total_sequence_length": 1000}
     )
@@ -373,3 +385,30 @@ def test_the_progress_deadline_is_above_the_collective_timeout(recipe: Recipe) -
     with pytest.raises(ConfigError, match=r"progress_timeout_s 600 must be above"):
         recipe.sft("cluster.progress_timeout_s=600")
     assert recipe.sft("cluster.progress_timeout_s=0").cluster.progress_timeout_s == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"upper": 2.0},
+            "loss_fn.importance_correction.kind none has no weights to bound: remove upper, or set",
+        ),
+        ({"kind": "bypass", "lower": 0.5}, "kind bypass has no weights to bound: remove lower"),
+        (
+            {"kind": "token_mask", "upper": 1.0, "lower": 1.0},
+            "lower must be below upper, e.g. the defaults 0.5 and 5 of kind token_mask",
+        ),
+        ({"kind": "token_truncate", "upper": 0.9}, "upper is 0.9; it must be at least 1 (the"),
+        ({"kind": "sequence_mask", "lower": 1.2}, "lower is 1.2; it must be at least 0 and at"),
+    ],
+)
+def test_bounds_of_the_importance_correction(keys: dict[str, Any], expected: str) -> None:
+    prefixed = {f"loss_fn.importance_correction.{name}": value for name, value in keys.items()}
+    found = [problem.text for problem in find_problems(with_keys(GRPO, prefixed))]
+    assert any(expected in text for text in found), found
+
+
+def test_every_kind_of_importance_correction_has_legal_defaults() -> None:
+    for kind in get_args(CorrectionKind):
+        assert problems(GRPO, loss_fn__importance_correction__kind=kind) == []

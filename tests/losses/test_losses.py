@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from nemo_like.config.schema import PolicyGradientLossConfig
 from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, Loss, LossInputs, NllLoss
-from nemo_like.losses.policy_gradient import mismatch_metrics, reference_kl
+from nemo_like.losses.mismatch import mismatch_metrics
+from nemo_like.losses.policy_gradient import reference_kl
 from nemo_like.losses.reduce import Normalization
 from nemo_like.metrics import merge_metrics, metric_values
 

@@ -75,9 +75,19 @@ class GrpoRunConfig(RunConfig):
         return self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
+    def computes_prev_logprobs(self) -> bool:
+        """True if the policy's log-probs are computed before the first optimizer step of a rollout.
+
+        With one optimizer step they are those of the training pass, and with
+        `loss_fn.importance_correction.kind=bypass` the generator's are used.
+        """
+        has_many_steps = self.rows_per_step > self.policy.train_global_batch_size
+        return has_many_steps and self.loss_fn.importance_correction.kind != "bypass"
+
+    @property
     def has_logprob_pass(self) -> bool:
-        """True: `prev_logprobs` are computed before the first optimizer step of a rollout."""
-        return True
+        """True if log-probs of the policy or of the reference are computed before training."""
+        return self.computes_prev_logprobs or self.needs_reference
 
     @property
     def examples_per_step(self) -> tuple[str, int]:
@@ -99,17 +109,26 @@ class GrpoRunConfig(RunConfig):
         # A whole number, or `_group_problems` has refused the config.
         updates = rows // batch
         steps_noun = plural(updates, "step")
-        return [
+        lines = [
             f"{prompts} prompts x {group} generations = {rows} rows per step",
             f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {steps_noun}",
             f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows",
         ]
+        if self.loss_fn.importance_correction.kind == "bypass":
+            lines.append("previous log-probs: those of the generator")
+        elif not self.computes_prev_logprobs:
+            lines.append(
+                "previous log-probs: those of the training pass, as each rollout has 1 optimizer"
+                " step"
+            )
+        return lines
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of groups, sampling and rewards."""
         yield from _sampling_problems(self)
         yield from _group_problems(self)
         yield from _reward_problems(self)
+        yield from self.loss_fn.importance_correction.problems()
 
 
 def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:

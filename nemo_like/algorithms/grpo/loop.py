@@ -16,7 +16,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.generation.worker_protocol import SamplingParams
-from nemo_like.losses import ClippedPolicyGradientLoss, Loss
+from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, collect, row_seeds
 from nemo_like.training.dataset import ExampleSource, validation_prompts
@@ -43,8 +43,6 @@ def _train(
     total = config.grpo.max_num_steps
     val_prompts = validation_prompts(config, source.data)
     loss = ClippedPolicyGradientLoss(config=config.loss_fn)
-    # The policy's own log-probs, and those of the reference.
-    num_logprob_passes = 1 + config.needs_reference
     with open_training_run(
         config,
         source.data.encoder,
@@ -66,7 +64,9 @@ def _train(
                 run.stop_if_requested(step, loader)
                 with run.timers("step"):
                     rollout = roll_out(run, config, loader, step)
-                    advantages = _update(run, config, loader, rollout, loss, step)
+                    advantages, num_logprob_passes = _update(
+                        run, config, loader, rollout, loss, step
+                    )
                 step += 1
                 save_rollout(run, rollout, advantages, step)
                 # The generator has the weights of `step` since the update.
@@ -113,19 +113,22 @@ def _update(
     config: GrpoRunConfig,
     loader: RowLoader[Prompt],
     rollout: Rollout,
-    loss: Loss,
+    loss: ClippedPolicyGradientLoss,
     step: int,
-) -> np.ndarray:
+) -> tuple[np.ndarray, int]:
     """Train on the rollout and copy the new weights to the generator.
 
-    Returns the advantages, float32 [B].
+    Returns the advantages, float32 [B], and the number of log-prob passes before training.
     """
     batch = rollout.batch
     plan, sharded = run.plan_and_shard(batch, step)
     group_size = config.grpo.num_generations_per_prompt
+    loss = loss.for_num_steps(plan.num_steps)
+    logprobs = None
     with run.workers.policy_onloaded():
-        with run.timers("logprobs"):
-            logprobs = run.policy.compute_logprobs(sharded)
+        if loss.logprob_names:
+            with run.timers("logprobs"):
+                logprobs = run.policy.compute_logprobs(sharded, loss.logprob_names)
         advantages = group_advantages(
             batch["reward"],
             batch["group"],
@@ -144,7 +147,7 @@ def _update(
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
     run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))
-    return advantages
+    return advantages, len(loss.logprob_names)
 
 
 def save_rollout(
