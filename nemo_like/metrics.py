@@ -103,8 +103,12 @@ class Timers:
         try:
             yield
         finally:
-            # Added, because a phase may run several times per step.
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        # Added, because a phase may run several times per step.
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
         """Return the seconds of `name` so far; 0 if it never ran."""

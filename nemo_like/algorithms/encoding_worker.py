@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from nemo_like.algorithms.registry import ALGORITHMS
-from nemo_like.config.schema import DataConfig, GenerationConfig, PolicyConfig, RunConfig
+from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.schema import DataConfig, PolicyConfig, RunConfig
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import Row
 from nemo_like.data.encoded_rows import encode_row

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import (
+    is_colocated,
+    num_generation_workers,
     num_policy_workers,
     parallel_problems,
     policy_layout,
+    workers_per_replica,
     workers_shown,
 )
 from nemo_like.config.schema import (
@@ -44,7 +47,9 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems += parallel_problems(config)
     if problems:
         return problems
-    problems += [*_worker_shares(config), *_budgets(config), *_sampling(config)]
+    problems += [*_worker_shares(config), *_budgets(config)]
+    if config.generates:
+        problems += [*_sampling(config), *_generation_layout(config)]
     return [*problems, *config.job_problems()]
 
 
@@ -284,10 +289,44 @@ def _padding_text(
 def _sampling(config: RunConfig) -> Iterator[Problem]:
     generation = config.policy.generation
     longest = config.policy.max_total_sequence_length
-    if config.generates and generation.max_new_tokens >= longest:
+    if generation.max_new_tokens >= longest:
         yield Problem(
             ("policy.generation.max_new_tokens", "policy.max_total_sequence_length"),
             f"policy.generation.max_new_tokens is {generation.max_new_tokens} and"
             f" policy.max_total_sequence_length {longest}, prompt included, so no prompt would fit:"
             " lower the first or raise the second",
+        )
+
+
+def _generation_layout(config: RunConfig) -> Iterator[Problem]:
+    """A replica's tensor-parallel ranks must fit into the generation workers."""
+    size = workers_per_replica(config)
+    if size == 1:
+        return
+    key = "policy.generation.vllm.tensor_parallel_size"
+    cluster = config.cluster
+    if cluster.backend == "local":
+        yield Problem(
+            (key, "cluster.backend"),
+            f"{key} is {size}, but cluster.backend local has one generation worker: set it to 1, or"
+            " use ray",
+        )
+        return
+    if is_colocated(config):
+        yield Problem(
+            (key, "cluster.generation_workers"),
+            f"{key} is {size}, but cluster.generation_workers is 0: colocated replicas have one GPU"
+            f" each. Set it to 1, or cluster.generation_workers to a multiple of {size}",
+        )
+        return
+    num_workers = num_generation_workers(cluster)
+    if num_workers % size != 0:
+        source = "cluster.generation_workers"
+        if cluster.generation_workers == 0:
+            source = workers_shown(cluster)
+        yield Problem(
+            (key, "cluster.generation_workers"),
+            f"{num_workers} generation workers ({source}) / {key} {size} ="
+            f" {quotient(num_workers / size)} replicas, not a whole number: set"
+            f" cluster.generation_workers to {nearest_multiples(num_workers, size)}",
         )

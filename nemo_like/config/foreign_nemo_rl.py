@@ -157,7 +157,7 @@ _POLICY: dict[str, Entry] = {
         "policy.tokenizer_name", values={"${policy.model_name}": None, "*": "*"}
     ),
     "policy.tokenizer.chat_template": to("policy.chat_template", note="the path of a Jinja file"),
-    "policy.generation_batch_size": to("policy.generation.batch_size"),
+    "policy.generation_batch_size": to("policy.generation.hf.batch_size"),
     **unsupported("chat templates get no arguments", "policy.tokenizer.chat_template_kwargs"),
     **obsolete("policy.tokenizer.use_fastokens", "policy.make_sequence_length_divisible_by"),
     **unsupported("the model's own configuration is used", "policy.hf_config_overrides"),

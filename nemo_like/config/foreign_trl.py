@@ -238,7 +238,7 @@ COSMOS_RL: dict[str, Entry] = {
     ),
     **unsupported("this setting of the training has no counterpart", "train"),
     "rollout.n_generation": to("grpo.num_generations_per_prompt"),
-    "rollout.batch_size": to("policy.generation.batch_size"),
+    "rollout.batch_size": to("policy.generation.hf.batch_size"),
     "rollout.max_response_length": to("policy.generation.max_new_tokens"),
     "rollout.sampling_config.temperature": to("policy.generation.temperature"),
     "rollout.sampling_config.top_p": to("policy.generation.top_p"),

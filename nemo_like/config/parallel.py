@@ -57,6 +57,23 @@ def policy_layout(config: RunConfig) -> ParallelLayout:
     return build_layout(config.parallel, num_policy_workers(config.cluster))
 
 
+def workers_per_replica(config: RunConfig) -> int:
+    """Return the generation workers that form one replica of the generator."""
+    generation = config.policy.generation
+    return generation.vllm.tensor_parallel_size if generation.backend == "vllm" else 1
+
+
+def num_generation_workers(cluster: ClusterConfig) -> int:
+    """Return the number of generation workers: with resources of their own, or colocated."""
+    return cluster.generation_workers or num_policy_workers(cluster)
+
+
+def is_colocated(config: RunConfig) -> bool:
+    """Return True if policy and generator take turns on the same GPUs."""
+    cluster = config.cluster
+    return config.generates and cluster.gpus_per_node > 0 and cluster.generation_workers == 0
+
+
 def workers_shown(cluster: ClusterConfig) -> str:
     """Return the keys behind the number of workers, for messages.
 

@@ -20,11 +20,11 @@ from nemo_like.config.constraints import (
     DirectoryName,
     Duration,
     ImportPath,
-    NoEmptyTexts,
     NotEmpty,
     PromptTemplate,
 )
 from nemo_like.config.errors import Problem
+from nemo_like.config.generation import GenerationConfig
 from nemo_like.config.importance_correction import ImportanceCorrectionConfig
 
 PackingName = Literal[
@@ -118,34 +118,6 @@ class SchedulerConfig:
     """Batch size for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
     batch_size_unit: Literal["rows", "tokens"] = "rows"
     """Unit of `base_batch_size`: rows, or tokens with loss. The loss is a mean over tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
-    """Sampling of completions, for GRPO rollouts and generated validation answers."""
-
-    backend: Literal["hf"] = "hf"
-    """Inference engine; `hf` is Hugging Face transformers."""
-    max_new_tokens: Annotated[int, AtLeast(1)] = 256
-    """Max tokens per completion. Must be below `policy.max_total_sequence_length`, which includes
-    the prompt."""
-    temperature: Annotated[float, AtLeast(0)] = 1.0
-    """Sampling temperature of rollouts; the policy's log-probs use the same temperature. 0 is
-    greedy decoding and not possible in GRPO, see `grpo.val_temperature`."""
-    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
-    """Nucleus sampling: sample from the smallest set of tokens whose probability is at least this;
-    1 turns it off."""
-    top_k: Annotated[int | None, AtLeast(-1, "null, 0 and -1 turn the filter off")] = None
-    """Sample from the k most probable tokens; null, 0 and -1 turn the filter off."""
-    min_p: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
-    """Sample from tokens whose probability is at least this fraction of the largest one; 0 turns it
-    off. The filters apply in the order min_p, top_k, top_p, and the policy's log-probs are those of
-    the filtered distribution."""
-    stop_strings: Annotated[tuple[str, ...], NoEmptyTexts()] = ()
-    """A completion ends with the token that completes one of these texts. The end-of-sequence token
-    always ends it."""
-    batch_size: Annotated[int, AtLeast(1)] = 64
-    """Max rows that one generation worker decodes at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

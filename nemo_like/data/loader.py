@@ -8,6 +8,7 @@ takes the next row instead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -37,6 +38,25 @@ class FetchableRows(Protocol[Out]):
     def location(self, row: int) -> str:
         """Return the location of a row. Example: `data/train.jsonl:17`."""
         ...
+
+
+class Position(Protocol):
+    """The position of a loader, in the form that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPosition:
+    """The position that a loader had, for a run whose loader is ahead of the trained rows."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values."""
+        return self.state
 
 
 class BatchLoader(Protocol[Out]):

@@ -118,8 +118,26 @@ class LocalGroup:
         )
         return [Handle(result, None, 0, method)]
 
+    def submit_one(
+        self,
+        rank: int,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Handle:
+        if rank != 0:
+            raise ValueError(f"rank is {rank}; the {self.name} group has one worker, rank 0")
+        return self.submit_all(method, *args, **kwargs)[0]
+
     def wait(self, handles: Sequence[Handle]) -> None:
         """Do nothing: a call is done when `submit_all` returns."""
+
+    def is_done(self, handles: Sequence[Handle]) -> bool:
+        return True
+
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
+        """Do nothing, as in `wait`."""
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         return [handle.value for handle in handles]

@@ -49,3 +49,15 @@ def submit_all(
 ) -> list[Handle]:
     """Start `method` on every worker and return at once; handles in rank order."""
     return group.submit_all(method.__name__, *args, **kwargs)
+
+
+def submit_one(
+    group: WorkerGroup,
+    rank: int,
+    method: Callable[Concatenate[Any, ParamT], Any],
+    /,
+    *args: ParamT.args,
+    **kwargs: ParamT.kwargs,
+) -> Handle:
+    """Start `method` on the worker of `rank` and return at once."""
+    return group.submit_one(rank, method.__name__, *args, **kwargs)

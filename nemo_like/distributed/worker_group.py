@@ -108,8 +108,30 @@ class WorkerGroup(Protocol):
         """
         ...
 
+    def submit_one(
+        self,
+        rank: int,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Handle:
+        """Start a call on one worker and return at once; see `submit_all`."""
+        ...
+
     def wait(self, handles: Sequence[Handle]) -> None:
         """Wait until every call is done, without fetching values."""
+        ...
+
+    def is_done(self, handles: Sequence[Handle]) -> bool:
+        """Return True if every call is done. Raises WorkerFailure if one failed or hangs."""
+        ...
+
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
+        """Wait until one call is done, at most `timeout_s`; a failed call counts as done.
+
+        The calls may be those of several groups of the same class.
+        """
         ...
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
-from nemo_like.distributed.worker_calls import call_sharded
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_calls import submit_one
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
 
 _MAX_TEXT_SHOWN = 500
 
@@ -74,10 +74,23 @@ class RewardWorkerProtocol(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredSamples:
+    """Rewards of n samples that were submitted together."""
+
+    keys: list[int]
+    """The keys that `RewardEnvironment.submit` got."""
+    rewards: np.ndarray
+    """float32 [n]: weighted sums."""
+    components: dict[str, np.ndarray]
+    """float32 [n] each: unweighted values of every function, by name."""
+
+
 class RewardEnvironment:
     """Scores completions on a group of `RewardWorker`.
 
-    The reward is the weighted sum of the values of the configured functions.
+    The reward is the weighted sum of the values of the configured functions. Samples are scored
+    while others are still generated: `submit` them as they arrive, and `collect` the results.
     """
 
     def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
@@ -88,29 +101,85 @@ class RewardEnvironment:
             )
         self.group = group
         self._weights = {name: function.weight for name, function in functions.items()}
+        self._waiting: list[tuple[int, RewardSample]] = []
+        self._running: dict[int, tuple[list[int], Handle]] = {}
+        """By rank of the worker: the keys of its samples, and its call."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that were submitted and whose rewards were not returned."""
+        return len(self._waiting) + sum(len(keys) for keys, _ in self._running.values())
+
+    def submit(self, keys: Sequence[int], samples: Sequence[RewardSample]) -> None:
+        """Add samples; `collect` returns their rewards under these keys, in any order."""
+        self._waiting += zip(keys, samples, strict=True)
+        self._start()
+
+    def collect(self, timeout_s: float) -> list[ScoredSamples]:
+        """Return the samples that were scored since the last call.
+
+        Waits up to `timeout_s` for one, if any is unfinished. Raises WorkerFailure if a function
+        or a worker fails.
+        """
+        handles = [handle for _, handle in self._running.values()]
+        if not handles:
+            return []
+        self.group.wait_any(handles, timeout_s)
+        scored = []
+        for rank, (keys, handle) in list(self._running.items()):
+            if self.group.is_done([handle]):
+                components = self.group.get([handle])[0]
+                del self._running[rank]
+                rewards = self._weighted_sum(components, len(keys))
+                scored.append(ScoredSamples(keys, rewards, components))
+        self._start()
+        return scored
 
     def score(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the rewards, float32 [B], and the unweighted values of each function, float32 [B].
 
-        The functions run on all reward workers, each on a contiguous chunk of the samples.
+        No other sample may be unfinished.
         """
-        # Contiguous chunks of nearly equal size, so concatenation restores the order.
-        num_workers = self.group.parallel_layout.dp
-        bounds = np.linspace(0, len(samples), num_workers + 1).astype(int)
-        chunks = [list(samples[start:stop]) for start, stop in pairwise(bounds)]
-        parts = call_sharded(self.group, RewardWorkerProtocol.score, chunks)
-        components = {
-            name: np.concatenate([part[name] for part in parts]) for name in self._weights
-        }
-        # Summed in float64; the components stay unweighted for the metrics.
-        reward = np.zeros(len(samples))
-        for name, values in components.items():
-            reward = reward + self._weights[name] * values
-        return reward.astype(np.float32), components
+        if self.num_unfinished:
+            raise RuntimeError(
+                f"score was called while {self.num_unfinished} other samples are unfinished"
+            )
+        self.submit(range(len(samples)), samples)
+        rewards = np.zeros(len(samples), dtype=np.float32)
+        components = {name: np.zeros(len(samples), np.float32) for name in self._weights}
+        while self.num_unfinished:
+            for scored in self.collect(timeout_s=1.0):
+                rewards[scored.keys] = scored.rewards
+                for name, values in scored.components.items():
+                    components[name][scored.keys] = values
+        return rewards, components
 
     def shutdown(self) -> None:
         """Stop the reward workers."""
         self.group.shutdown()
+
+    def _start(self) -> None:
+        """Divide the waiting samples over the workers that have none."""
+        idle = [rank for rank in range(self.group.world_size) if rank not in self._running]
+        if not idle or not self._waiting:
+            return
+        bounds = np.linspace(0, len(self._waiting), len(idle) + 1).astype(int).tolist()
+        for rank, (start, stop) in zip(idle, pairwise(bounds), strict=True):
+            chunk = self._waiting[start:stop]
+            if chunk:
+                keys = [key for key, _ in chunk]
+                samples = [sample for _, sample in chunk]
+                handle = submit_one(self.group, rank, RewardWorkerProtocol.score, samples)
+                self._running[rank] = (keys, handle)
+        self._waiting = []
+
+    def _weighted_sum(self, components: Mapping[str, np.ndarray], num_rows: int) -> np.ndarray:
+        """Return the rewards, float32 [n], of the values of each function, float32 [n]."""
+        # Summed in float64; the components stay unweighted for the metrics.
+        rewards = np.zeros(num_rows)
+        for name, values in components.items():
+            rewards = rewards + self._weights[name] * values
+        return rewards.astype(np.float32)
 
 
 def _shorten(text: str | None) -> str:

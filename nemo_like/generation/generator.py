@@ -1,30 +1,157 @@
-"""Driver side of generation; the workers may use any inference engine."""
+"""Driver side of generation: distributes requests over replicas and collects completions.
+
+Every replica is a worker group of its own, so that the failure of one does not stop the others. A
+replica whose process died or hung is restarted. Its unfinished requests go to other replicas, or
+wait until a restarted one has the current weights. An exception that a replica raises is not
+retried: it would be raised again.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.worker_calls import call_sharded
-from nemo_like.distributed.worker_group import WorkerGroup, onloaded
-from nemo_like.generation.worker_protocol import (
+from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.worker_calls import call_all
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.generation.replica import Replica, assign_units
+from nemo_like.generation.requests import (
     Completions,
-    GenerationWorkerProtocol,
-    SamplingParams,
+    GenerationProgress,
+    GenerationRequests,
+    check_room,
 )
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
+from nemo_like.metrics import Mean, Metrics, Sum
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.05
+"""Wait between two checks while no replica can decode."""
+
+StartReplica = Callable[[int], WorkerGroup]
+"""Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
 
 class Generator:
-    """Driver side of generation: distributes prompts over a group of workers."""
+    """Completions from a number of replicas. Not thread-safe: one thread at a time."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
+    def __init__(
+        self,
+        start_replica: StartReplica,
+        num_replicas: int = 1,
+        *,
+        max_restarts: int = 0,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """Start all replicas, in parallel; `report` gets a line about each restart.
 
-    def onloaded(self) -> AbstractContextManager[None]:
-        """Keep the weights on the device inside the block, and in host memory after it."""
-        return onloaded(self.group)
+        Raises what `start_replica` raises.
+        """
+        self._start_replica = start_replica
+        self._max_restarts = max_restarts
+        self._report = report
+        self._requests: dict[int, tuple[GenerationRequests, int]] = {}
+        """Unfinished requests: id to the call of `submit` and the row in it."""
+        self._waiting: list[int] = []
+        """Unfinished requests that no replica has."""
+        self._num_requests = 0
+        self._starting: dict[int, Future[WorkerGroup]] = {}
+        self.version = 0
+        """Version of the current weights; 0 is the model as loaded."""
+        self.num_restarts = 0
+        self._num_discarded_tokens = 0
+        self._early: list[GenerationProgress] = []
+        """Results of polls that were read outside of `collect`."""
+        if num_replicas == 1:
+            # In this thread, which a group in this process needs.
+            groups = [start_replica(0)]
+        else:
+            starts = [self._start_in_thread(index) for index in range(num_replicas)]
+            groups = [start.result() for start in starts]
+        self.replicas = [
+            Replica(index, group, has_weights=True) for index, group in enumerate(groups)
+        ]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose completions were not returned yet."""
+        return len(self._requests)
+
+    @property
+    def replicas_without_weights(self) -> list[Replica]:
+        """Restarted replicas that need the current weights before they get requests."""
+        return [
+            replica
+            for replica in self.replicas
+            if not replica.has_weights and replica.index not in self._starting
+        ]
+
+    @property
+    def live_replicas(self) -> list[Replica]:
+        """Replicas whose process runs."""
+        return [replica for replica in self.replicas if replica.index not in self._starting]
+
+    def submit(
+        self,
+        prompt_ids: Jagged,
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        max_total_length: int,
+    ) -> list[int]:
+        """Request one completion for each row of `prompt_ids` (int32, B rows); return their ids.
+
+        `seeds` is uint64 [B]; row i draws from the random stream of `seeds[i]`. Consecutive rows
+        with the same prompt go to one replica, which computes the prompt once. Prompt and
+        completion together have at most `max_total_length` tokens. Raises ValueError for a prompt
+        that leaves no room for a token.
+        """
+        if len(seeds) != len(prompt_ids):
+            raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
+        request_ids = np.arange(len(prompt_ids), dtype=np.int64) + self._num_requests
+        requests = GenerationRequests(
+            request_ids,
+            prompt_ids,
+            np.asarray(seeds, dtype=np.uint64),
+            sampling,
+            max_total_length,
+        )
+        check_room(requests)
+        self._num_requests += len(requests)
+        ids = request_ids.tolist()
+        self._requests |= {request_id: (requests, row) for row, request_id in enumerate(ids)}
+        self._waiting += ids
+        self._assign()
+        return ids
+
+    def collect(self, timeout_s: float) -> tuple[list[int], Completions]:
+        """Return the requests that finished since the last call, and their completions.
+
+        Waits up to `timeout_s` for one. Restarts replicas that failed; raises WorkerFailure when
+        that is no longer allowed, or if a replica raised an exception.
+        """
+        self._finish_restarts()
+        self._assign()
+        polls: list[Handle] = []
+        for replica in self.live_replicas:
+            with self._replacing(replica):
+                replica.start_polls()
+            if replica.polls:
+                polls += replica.polls[0]
+        if polls:
+            self.replicas[0].group.wait_any(polls, timeout_s)
+        else:
+            time.sleep(min(timeout_s, _IDLE_S))
+        return self._read_polls()
 
     def generate(
         self,
@@ -34,64 +161,240 @@ class Generator:
         *,
         max_total_length: int,
     ) -> Completions:
-        """Sample one completion for each row of `prompt_ids` (int32, B rows), in order.
+        """Return one completion for each row of `prompt_ids` (int32, B rows), in order.
 
-        `seeds` is uint64 [B]; row i draws from the random stream of `seeds[i]`, so rows with equal
-        prompt and seed are equal. Prompt and completion together have at most `max_total_length`
-        tokens. Raises ValueError for a prompt that leaves no room for a token.
+        `seeds` is uint64 [B]; see `submit`. No other request may be unfinished.
         """
-        if len(seeds) != len(prompt_ids):
-            raise ValueError(f"{len(prompt_ids)} prompts need as many seeds, got {len(seeds)}")
-        _check_room(prompt_ids.lengths, max_total_length)
-        seeds = np.asarray(seeds, dtype=np.uint64)
-        rows_of_worker = deal_by_length(prompt_ids.lengths, self.group.parallel_layout.dp)
-        parts = call_sharded(
-            self.group,
-            GenerationWorkerProtocol.generate,
-            [prompt_ids.take(rows) for rows in rows_of_worker],
-            [seeds[rows] for rows in rows_of_worker],
-            sampling=sampling,
-            max_total_length=max_total_length,
+        if self._requests:
+            raise RuntimeError(
+                f"generate was called while {self.num_unfinished} other requests are unfinished"
+            )
+        self.start_rollout()
+        ids = self.submit(prompt_ids, seeds, sampling, max_total_length=max_total_length)
+        row_of_id = {request_id: row for row, request_id in enumerate(ids)}
+        rows: list[int] = []
+        parts = [Completions.from_rows([], [], [], [])]
+        while self._requests:
+            finished, completions = self.collect(timeout_s=1.0)
+            rows += [row_of_id[request_id] for request_id in finished]
+            parts.append(completions)
+        return Completions.concat(parts).take(np.argsort(rows))
+
+    def start_rollout(self) -> None:
+        """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
+        for replica in self.live_replicas:
+            if not replica.costs:
+                with self._replacing(replica):
+                    call_all(replica.group, GenerationWorkerProtocol.start_rollout)
+
+    def restart_unfinished(self) -> None:
+        """Discard what was sampled for unfinished requests; they start again from their prompt."""
+        for replica in self.live_replicas:
+            with self._replacing(replica):
+                self._early = [*self._early, *replica.read_polls(wait=True)]
+                request_ids, num_tokens = replica.abort()
+                self._num_discarded_tokens += num_tokens
+                self._waiting += request_ids
+
+    def score(self, rows: Jagged) -> dict[int, Jagged]:
+        """Return the log-probs of `rows` (int32) by each replica with weights, by its index.
+
+        See `GenerationWorkerProtocol.score`.
+        """
+        scores: dict[int, Jagged] = {}
+        for replica in self.live_replicas:
+            if not replica.has_weights:
+                continue
+            with self._replacing(replica):
+                scores[replica.index] = call_all(
+                    replica.group, GenerationWorkerProtocol.score, rows
+                )[0]
+        return scores
+
+    def set_version(self, replicas: Sequence[Replica], version: int) -> None:
+        """Record that `replicas` have the weights of `version`, which is the current one now."""
+        if version != self.version:
+            for replica in self.replicas:
+                replica.has_weights = False
+        self.version = version
+        for replica in replicas:
+            replica.has_weights = True
+
+    def replace(self, replica: Replica, failure: WorkerFailure) -> None:
+        """Restart a replica that failed. Raises WorkerFailure if that is not possible."""
+        if replica.index in self._starting:
+            # Several calls of a replica fail when it dies.
+            return
+        if not isinstance(failure, WorkerDied | WorkerHung):
+            raise failure
+        if self.num_restarts >= self._max_restarts:
+            raise WorkerFailure(
+                f"a replica of the generator failed and {self.num_restarts} restarts were made,"
+                f" which is all that policy.generation.max_restarts={self._max_restarts} allows:"
+                f" {failure}",
+                group=failure.group,
+                rank=failure.rank,
+                method=failure.method,
+            ) from failure
+        self.num_restarts += 1
+        self._waiting += replica.costs
+        replica.costs = {}
+        replica.polls.clear()
+        replica.has_weights = False
+        self._report(
+            f"replica {replica.index} of the generator failed and is restarted (restart"
+            f" {self.num_restarts} of at most {self._max_restarts}): {failure}"
         )
-        # Back from the order of the workers to that of the prompts.
-        order = np.argsort(np.concatenate(rows_of_worker))
-        return Completions.concat(parts).take(order)
+        self._starting[replica.index] = self._start_in_thread(replica.index)
+
+    def pop_metrics(self, wall_s: float) -> Metrics:
+        """Return counters since the last call, which was `wall_s` seconds ago."""
+        busy_s = sum(replica.busy_s for replica in self.replicas)
+        num_tokens = sum(replica.num_tokens for replica in self.replicas)
+        metrics: Metrics = {
+            "generation/busy_share": Mean(busy_s, wall_s * len(self.replicas)),
+            "generation/idle_s": Mean(max(0.0, wall_s - busy_s / len(self.replicas))),
+            "generation/num_sampled_tokens": Sum(float(num_tokens)),
+            "generation/num_discarded_tokens": Sum(float(self._num_discarded_tokens)),
+            "generation/num_restarts": Mean(float(self.num_restarts)),
+        }
+        if busy_s > 0:
+            metrics["generation/tokens_per_busy_s"] = Mean(float(num_tokens), busy_s)
+        for replica in self.replicas:
+            replica.busy_s = 0.0
+            replica.num_tokens = 0
+        self._num_discarded_tokens = 0
+        return metrics
+
+    def offload(self) -> None:
+        """Move the weights of every replica to host memory."""
+        for replica in self.live_replicas:
+            with self._replacing(replica):
+                call_all(replica.group, GenerationWorkerProtocol.offload)
+
+    @contextmanager
+    def onloaded(self) -> Iterator[None]:
+        """Keep the weights on the device inside the block, and in host memory after it."""
+        for replica in self.live_replicas:
+            with self._replacing(replica):
+                call_all(replica.group, GenerationWorkerProtocol.onload)
+        yield
+        # Not after an exception: the run has ended then.
+        self.offload()
 
     def shutdown(self) -> None:
-        """Stop the workers."""
-        self.group.shutdown()
+        """Stop the replicas."""
+        for replica in self.live_replicas:
+            replica.group.shutdown()
 
+    def _start_in_thread(self, index: int) -> Future[WorkerGroup]:
+        """Start a replica; its group, or the exception, is the result of the future."""
+        future: Future[WorkerGroup] = Future()
 
-def deal_by_length(lengths: np.ndarray, num_workers: int) -> list[np.ndarray]:
-    """Return the row indices of each worker, balanced by length.
+        def run() -> None:
+            try:
+                future.set_result(self._start_replica(index))
+            except BaseException as error:  # noqa: BLE001 (raised where the result is read)
+                future.set_exception(error)
 
-    Rows sorted by length, longest first, are dealt in alternating directions (serpentine order).
+        # A daemon, so that a run that ends does not wait for a replica that is starting.
+        thread = threading.Thread(target=run, name=f"start-replica-{index}", daemon=True)
+        thread.start()
+        return future
 
-    Example: lengths [5, 1, 3, 4] over 2 workers give [[0, 1], [3, 2]], 6 and 7 tokens.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    position = np.arange(len(order))
-    round_index, seat = np.divmod(position, num_workers)
-    is_forward = round_index % 2 == 0
-    worker = np.where(is_forward, seat, num_workers - 1 - seat)
-    return [order[worker == index] for index in range(num_workers)]
+    @contextmanager
+    def _replacing(self, replica: Replica) -> Iterator[None]:
+        """Replace `replica` if a call in the block shows that it failed."""
+        try:
+            yield
+        except WorkerFailure as failure:
+            self.replace(replica, failure)
 
+    def _read_polls(self) -> tuple[list[int], Completions]:
+        """Return the finished requests of all polls that are done."""
+        results = self._early
+        self._early = []
+        for replica in self.live_replicas:
+            with self._replacing(replica):
+                results += replica.read_polls()
+        finished: list[int] = []
+        parts = [Completions.from_rows([], [], [], [])]
+        for progress in results:
+            finished += progress.request_ids.tolist()
+            parts.append(progress.completions)
+        for request_id in finished:
+            del self._requests[request_id]
+        return finished, Completions.concat(parts)
 
-def _check_room(lengths: np.ndarray, max_total_length: int) -> None:
-    """Raise ValueError for the first prompt that is empty or leaves no room for a token.
+    def _assign(self) -> None:
+        """Send waiting requests to the replicas with weights; rows of a prompt stay together."""
+        ready = [replica for replica in self.live_replicas if replica.has_weights]
+        if not self._waiting or not ready:
+            return
+        waiting = self._waiting
+        self._waiting = []
+        units = self._units(waiting)
+        if len(units) < len(ready):
+            units = [[request_id] for request_id in waiting]
+        costs = []
+        for unit in units:
+            costs.append(sum(self._cost(request_id) for request_id in unit))
+        outstanding = np.array([replica.cost for replica in ready], dtype=np.int64)
+        replica_of_unit = assign_units(np.array(costs, dtype=np.int64), outstanding)
+        for position, replica in enumerate(ready):
+            ids: list[int] = []
+            for unit, owner in zip(units, replica_of_unit.tolist(), strict=True):
+                if owner == position:
+                    ids += unit
+            self._send(replica, ids)
 
-    `prompt_ids` has B rows of int32 [L].
-    """
-    invalid = np.flatnonzero((lengths == 0) | (lengths >= max_total_length))
-    if len(invalid) == 0:
-        return
-    row = invalid[0]
-    if lengths[row] == 0:
-        raise ValueError(
-            f"prompt {row} has no tokens; a completion needs at least one to start from"
-        )
-    raise ValueError(
-        f"prompt {row} has {lengths[row]} tokens and policy.max_total_sequence_length is"
-        f" {max_total_length}, which leaves no room for a completion; raise it to at least"
-        f" {lengths[row] + 1} or drop the prompt"
-    )
+    def _units(self, request_ids: Sequence[int]) -> list[list[int]]:
+        """Split requests into runs of equal prompts."""
+        units: list[list[int]] = []
+        previous: np.ndarray | None = None
+        for request_id in request_ids:
+            requests, row = self._requests[request_id]
+            prompt = requests.prompt_ids[row]
+            if previous is not None and np.array_equal(prompt, previous):
+                units[-1].append(request_id)
+            else:
+                units.append([request_id])
+            previous = prompt
+        return units
+
+    def _send(self, replica: Replica, request_ids: Sequence[int]) -> None:
+        """Send requests to a replica; they wait again if it fails."""
+        for requests, ids, rows in self._by_call(request_ids):
+            # Not in `replica.costs` yet, where `replace` would find them.
+            self._waiting += ids
+            with self._replacing(replica):
+                replica.submit(requests.take(rows))
+                del self._waiting[len(self._waiting) - len(ids) :]
+
+    def _by_call(
+        self, request_ids: Sequence[int]
+    ) -> Iterator[tuple[GenerationRequests, list[int], list[int]]]:
+        """Yield (call of submit, ids, rows) for ids of any calls, in the order of the ids."""
+        by_call: dict[int, tuple[GenerationRequests, list[int], list[int]]] = {}
+        for request_id in request_ids:
+            requests, row = self._requests[request_id]
+            _, ids, rows = by_call.setdefault(id(requests), (requests, [], []))
+            ids.append(request_id)
+            rows.append(row)
+        yield from by_call.values()
+
+    def _cost(self, request_id: int) -> int:
+        """Return the max number of tokens of a request, prompt included."""
+        requests, row = self._requests[request_id]
+        length = int(requests.prompt_ids.lengths[row])
+        return min(length + requests.sampling.max_new_tokens, requests.max_total_length)
+
+    def _finish_restarts(self) -> None:
+        """Take over replicas whose restart is done. Raises what the start raised."""
+        for index, start in list(self._starting.items()):
+            if not start.done():
+                continue
+            group = start.result()
+            del self._starting[index]
+            # The model as loaded is version 0.
+            self.replicas[index] = Replica(index, group, has_weights=self.version == 0)

@@ -6,17 +6,14 @@ together, finished rows leave it, and no new rows join (no continuous batching).
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,14 +23,14 @@ from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.generation.sampling import row_uniforms, sample_tokens
-from nemo_like.generation.worker_protocol import Completions, FinishReason, SamplingParams
+from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch
+from nemo_like.generation.requests import (
+    Completions,
+    GenerationProgress,
+    GenerationRequests,
+    check_room,
+)
 from nemo_like.weight_sync.stream import Bucket
-
-_COMPACT_BELOW = 0.75
-"""Finished rows are removed once less than this share of the batch is unfinished: each removal
-copies the KV cache of the remaining rows.
-"""
 
 
 class HFGenerationWorker:
@@ -78,39 +75,79 @@ class HFGenerationWorker:
         self._weight_version = 0
         self._missing: set[str] | None = None
         """Parameters not yet loaded by the update in progress; None between updates."""
+        self._queue: list[GenerationRequests] = []
+        """Batches that wait, each of at most `batch_size` requests."""
+        self._batch: DecodingBatch | None = None
+        """The batch that is decoded."""
 
-    def generate(
-        self,
-        prompt_ids: Jagged,
-        seeds: np.ndarray,
-        sampling: SamplingParams,
-        max_total_length: int,
-    ) -> Completions:
-        """See `Generator.generate`; raises RuntimeError during a weight update.
+    def submit(self, requests: GenerationRequests) -> None:
+        """See `GenerationWorkerProtocol.submit`."""
+        check_room(requests)
+        # Prompts of similar length are decoded together, which needs little padding.
+        order = np.argsort(requests.prompt_ids.lengths, kind="stable")
+        for start in range(0, len(order), self._batch_size):
+            self._queue.append(requests.take(order[start : start + self._batch_size]))
 
-        `prompt_ids` has B rows of int32 [L], `seeds` is uint64 [B].
-        """
+    def poll(self, max_seconds: float) -> GenerationProgress:
+        """See `GenerationWorkerProtocol.poll`."""
         if self._missing is not None:
             raise RuntimeError(
-                "generate was called inside a weight update; the model is partly of the old weights"
+                "poll was called inside a weight update; the model is partly of the old weights"
             )
-        # Prompts of similar length are decoded together, which needs little padding.
-        order = np.argsort(prompt_ids.lengths, kind="stable")
-        rows: list[_Row] = []
-        for start in range(0, len(order), self._batch_size):
-            batch = order[start : start + self._batch_size]
-            prompts = [prompt_ids[row] for row in batch]
-            rows += self._decode_batch(prompts, seeds[batch], sampling, max_total_length)
-        # Back to the order of the prompts.
-        rows = [rows[position] for position in np.argsort(order)]
-        token_ids = [row.token_ids for row in rows]
-        logprobs = [row.logprobs for row in rows]
-        return Completions(
-            Jagged.from_rows(token_ids, np.int32),
-            Jagged.from_rows(logprobs, np.float32),
-            [row.finish_reason for row in rows],
-            self._weight_version,
+        start = time.monotonic()
+        finished: list[DecodedRow] = []
+        num_tokens = 0
+        while self._batch is not None or self._queue:
+            if self._batch is None:
+                self._batch = DecodingBatch(
+                    self._model,
+                    self._tokenizer,
+                    self._queue.pop(0),
+                    self._end_ids,
+                    self._device,
+                )
+            num_rows = len(self._batch.unfinished)
+            activity.note(f"decoding {num_rows} rows")
+            finished += self._batch.step(self._weight_version)
+            num_tokens += num_rows
+            if not self._batch.unfinished:
+                self._batch = None
+            if time.monotonic() - start >= max_seconds:
+                break
+        return GenerationProgress(
+            np.array([row.request_id for row in finished], dtype=np.int64),
+            Completions.from_rows(
+                [row.token_ids for row in finished],
+                [row.logprobs for row in finished],
+                [row.weight_versions for row in finished],
+                [row.finish_reason for row in finished],
+            ),
+            num_unfinished=self._num_unfinished(),
+            num_tokens=num_tokens,
+            busy_s=time.monotonic() - start,
         )
+
+    def abort(self) -> int:
+        """See `GenerationWorkerProtocol.abort`."""
+        running = [] if self._batch is None else self._batch.unfinished
+        self._batch = None
+        self._queue = []
+        return sum(len(row.token_ids) for row in running)
+
+    def start_rollout(self) -> None:
+        """Do nothing: no prefix is cached, and rows do not depend on each other."""
+
+    @torch.inference_mode()
+    def score(self, rows: Jagged) -> Jagged:
+        """See `GenerationWorkerProtocol.score`; `rows` is int32."""
+        scored = []
+        for row in rows:
+            input_ids = torch.from_numpy(row.astype(np.int64)).to(self._device)
+            logits = self._model(input_ids=input_ids[None], use_cache=False).logits[0]
+            logprobs = logits[:-1].float().log_softmax(dim=-1)
+            picked = logprobs.gather(-1, input_ids[1:, None]).squeeze(-1)
+            scored.append(np.concatenate([np.zeros(1, np.float32), picked.cpu().numpy()]))
+        return Jagged.from_rows(scored, np.float32)
 
     def offload(self) -> None:
         """Move the weights to host memory; does nothing on CPU."""
@@ -160,95 +197,17 @@ class HFGenerationWorker:
             )
         self._missing = None
         self._weight_version = version
+        if self._batch is not None:
+            self._batch.recompute()
+
+    def _num_unfinished(self) -> int:
+        num_running = 0 if self._batch is None else len(self._batch.unfinished)
+        return num_running + sum(len(requests) for requests in self._queue)
 
     def _move(self, device: torch.device) -> None:
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
         torch.nn.Module.to(self._model, device)
-
-    @torch.inference_mode()
-    def _decode_batch(
-        self,
-        prompts: list[np.ndarray],
-        seeds: np.ndarray,
-        sampling: SamplingParams,
-        max_total_length: int,
-    ) -> list[_Row]:
-        """Decode the prompts together until all are finished; one row per prompt, in order.
-
-        `prompts` are int32 [length] each, `seeds` uint64 [P].
-        """
-        rows = []
-        for prompt in prompts:
-            max_length = max_total_length - len(prompt)
-            max_new_tokens = min(sampling.max_new_tokens, max_length)
-            rows.append(_Row(max_new_tokens=max_new_tokens))
-        max_steps = max(row.max_new_tokens for row in rows)
-        uniforms = torch.from_numpy(row_uniforms(seeds, max_steps)).to(self._device)
-        forward = _CachedForward(self._model, prompts, max_total_length, self._device)
-        # The rows that are still in the batch; finished ones stay until the next removal.
-        slots = rows
-        for index in range(max_steps):
-            activity.note(f"decoding step {index + 1} of {max_steps}, {len(slots)} rows")
-            token_ids, logprobs = sample_tokens(forward.logits, uniforms[:, index], sampling)
-            self._extend(
-                slots,
-                token_ids.tolist(),
-                logprobs.tolist(),
-                sampling.stop_strings,
-            )
-            unfinished = [slot for slot, row in enumerate(slots) if not row.is_finished]
-            if not unfinished:
-                break
-            if len(unfinished) < _COMPACT_BELOW * len(slots):
-                kept = torch.tensor(unfinished, device=self._device)
-                forward.keep(kept)
-                uniforms = uniforms[kept]
-                token_ids = token_ids[kept]
-                slots = [slots[slot] for slot in unfinished]
-            forward.advance(token_ids)
-        return rows
-
-    def _extend(
-        self,
-        slots: list[_Row],
-        token_ids: list[int],
-        logprobs: list[float],
-        stop_strings: tuple[str, ...],
-    ) -> None:
-        """Append one token to every unfinished row, and mark the rows that it finishes."""
-        unfinished = [row for row in slots if not row.is_finished]
-        for row, token_id, logprob in zip(slots, token_ids, logprobs, strict=True):
-            if row.is_finished:
-                continue
-            if not math.isfinite(logprob):
-                raise FloatingPointError(
-                    f"the model's logits are not finite at token {len(row.token_ids)} of a"
-                    f" completion (weights of version {self._weight_version}); the training has"
-                    " probably diverged, try a lower policy.optimizer.lr"
-                )
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
-        stopped = self._has_stop_string(unfinished, stop_strings)
-        for row, is_stopped in zip(unfinished, stopped, strict=True):
-            if is_stopped or row.token_ids[-1] in self._end_ids:
-                row.finish("stop")
-            elif len(row.token_ids) == row.max_new_tokens:
-                row.finish("length")
-
-    def _has_stop_string(self, rows: list[_Row], stop_strings: tuple[str, ...]) -> list[bool]:
-        """Return for each completion whether its last tokens contain one of the strings."""
-        if not stop_strings:
-            return [False] * len(rows)
-        # Only a tail is decoded. A token has at least one byte, so the longest string in bytes is
-        # a limit for its tokens. One more, because tokenizers may treat the first token of a text
-        # differently.
-        longest = max(len(string.encode()) for string in stop_strings)
-        num_tail_tokens = longest + 1
-        tail_ids = [row.token_ids[-num_tail_tokens:] for row in rows]
-        # Clean-up would change the text around the string.
-        tails = self._tokenizer.batch_decode(tail_ids, clean_up_tokenization_spaces=False)
-        return [any(string in tail for string in stop_strings) for tail in tails]
 
 
 def declared_end_token_ids(
@@ -263,81 +222,3 @@ def declared_end_token_ids(
     candidates = [*ids, tokenizer.eos_token_id]
     # Either may be None.
     return frozenset(token_id for token_id in candidates if isinstance(token_id, int))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """One completion during decoding."""
-
-    max_new_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason = "length"
-    is_finished: bool = False
-
-    def finish(self, reason: FinishReason) -> None:
-        """Mark the completion as finished."""
-        self.finish_reason = reason
-        self.is_finished = True
-
-
-class _CachedForward:
-    """Model and KV cache of a left-padded batch; `logits` [b, V] are those of the next token."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[np.ndarray],
-        max_total_length: int,
-        device: torch.device,
-    ) -> None:
-        """Left-pad b `prompts`, int32 [length] each, and compute the logits after them.
-
-        Positions of later tokens are limited to `max_total_length` - 1.
-        """
-        longest = max(len(prompt) for prompt in prompts)
-        shape = (len(prompts), longest)
-        input_ids = np.zeros(shape, dtype=np.int64)
-        attention_mask = np.zeros(shape, dtype=np.int64)
-        # Left-padded, so that the last column is every row's last token.
-        for slot, prompt in enumerate(prompts):
-            start = longest - len(prompt)
-            input_ids[slot, start:] = prompt
-            attention_mask[slot, start:] = 1
-        self._model = model
-        self._last_position = max_total_length - 1
-        self._cache = DynamicCache(config=model.config)
-        self._attention_mask = torch.from_numpy(attention_mask).to(device)
-        num_tokens_before = self._attention_mask.cumsum(dim=-1) - 1
-        # Padding has -1, for which a model may have no position.
-        positions = num_tokens_before.clamp_(min=0)
-        # int64 [b, 1]: position of each row's last token.
-        self._positions = positions[:, -1:]
-        self.logits = self._forward(torch.from_numpy(input_ids).to(device), positions)
-
-    def advance(self, token_ids: Tensor) -> None:
-        """Append `token_ids` int64 [b] and compute the next logits."""
-        self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, 1), value=1)
-        # Only finished rows that are not yet removed reach the limit; a model may have no position
-        # beyond it.
-        next_positions = self._positions + 1
-        self._positions = next_positions.clamp_(max=self._last_position)
-        self.logits = self._forward(token_ids[:, None], self._positions)
-
-    def keep(self, slots: Tensor) -> None:
-        """Remove all rows except `slots` int64 [k]; `logits` are stale until the next `advance`."""
-        self._cache.batch_select_indices(slots)
-        self._attention_mask = self._attention_mask[slots]
-        self._positions = self._positions[slots]
-
-    def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the logits [b, V] after the last of the new tokens int64 [b, n]."""
-        output = self._model(
-            input_ids=input_ids,
-            attention_mask=self._attention_mask,
-            position_ids=position_ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]

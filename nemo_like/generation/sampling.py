@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.generation.worker_protocol import SamplingParams
+from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 
 

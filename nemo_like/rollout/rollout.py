@@ -1,4 +1,4 @@
-"""Rollouts: samples a group of completions per prompt, scores them and builds training rows."""
+"""Rollouts: a group of scored completions per prompt, and the training rows built of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.environments.reward import RewardEnvironment, RewardSample
-from nemo_like.generation.generator import Generator
-from nemo_like.generation.worker_protocol import Completions, SamplingParams
-from nemo_like.metrics import Max, Mean, Metrics, Min, Sum, Timers
+from nemo_like.environments.reward import RewardSample
+from nemo_like.generation.requests import Completions
+from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_metrics import reward_metrics
 
@@ -66,6 +64,29 @@ class Rollout:
         }
         return metrics
 
+    def check_versions(self, oldest: int, newest: int) -> None:
+        """Raise RuntimeError if a token was sampled with weights outside of these versions.
+
+        Training on such tokens would be off-policy by more than the run allows, without an error.
+        """
+        low, high = self.completions.versions
+        if low < oldest or high > newest:
+            allowed = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
+            raise RuntimeError(
+                f"the completions were sampled with weights of versions {low} to {high}, but step"
+                f" {newest} needs version {allowed}; the weights were not synchronized"
+            )
+
+    def version_gaps(self, version: int) -> Jagged:
+        """Return `version` minus the weight version of each completion token, float32.
+
+        Over the tokens of the rows; 0 on prompts.
+        """
+        gaps = np.zeros(len(self.batch["input_ids"].values), dtype=np.float32)
+        is_completion = self.batch["token_mask"].values.astype(bool)
+        gaps[is_completion] = version - self.completions.weight_versions.values
+        return Jagged(gaps, self.batch["input_ids"].offsets)
+
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
         """Return one JSON object per row, for `rollouts/step_<N>.jsonl`. `advantages` is [B]."""
         lengths = self.completions.token_ids.lengths
@@ -87,7 +108,8 @@ class Rollout:
                 record["advantage"] = float(advantages[i])
             record["completion_tokens"] = int(lengths[i])
             record["finish_reason"] = self.completions.finish_reasons[i]
-            record["weight_version"] = self.completions.weight_version
+            versions = self.completions.weight_versions[i]
+            record["weight_versions"] = np.unique(versions).tolist()
             records.append(record)
         return records
 
@@ -105,59 +127,23 @@ def row_seeds(
     return sequence.generate_state(num_rows, np.uint64)
 
 
-def collect(
+def build_rollout(
     prompts: Sequence[Prompt],
-    generator: Generator,
-    rewards: RewardEnvironment,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
     group_size: int,
-    sampling: SamplingParams,
-    max_total_length: int,
-    seeds: np.ndarray,
-    weight_version: int,
-    timers: Timers,
+    completions: Completions,
+    samples: list[RewardSample],
+    rewards: np.ndarray,
+    components: dict[str, np.ndarray],
 ) -> Rollout:
-    """Sample `group_size` completions per prompt, score them and build rows.
+    """Build the training rows of B scored completions.
 
-    `seeds` is uint64 [P x G]. Raises RuntimeError if the generator's weights are not of
-    `weight_version`.
+    `prompts` has one entry per completion, prompt-major; `rewards` and each of the `components` are
+    float32 [B].
     """
-    # Prompt-major: the completions of a prompt are consecutive rows.
-    repeated: list[Prompt] = []
-    for prompt in prompts:
-        repeated += [prompt] * group_size
-    prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in repeated], np.int32)
-    with timers("generation"):
-        completions = generator.generate(
-            prompt_ids,
-            seeds,
-            sampling,
-            max_total_length=max_total_length,
-        )
-    # Off-policy completions would train without an error, and worse.
-    if completions.weight_version != weight_version:
-        raise RuntimeError(
-            f"the completions were sampled with weights of version {completions.weight_version},"
-            f" but step {weight_version} needs version {weight_version}; the weights were not"
-            " pushed to the generator"
-        )
-    token_ids = [ids.tolist() for ids in completions.token_ids]
-    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    samples = []
-    for prompt, text in zip(repeated, texts, strict=True):
-        sample = RewardSample(
-            prompt=prompt.text,
-            completion=text,
-            answer=prompt.answer,
-            row=prompt.row,
-        )
-        samples.append(sample)
-    with timers("reward"):
-        reward, components = rewards.score(samples)
+    prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in prompts], np.int32)
     batch = _training_rows(prompt_ids, completions)
-    batch["reward"] = reward
-    prompt_indices = np.arange(len(prompts), dtype=np.int64)
+    batch["reward"] = rewards
+    prompt_indices = np.arange(len(prompts) // group_size, dtype=np.int64)
     batch["group"] = np.repeat(prompt_indices, group_size)
     return Rollout(batch, samples, components, completions)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_like.generation.worker_protocol import SamplingParams
-from nemo_like.metrics import Metrics, Timers
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.metrics import Metrics
 from nemo_like.progress import Sample
 from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, collect, row_seeds
+from nemo_like.rollout.rollout import Rollout, row_seeds
 from nemo_like.training.run import TrainingRun
 
 _SEED_OFFSET = 2**31
@@ -34,17 +34,14 @@ def score_answers(
     """Generate one completion per prompt, score it and return the metrics `validation/*`.
 
     Without prompts there are no metrics. The generator must have the weights of `step`: raises
-    RuntimeError if its completions carry another version.
+    RuntimeError if its completions have another version.
     """
     if not prompts:
         return {}
     config = run.config
     with run.progress.phase("validation", len(prompts)) as phase, run.workers.generator_onloaded():
-        rollout = collect(
+        job = run.rollouts.start(
             prompts,
-            run.workers.rollout.generator,
-            run.workers.rollout.rewards,
-            run.encoder.tokenizer,
             # At temperature 0, the default, all completions of a prompt would be equal.
             group_size=1,
             sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
@@ -54,10 +51,9 @@ def score_answers(
                 _SEED_OFFSET + step,
                 len(prompts),
             ),
-            weight_version=step,
-            # Timers of its own: these seconds do not belong to the step's generation and reward.
-            timers=Timers(),
         )
+        rollout = run.finish_rollout(job)
+        rollout.check_versions(step, step)
         phase.advance(len(prompts))
     show_rollout(run, rollout, f"validation sample at step {step}")
     values = rollout.metrics()

@@ -9,9 +9,10 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,16 +24,19 @@ from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.loader import BatchLoader
+from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
+from nemo_like.generation.replica import Replica
 from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.progress import Progress, Sample
+from nemo_like.rollout.collector import RolloutCollector, RolloutJob
+from nemo_like.rollout.rollout import Rollout
 from nemo_like.run_directory import (
     RunDirectory,
     log_config_changes,
@@ -146,12 +150,35 @@ class TrainingRun:
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
 
+    @cached_property
+    def rollouts(self) -> RolloutCollector:
+        """Drives generation and rewards."""
+        workers = self.workers.rollout
+        return RolloutCollector(workers.generator, workers.rewards, self.encoder.tokenizer)
+
     def sync_weights(self, version: int) -> None:
         """Copy the policy's weights to the generator, whose completions then carry `version`.
 
         The version is the number of steps done. Call inside `workers.policy_onloaded()`.
         """
-        push(self.policy.group, self.workers.rollout.generator.group, version)
+        generator = self.workers.rollout.generator
+        self._push(generator.live_replicas, version)
+
+    def finish_rollout(self, job: RolloutJob) -> Rollout:
+        """Generate and score until `job` is done. Restarted replicas get the current weights."""
+        generator = self.workers.rollout.generator
+        while not job.is_done:
+            replicas = generator.replicas_without_weights
+            if replicas:
+                with self.workers.policy_onloaded():
+                    self._push(replicas, generator.version)
+            self.rollouts.advance()
+        return job.result()
+
+    def _push(self, replicas: Sequence[Replica], version: int) -> None:
+        for replica in replicas:
+            push(self.policy.group, replica.group, version)
+        self.workers.rollout.generator.set_version(replicas, version)
 
     def plan_and_shard(
         self,
@@ -254,15 +281,18 @@ class TrainingRun:
     def save_if_due(
         self,
         step: int,
-        loader: BatchLoader,
+        position: Position,
         *,
         is_last: bool,
     ) -> None:
-        """Write a checkpoint if this step is due; its time is the next step's `checkpoint_s`."""
-        if self.checkpointer.should_save(step, is_last=is_last):
-            self.save(step, loader)
+        """Write a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
 
-    def save(self, step: int, loader: BatchLoader) -> None:
+        `position` is the loader, or its position after the rows of `step`.
+        """
+        if self.checkpointer.should_save(step, is_last=is_last):
+            self.save(step, position)
+
+    def save(self, step: int, position: Position) -> None:
         """Write the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
         # A resume removes the log records after the checkpoint's step. It must find those before,
         # so they are on disk first.
@@ -278,18 +308,18 @@ class TrainingRun:
             checkpoint.add(_POLICY, self.policy.save(checkpoint.path / _POLICY))
             state = TrainingState(
                 step=step,
-                loader=loader.state_dict(),
+                loader=position.state_dict(),
                 counters=dict(self.counters),
             )
             state.save(checkpoint.path)
 
-    def stop_if_requested(self, step: int, loader: BatchLoader) -> None:
+    def stop_if_requested(self, step: int, position: Position) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
         reason = self.stop.reason
         if reason is None:
             return
         if step > 0:
-            self.save_if_due(step, loader, is_last=True)
+            self.save_if_due(step, position, is_last=True)
         hint = "there is no checkpoint"
         if self.checkpointer.latest_path.exists():
             hint = "resume=true continues the run"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.data.loader import BatchLoader
+from nemo_like.data.loader import Position
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.files import reporting_write_errors, write_text
@@ -86,7 +86,7 @@ def train(
 def stop_if_too_many(
     run: TrainingRun,
     step: int,
-    loader: BatchLoader,
+    position: Position,
 ) -> None:
     """Save `step` and raise SkippedStepsError if too many consecutive steps were skipped."""
     limit = run.config.policy.max_skipped_steps
@@ -95,7 +95,7 @@ def stop_if_too_many(
         return
     # A resumed run counts from 0 again; it would stop at once otherwise.
     run.counters[IN_A_ROW] = 0.0
-    run.save_if_due(step, loader, is_last=True)
+    run.save_if_due(step, position, is_last=True)
     saved = "Nothing was saved, as checkpointing.enabled is false"
     if run.config.checkpointing.enabled:
         saved = (

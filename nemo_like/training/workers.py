@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_like.config.parallel import policy_layout
+from nemo_like.config.parallel import (
+    is_colocated,
+    num_generation_workers,
+    policy_layout,
+    workers_per_replica,
+)
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _StartGroup = Callable[..., WorkerGroup]
-"""`start(name, worker_class, **kwargs)` starts a worker group; see `_group_starter`."""
+"""`start(name, worker_class, index=0, **kwargs)` starts a worker group; see `_group_starter`."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +94,23 @@ def start_workers(
     # Only the check: the workers import the functions themselves.
     if config.generates:
         load_reward_functions(config.reward.functions)
-    is_colocated = (
-        config.generates
-        and config.cluster.gpus_per_node > 0
-        and config.cluster.generation_workers == 0
-    )
+    colocated = is_colocated(config)
     with ExitStack() as closing:
         with progress.phase(
             "starting workers", 3 if config.generates else 1, unit="groups"
         ) as phase:
             start = _group_starter(config, closing, progress, logs=logs)
             policy = _start_policy(config, start)
-            if is_colocated:
+            if colocated:
                 # The generator is loaded onto the same device next.
                 call_all(policy.group, PolicyWorkerProtocol.offload)
             phase.advance()
             rollout_workers = None
             if config.generates:
-                generator = _start_generator(config, start, end_token_ids)
-                if is_colocated:
-                    call_all(generator.group, HFGenerationWorker.offload)
+                generator = _start_generator(config, start, end_token_ids, progress)
+                closing.callback(generator.shutdown)
+                if colocated:
+                    generator.offload()
                 phase.advance()
                 functions = config.reward.functions
                 reward_group = start("reward", RewardWorker, functions=functions)
@@ -118,7 +120,7 @@ def start_workers(
         yield RunWorkers(
             policy=policy,
             rollout_workers=rollout_workers,
-            is_colocated=is_colocated,
+            is_colocated=colocated,
         )
 
 
@@ -155,18 +157,37 @@ def _start_generator(
     config: RunConfig,
     start: _StartGroup,
     end_token_ids: Sequence[int],
+    progress: Progress,
 ) -> Generator:
-    worker_class = {"hf": HFGenerationWorker}[config.policy.generation.backend]
-    group = start(
-        "generation",
-        worker_class,
-        model_name=config.policy.model_name,
-        tokenizer_name=config.policy.tokenizer_name,
-        precision=config.policy.precision,
-        batch_size=config.policy.generation.batch_size,
-        end_token_ids=tuple(end_token_ids),
+    generation = config.policy.generation
+    kwargs: dict[str, Any] = {
+        "model_name": config.policy.model_name,
+        "tokenizer_name": config.policy.tokenizer_name,
+        "precision": config.policy.precision,
+        "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
+    }
+    worker_class: type = HFGenerationWorker
+    if generation.backend == "hf":
+        kwargs["batch_size"] = generation.hf.batch_size
+    else:
+        # Imported on demand: vLLM is an optional dependency.
+        from nemo_like.generation.vllm_worker import VLLMGenerationWorker
+
+        worker_class = VLLMGenerationWorker
+        kwargs["config"] = generation.vllm
+        kwargs["max_total_length"] = config.policy.max_total_sequence_length
+        kwargs["can_sleep"] = is_colocated(config)
+        kwargs["seed"] = config.seed
+
+    def start_replica(index: int) -> WorkerGroup:
+        return start("generation", worker_class, index, **kwargs)
+
+    return Generator(
+        start_replica,
+        num_generation_workers(config.cluster) // workers_per_replica(config),
+        max_restarts=generation.max_restarts,
+        report=progress.print_line,
     )
-    return Generator(group)
 
 
 def _group_starter(
@@ -176,9 +197,9 @@ def _group_starter(
     *,
     logs: Path | None,
 ) -> _StartGroup:
-    """Return `start(name, worker_class, **kwargs)`, which starts a group on `cluster.backend`.
+    """Return `start(name, worker_class, index, **kwargs)`, which starts a group.
 
-    Every group that it starts is stopped with `closing`.
+    `index` counts the replicas of the generator. Every group is stopped with `closing`.
     """
     if config.cluster.backend == "local":
         return _local_starter(config, closing)
@@ -195,6 +216,7 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
     def start(
         name: str,
         worker_class: type,
+        index: int = 0,
         **kwargs: Any,
     ) -> WorkerGroup:
         timeout_s = config.cluster.progress_timeout_s
@@ -220,23 +242,34 @@ def _ray_starter(
         RayVirtualCluster(
             config.cluster,
             generates=config.generates,
+            workers_per_replica=workers_per_replica(config),
             report=progress.print_line,
             logs=logs,
         )
     )
+    # A replica of the generator is one process, which starts its tensor-parallel ranks itself.
     groups: dict[str, tuple[BundleSet, ParallelLayout]] = {
         "policy": ("policy", policy_layout(config)),
-        "generation": ("generation", ParallelLayout(dp=cluster.num_generation_workers)),
+        "generation": ("generation", ParallelLayout()),
         # Reward functions need no GPU and little CPU, so their workers reserve nothing.
         "reward": ("anywhere", ParallelLayout(dp=config.reward.num_workers)),
     }
+    # A replica with resources of its own has one bundle, a colocated one those of several workers.
+    bundles_per_replica = 1
+    if config.cluster.generation_workers == 0:
+        bundles_per_replica = workers_per_replica(config)
 
     def start(
         name: str,
         worker_class: type,
+        index: int = 0,
         **kwargs: Any,
     ) -> WorkerGroup:
         bundles, parallel_layout = groups[name]
+        progress_timeout_s = None
+        if name == "generation":
+            name = f"generation-{index}"
+            progress_timeout_s = config.policy.generation.progress_timeout_s
         group = RayWorkerGroup(
             cluster,
             worker_class,
@@ -244,6 +277,8 @@ def _ray_starter(
             name=name,
             parallel_layout=parallel_layout,
             bundles=bundles,
+            first_bundle=index * bundles_per_replica,
+            progress_timeout_s=progress_timeout_s,
         )
         closing.callback(group.shutdown)
         # In driver.log, so that the processes of a run can be found on their nodes.

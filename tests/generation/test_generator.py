@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.schema import GenerationConfig
+from nemo_like.config.generation import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Above, AtLeast
 from nemo_like.config.errors import Problem
-from nemo_like.config.parallel import policy_layout
+from nemo_like.config.parallel import is_colocated, policy_layout
 from nemo_like.config.schema import PolicyGradientLossConfig, RunConfig
 from nemo_like.config.text import either, plural, quotient
 from nemo_like.integer_math import nearest_multiples
@@ -46,6 +46,18 @@ class GrpoConfig:
     """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
     optimizer steps."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    max_staleness: Annotated[int, AtLeast(0)] = 0
+    """Max number of weight updates between the sampling of a token and the step that trains on it.
+    0 is synchronous: a step's completions are sampled with its own weights. Above 0 the completions
+    of up to this many later steps are sampled while a step trains; needs `cluster.backend=ray`, and
+    on GPUs `cluster.generation_workers`."""
+    weight_update: Literal["drain", "in_flight"] = "drain"
+    """Completions that are being sampled when new weights are ready, with `grpo.max_staleness`
+    above 0: `drain` finishes them first, `in_flight` updates at once, so that a completion may have
+    tokens of several weight versions."""
+    partial_completions: Literal["continue", "restart"] = "continue"
+    """Unfinished completions after an update with `grpo.weight_update=in_flight`: `continue` keeps
+    their tokens, `restart` discards them and samples again with the new weights."""
     val_period: Annotated[int, AtLeast(0)] = 0
     """Validate after every so many steps; 0 validates only at the end. Needs
     `data.validation_path`."""
@@ -129,6 +141,7 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from _reward_problems(self)
         yield from self.loss_fn.importance_correction.problems()
+        yield from _asynchronous_problems(self)
 
 
 def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
@@ -190,4 +203,26 @@ def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         yield Problem(
             ("reward.functions",),
             "every weight in reward.functions is 0, so the reward is always 0; give one a weight",
+        )
+
+
+def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Generation beside training needs processes, and on GPUs devices, of its own."""
+    staleness = config.grpo.max_staleness
+    if staleness == 0:
+        return
+    cluster = config.cluster
+    if cluster.backend == "local":
+        yield Problem(
+            ("grpo.max_staleness", "cluster.backend"),
+            f"grpo.max_staleness is {staleness}, but with cluster.backend local generation and"
+            " training share one process: set it to 0, or cluster.backend to ray",
+        )
+    elif is_colocated(config):
+        yield Problem(
+            ("grpo.max_staleness", "cluster.generation_workers"),
+            f"grpo.max_staleness is {staleness}, but cluster.generation_workers is 0: the generator"
+            " shares the policy's GPUs and cannot run while it trains. Set"
+            " cluster.generation_workers to the number of GPUs for generation, or"
+            " grpo.max_staleness to 0",
         )

@@ -12,13 +12,13 @@ import numpy as np
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
-from nemo_like.generation.worker_protocol import SamplingParams
 from nemo_like.losses import ClippedPolicyGradientLoss
 from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout, collect, row_seeds
+from nemo_like.rollout.rollout import Rollout
 from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
@@ -59,90 +59,76 @@ def _train(
             temperature = config.grpo.val_temperature
             run.add_metrics(score_answers(run, val_prompts, step, temperature))
             run.log_metrics(step)
+        pipeline = RolloutPipeline(run, config, loader, step)
         with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
             while step < total:
-                run.stop_if_requested(step, loader)
+                run.stop_if_requested(step, pipeline.position)
                 with run.timers("step"):
-                    rollout = roll_out(run, config, loader, step)
+                    with run.workers.generator_onloaded():
+                        pipeline.start(step)
+                        taken = pipeline.take(step)
+                    if step == 0:
+                        show_rollout(run, taken.rollout, "rollout sample")
                     advantages, num_logprob_passes = _update(
-                        run, config, loader, rollout, loss, step
+                        run, config, pipeline, taken, loss, step
                     )
                 step += 1
-                save_rollout(run, rollout, advantages, step)
+                save_rollout(run, taken.rollout, advantages, step)
+                if step < total and config.grpo.max_staleness > 0:
+                    # Now, so that the generator has work while this step is logged and saved.
+                    pipeline.start(step)
                 # The generator has the weights of `step` since the update.
                 if is_due(step, config.grpo.val_period, is_last=step == total):
                     temperature = config.grpo.val_temperature
                     run.add_metrics(score_answers(run, val_prompts, step, temperature))
-                lengths = rollout.batch["length"]
-                run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
-                stop_if_too_many(run, step, loader)
-                run.save_if_due(step, loader, is_last=step == total)
+                with run.rollouts.background():
+                    lengths = taken.rollout.batch["length"]
+                    run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
+                    stop_if_too_many(run, step, pipeline.position)
+                    run.save_if_due(step, pipeline.position, is_last=step == total)
                 phase.advance()
         return run.finalize(step)
-
-
-def roll_out(
-    run: TrainingRun,
-    config: GrpoRunConfig,
-    loader: RowLoader[Prompt],
-    step: int,
-) -> Rollout:
-    """Generate and score completions for the next prompts; print a few of them at step 0."""
-    prompts = run.next_rows(loader, step)
-    group_size = config.grpo.num_generations_per_prompt
-    with run.workers.generator_onloaded():
-        rollout = collect(
-            prompts,
-            run.workers.rollout.generator,
-            run.workers.rollout.rewards,
-            run.encoder.tokenizer,
-            group_size=group_size,
-            sampling=SamplingParams.from_config(config.policy.generation),
-            max_total_length=config.policy.max_total_sequence_length,
-            seeds=row_seeds(config.seed, step, len(prompts) * group_size),
-            weight_version=step,
-            timers=run.timers,
-        )
-    if step == 0:
-        show_rollout(run, rollout, "rollout sample")
-    return rollout
 
 
 def _update(
     run: TrainingRun,
     config: GrpoRunConfig,
-    loader: RowLoader[Prompt],
-    rollout: Rollout,
+    pipeline: RolloutPipeline,
+    taken: StepRollout,
     loss: ClippedPolicyGradientLoss,
     step: int,
 ) -> tuple[np.ndarray, int]:
     """Train on the rollout and copy the new weights to the generator.
 
-    Returns the advantages, float32 [B], and the number of log-prob passes before training.
+    The rollouts of later steps, if any were started, run meanwhile. Returns the advantages, float32
+    [B], and the number of log-prob passes before training.
     """
+    rollout = taken.rollout
     batch = rollout.batch
-    plan, sharded = run.plan_and_shard(batch, step)
     group_size = config.grpo.num_generations_per_prompt
-    loss = loss.for_num_steps(plan.num_steps)
-    logprobs = None
     with run.workers.policy_onloaded():
-        if loss.logprob_names:
-            with run.timers("logprobs"):
-                logprobs = run.policy.compute_logprobs(sharded, loss.logprob_names)
-        advantages = group_advantages(
-            batch["reward"],
-            batch["group"],
-            config.grpo.advantage,
-        )
-        trained = TrainedBatch(
-            step=step + 1,
-            batch=batch,
-            # Rows are prompt-major: the completions of a prompt are consecutive.
-            locations=np.repeat(loader.batch_locations(), group_size).tolist(),
-            columns={"advantages": advantages},
-        )
-        with run.timers("train"):
-            metrics = train(run, sharded, trained, loss, logprobs)
+        with run.rollouts.background():
+            plan, sharded = run.plan_and_shard(batch, step)
+            loss = loss.for_num_steps(plan.num_steps)
+            logprobs = None
+            if loss.logprob_names:
+                with run.timers("logprobs"):
+                    logprobs = run.policy.compute_logprobs(sharded, loss.logprob_names)
+            advantages = group_advantages(
+                batch["reward"],
+                batch["group"],
+                config.grpo.advantage,
+            )
+            trained = TrainedBatch(
+                step=step + 1,
+                batch=batch,
+                # Rows are prompt-major: the completions of a prompt are consecutive.
+                locations=np.repeat(taken.locations, group_size).tolist(),
+                columns={"advantages": advantages},
+            )
+            with run.timers("train"):
+                metrics = train(run, sharded, trained, loss, logprobs)
+        pipeline.prepare_update()
         # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)

@@ -72,12 +72,24 @@ class ResourceRequest:
     num_nodes: int
     workers_per_node: int
     num_unpinned: int
-    """Bundles that can be on any node."""
+    """Bundles of generation replicas, which can be on any node."""
     bundle: Resources
+    """One worker."""
+    workers_per_unpinned: int = 1
+    """Workers whose resources one bundle of a generation replica has."""
 
     @classmethod
-    def from_config(cls, config: ClusterConfig, *, generates: bool) -> ResourceRequest:
-        """Return the request of `cluster.*`. Raises ValueError for counts that are not above 0."""
+    def from_config(
+        cls,
+        config: ClusterConfig,
+        *,
+        generates: bool,
+        workers_per_replica: int = 1,
+    ) -> ResourceRequest:
+        """Return the request of `cluster.*`. Raises ValueError for counts that are not above 0.
+
+        A generation replica of `workers_per_replica` generation workers is one bundle.
+        """
         workers_key = "gpus_per_node" if config.gpus_per_node else "workers_per_node"
         workers_per_node = config.gpus_per_node or config.workers_per_node
         counts = {
@@ -92,9 +104,15 @@ class ResourceRequest:
         return cls(
             num_nodes=config.num_nodes,
             workers_per_node=workers_per_node,
-            num_unpinned=config.generation_workers if generates else 0,
+            num_unpinned=config.generation_workers // workers_per_replica if generates else 0,
             bundle=Resources(config.cpus_per_worker, gpus_per_worker),
+            workers_per_unpinned=workers_per_replica,
         )
+
+    @property
+    def unpinned(self) -> Resources:
+        """The resources of one generation replica."""
+        return self.bundle.times(self.workers_per_unpinned)
 
     @property
     def num_workers(self) -> int:
@@ -120,7 +138,7 @@ class ResourceRequest:
         candidates.sort(key=lambda index: left[index])
         for index in candidates[: self.num_nodes]:
             left[index] = left[index].minus(self.per_node)
-        num_fitting = sum(rest.num_fitting(self.bundle) for rest in left)
+        num_fitting = sum(rest.num_fitting(self.unpinned) for rest in left)
         return num_fitting >= self.num_unpinned
 
     def describe(self, nodes: Sequence[Node]) -> str:
@@ -134,8 +152,8 @@ class ResourceRequest:
         )
         if self.num_unpinned:
             needed += (
-                f", and {self.bundle.times(self.num_unpinned)} for cluster.generation_workers"
-                f" {self.num_unpinned}"
+                f", and {self.unpinned.times(self.num_unpinned)} for cluster.generation_workers"
+                f" {self.num_unpinned * self.workers_per_unpinned}"
             )
         available = "; ".join(f"{node.name} has {node.free} free of {node.total}" for node in nodes)
         return f"needed: {needed}. Available: {available or 'no node'}"

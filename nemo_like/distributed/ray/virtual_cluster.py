@@ -68,10 +68,13 @@ class RayVirtualCluster:
         config: ClusterConfig,
         *,
         generates: bool = True,
+        workers_per_replica: int = 1,
         report: Callable[[str], None] = logger.warning,
         logs: Path | None = None,
     ) -> None:
         """Reserve the bundles of `config`; `generation_workers` count if `generates` is True.
+
+        `workers_per_replica` generation workers share one bundle, on one node.
 
         A Ray that is started here writes under /tmp and is removed at the end. After a failure
         its logs are copied to the directory `logs`, if one is given.
@@ -81,7 +84,9 @@ class RayVirtualCluster:
         process started the cluster, to which no node can be added.
         """
         self.config = config
-        self._request = ResourceRequest.from_config(config, generates=generates)
+        self._request = ResourceRequest.from_config(
+            config, generates=generates, workers_per_replica=workers_per_replica
+        )
         self._report = report
         self._placement_group: PlacementGroup | None = None
         self._logs = logs
@@ -148,7 +153,8 @@ class RayVirtualCluster:
 
     def _bundle(self, index: int, node_id: str) -> Bundle:
         assert self._placement_group is not None
-        unit = self._request.bundle
+        is_pinned = index < self._request.num_workers
+        unit = self._request.bundle if is_pinned else self._request.unpinned
         return Bundle(self._placement_group, index, node_id, unit.cpus, unit.gpus)
 
     def _reserve(self) -> list[str]:
@@ -175,7 +181,7 @@ class RayVirtualCluster:
         requested = [([_as_dict(request.per_node)] * request.num_nodes, "STRICT_SPREAD")]
         if request.num_unpinned:
             # Second, or they could be placed so that no node has enough for the policy workers.
-            requested.append(([_as_dict(request.bundle)] * request.num_unpinned, "PACK"))
+            requested.append(([_as_dict(request.unpinned)] * request.num_unpinned, "PACK"))
         claims: list[PlacementGroup] = []
         try:
             for bundles, strategy in requested:
@@ -208,8 +214,10 @@ class RayVirtualCluster:
     def _place(self, node_ids: list[str]) -> bool:
         """Reserve one bundle on each of `node_ids`; return False if resources are taken."""
         # Pinned by the label of the node: the strategy alone could choose other nodes.
+        bundles = [_as_dict(self._request.bundle)] * self._request.num_workers
+        bundles += [_as_dict(self._request.unpinned)] * self._request.num_unpinned
         group = placement_group(
-            [_as_dict(self._request.bundle)] * len(node_ids),
+            bundles,
             strategy="PACK",
             bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in node_ids],
         )

@@ -60,22 +60,29 @@ class RayWorkerGroup:
         name: str,
         parallel_layout: ParallelLayout,
         bundles: BundleSet = "policy",
+        first_bundle: int = 0,
+        progress_timeout_s: float | None = None,
     ) -> None:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
-        `bundles` selects the reserved resources they use; `anywhere` reserves none and spreads
-        them over the nodes. Raises ClusterError if they do not start, WorkerFailure if a
+        `bundles` selects the reserved resources they use, from bundle `first_bundle` on;
+        `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` None is that
+        of the cluster's config. Raises ClusterError if they do not start, WorkerFailure if a
         constructor fails.
         """
         self.name = name
         self.parallel_layout = parallel_layout
         self._failure: WorkerFailure | None = None
+        self._watched: set[ObjectRef[Raised | None]] = set()
+        """Running calls that `is_done` has seen."""
         self._head = cluster.head
         config = cluster.config
-        bundle_of_rank = _choose_bundles(cluster, bundles, parallel_layout, name)
+        bundle_of_rank = _choose_bundles(cluster, bundles, parallel_layout, name, first_bundle)
         num_threads = 1 if bundles == "anywhere" else max(1, int(config.cpus_per_worker))
         self._collective_timeout_s = config.collective_timeout_s
-        self._monitor = ProgressMonitor(name, config.progress_timeout_s)
+        if progress_timeout_s is None:
+            progress_timeout_s = config.progress_timeout_s
+        self._monitor = ProgressMonitor(name, progress_timeout_s)
         self._actors = [
             _start_actor(name, rank, bundle, num_threads, self._monitor)
             for rank, bundle in enumerate(bundle_of_rank)
@@ -161,18 +168,40 @@ class RayWorkerGroup:
             self._call(rank, method, shared_args, shared_kwargs) for rank in range(self.world_size)
         ]
 
+    def submit_one(
+        self,
+        rank: int,
+        method: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Handle:
+        self._raise_if_stopped()
+        shared_args = tuple(map(self._share, args))
+        shared_kwargs = {name: self._share(value) for name, value in kwargs.items()}
+        return self._call(rank, method, shared_args, shared_kwargs)
+
     def wait(self, handles: Sequence[Handle]) -> None:
         self._raise_if_stopped()
-        pending: _Pending = {
-            handle.outcome: handle for handle in handles if handle.outcome is not None
-        }
+        pending = _pending(handles)
         self._monitor.start_waiting(_ranks(pending))
         while pending:
-            failure = self._next_failure(pending, timeout_s=self._monitor.poll_s)
-            if failure is not None:
-                self._stop(self._root_cause(failure, pending), pending)
-            if pending:
-                self._check_progress(pending)
+            self._check(pending, timeout_s=self._monitor.poll_s)
+
+    def is_done(self, handles: Sequence[Handle]) -> bool:
+        self._raise_if_stopped()
+        pending = _pending(handles)
+        # The silence of a worker counts from the first check of its running calls.
+        new = pending.keys() - self._watched
+        self._monitor.start_waiting(_ranks({ref: pending[ref] for ref in new}))
+        self._watched = set(pending)
+        self._check(pending, timeout_s=0.0)
+        return not pending
+
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
+        pending = _pending(handles)
+        if pending:
+            ray.wait(list(pending), num_returns=1, timeout=timeout_s)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
         self.wait(handles)
@@ -269,11 +298,24 @@ class RayWorkerGroup:
         if not self._actors:
             raise RuntimeError(f"the {self.name} group was shut down")
 
+    def _check(self, pending: _Pending, timeout_s: float) -> None:
+        """Wait for a call to end and remove all ended calls from `pending`.
+
+        Raises WorkerFailure if one failed or a worker hangs.
+        """
+        failure = self._next_failure(pending, timeout_s=timeout_s)
+        if failure is not None:
+            self._stop(self._root_cause(failure, pending), pending)
+        if pending:
+            self._check_progress(pending)
+
     def _next_failure(self, pending: _Pending, timeout_s: float | None) -> Failure | None:
         """Wait for a call to end and remove all ended calls from `pending`.
 
         Returns one of their failures, primary failures first, or None.
         """
+        if not pending:
+            return None
         ended, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
         # The failures of several workers often arrive together; the first is not always the cause.
         also_ended, _ = ray.wait(
@@ -349,17 +391,24 @@ def _choose_bundles(
     bundles: BundleSet,
     parallel_layout: ParallelLayout,
     name: str,
+    first: int,
 ) -> Sequence[Bundle | None]:
     """Return the bundle of each rank; None for a worker without reserved resources."""
     if bundles == "anywhere":
         return [None] * parallel_layout.world_size
     available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
+    available = available[first:]
     if parallel_layout.world_size > len(available):
         raise ValueError(
             f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"
             f" cluster has bundles for {len(available)}"
         )
     return available[: parallel_layout.world_size]
+
+
+def _pending(handles: Sequence[Handle]) -> _Pending:
+    """Return the calls among `handles`; the others are values that were `put`."""
+    return {handle.outcome: handle for handle in handles if handle.outcome is not None}
 
 
 def _ranks(pending: _Pending) -> set[int]:

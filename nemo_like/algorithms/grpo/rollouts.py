@@ -1,0 +1,130 @@
+"""Starts the rollouts of coming steps, at most `grpo.max_staleness` steps ahead of training."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.loader import Position, RowLoader, SavedPosition
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.metrics import Mean, Metrics, Sum
+from nemo_like.rollout.collector import RolloutJob
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.rollout import Rollout, row_seeds
+from nemo_like.training.run import TrainingRun
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """The rollout of one step, with what its training needs to know of its rows."""
+
+    rollout: Rollout
+    locations: list[str]
+    """File and line of each prompt."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    step: int
+    job: RolloutJob
+    locations: list[str]
+    position: SavedPosition
+    """Position of the loader after the prompts of this step."""
+    metrics: Metrics
+    """Of the loader."""
+
+
+class RolloutPipeline:
+    """The rollouts of a run in the order of its steps.
+
+    The rollout of step s starts as soon as the generator has the weights of step s -
+    `max_staleness`, so no token is older than that. With 0 each rollout starts when its step does.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        config: GrpoRunConfig,
+        loader: RowLoader[Prompt],
+        step: int,
+    ) -> None:
+        """`step` is the first step that is trained, counted from 0."""
+        self._run = run
+        self._config = config
+        self._loader = loader
+        self._started: deque[_Started] = deque()
+        self._next_step = step
+        self._sampling = SamplingParams.from_config(config.policy.generation)
+        self.position: Position = SavedPosition(loader.state_dict())
+        """Position of the loader after the prompts of the last step that was taken."""
+
+    def start(self, step: int) -> None:
+        """Start the rollouts that may run while `step` trains, that of `step` included.
+
+        Raises ConfigError for a bad row in the prompts of `step`. A bad row of a later step is
+        reported when that step starts.
+        """
+        last_step = min(step + self._config.grpo.max_staleness, self._config.grpo.max_num_steps - 1)
+        if self._next_step == step:
+            self._start_next(self._run.next_rows(self._loader, step))
+        while self._next_step <= last_step:
+            try:
+                with self._run.timers("data_wait"):
+                    prompts = next(self._loader)
+            except ConfigError:
+                # The loader keeps its position before the bad row.
+                return
+            self._start_next(prompts)
+
+    def take(self, step: int) -> StepRollout:
+        """Wait for the rollout of `step`. Call `start` before.
+
+        Raises RuntimeError if a token was sampled with weights older than allowed.
+        """
+        started = self._started.popleft()
+        assert started.step == step, "rollouts are taken in the order of the steps"
+        with self._run.timers("rollout_wait"):
+            rollout = self._run.finish_rollout(started.job)
+        rollout.check_versions(step - self._config.grpo.max_staleness, step)
+        self._run.add_metrics(started.metrics)
+        self._run.timers.add("generation", started.job.generation_s)
+        self._run.timers.add("reward", started.job.reward_s)
+        self.position = started.position
+        if self._config.grpo.max_staleness > 0:
+            rollout.batch["version_gap"] = rollout.version_gaps(step)
+        return StepRollout(rollout, started.locations)
+
+    def prepare_update(self) -> None:
+        """Finish or discard completions that may not continue with other weights."""
+        generator = self._run.workers.rollout.generator
+        if self._config.grpo.weight_update == "drain":
+            with self._run.timers("drain"):
+                while generator.num_unfinished:
+                    self._run.rollouts.advance()
+        elif self._config.grpo.partial_completions == "restart":
+            generator.restart_unfinished()
+
+    def _start_next(self, prompts: list[Prompt]) -> None:
+        group_size = self._config.grpo.num_generations_per_prompt
+        job = self._run.rollouts.start(
+            prompts,
+            group_size=group_size,
+            sampling=self._sampling,
+            max_total_length=self._config.policy.max_total_sequence_length,
+            seeds=row_seeds(self._config.seed, self._next_step, len(prompts) * group_size),
+        )
+        self._started.append(
+            _Started(
+                self._next_step,
+                job,
+                self._loader.batch_locations(),
+                SavedPosition(self._loader.state_dict()),
+                {
+                    "data/epoch": Mean(self._loader.epoch),
+                    "data/num_dropped": Sum(self._loader.num_dropped),
+                },
+            )
+        )
+        self._next_step += 1

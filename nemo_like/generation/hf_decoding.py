@@ -1,0 +1,233 @@
+"""Decoding of one static batch with a KV cache, step by step, on any Hugging Face causal LM.
+
+The rows of a batch start together, finished rows leave it, and no new rows join.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_like.generation.requests import FinishReason, GenerationRequests
+from nemo_like.generation.sampling import row_uniforms, sample_tokens
+
+_COMPACT_BELOW = 0.75
+"""Finished rows are removed once less than this share of the batch is unfinished: each removal
+copies the KV cache of the remaining rows.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodedRow:
+    """One completion during decoding."""
+
+    request_id: int
+    prompt: np.ndarray
+    """int32 [L]"""
+    max_new_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token."""
+    finish_reason: FinishReason = "length"
+    is_finished: bool = False
+
+    def finish(self, reason: FinishReason) -> None:
+        """Mark the completion as finished."""
+        self.finish_reason = reason
+        self.is_finished = True
+
+
+class DecodingBatch:
+    """Rows that are decoded together."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        requests: GenerationRequests,
+        end_ids: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        """Compute the logits after the prompts of `requests`, which all start together."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = requests.sampling
+        self._max_total_length = requests.max_total_length
+        self._end_ids = end_ids
+        self._device = device
+        self._slots: list[DecodedRow] = []
+        limits = requests.max_new_tokens().tolist()
+        for row, request_id in enumerate(requests.request_ids.tolist()):
+            self._slots.append(
+                DecodedRow(
+                    request_id=request_id,
+                    prompt=requests.prompt_ids[row],
+                    max_new_tokens=limits[row],
+                )
+            )
+        self._num_steps = 0
+        # float64 [b, steps]: the random numbers of each row.
+        self._uniforms = torch.from_numpy(row_uniforms(requests.seeds, max(limits))).to(device)
+        prompts = [row.prompt for row in self._slots]
+        self._forward = _CachedForward(model, prompts, self._max_total_length, device)
+        self._last_token_ids: Tensor | None = None
+        """int64 [b]: sampled, but not yet passed to the model."""
+
+    @property
+    def unfinished(self) -> list[DecodedRow]:
+        """Rows that are still decoded."""
+        return [row for row in self._slots if not row.is_finished]
+
+    @torch.inference_mode()
+    def step(self, weight_version: int) -> list[DecodedRow]:
+        """Sample one token for every unfinished row; return the rows that it finishes.
+
+        Raises FloatingPointError if the logits of a row are not finite.
+        """
+        if self._last_token_ids is not None:
+            self._forward.advance(self._last_token_ids)
+        uniforms = self._uniforms[:, self._num_steps]
+        token_ids, logprobs = sample_tokens(self._forward.logits, uniforms, self._sampling)
+        self._num_steps += 1
+        finished = self._extend(token_ids.tolist(), logprobs.tolist(), weight_version)
+        unfinished = [slot for slot, row in enumerate(self._slots) if not row.is_finished]
+        if unfinished and len(unfinished) < _COMPACT_BELOW * len(self._slots):
+            kept = torch.tensor(unfinished, device=self._device)
+            self._forward.keep(kept)
+            self._uniforms = self._uniforms[kept]
+            token_ids = token_ids[kept]
+            self._slots = [self._slots[slot] for slot in unfinished]
+        self._last_token_ids = token_ids
+        return finished
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute the KV cache of the unfinished rows again, after the weights changed."""
+        unfinished = [slot for slot, row in enumerate(self._slots) if not row.is_finished]
+        self._uniforms = self._uniforms[torch.tensor(unfinished, device=self._device)]
+        self._slots = [self._slots[slot] for slot in unfinished]
+        texts = []
+        for row in self._slots:
+            texts.append(np.concatenate([row.prompt, np.array(row.token_ids, dtype=np.int32)]))
+        self._forward = _CachedForward(self._model, texts, self._max_total_length, self._device)
+        # The new logits are those after the last token.
+        self._last_token_ids = None
+
+    def _extend(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        weight_version: int,
+    ) -> list[DecodedRow]:
+        """Append one token to every unfinished row; mark and return the rows that it finishes."""
+        extended = []
+        for row, token_id, logprob in zip(self._slots, token_ids, logprobs, strict=True):
+            if row.is_finished:
+                continue
+            check_finite(logprob, len(row.token_ids), weight_version)
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+            row.weight_versions.append(weight_version)
+            extended.append(row)
+        stopped = self._has_stop_string(extended)
+        for row, is_stopped in zip(extended, stopped, strict=True):
+            if is_stopped or row.token_ids[-1] in self._end_ids:
+                row.finish("stop")
+            elif len(row.token_ids) == row.max_new_tokens:
+                row.finish("length")
+        return [row for row in extended if row.is_finished]
+
+    def _has_stop_string(self, rows: list[DecodedRow]) -> list[bool]:
+        """Return for each completion whether its last tokens contain a stop string."""
+        stop_strings = self._sampling.stop_strings
+        if not stop_strings:
+            return [False] * len(rows)
+        # Only a tail is decoded. A token has at least one byte, so the longest string in bytes is
+        # a limit for its tokens. One more, because tokenizers may treat the first token of a text
+        # differently.
+        longest = max(len(string.encode()) for string in stop_strings)
+        num_tail_tokens = longest + 1
+        tail_ids = [row.token_ids[-num_tail_tokens:] for row in rows]
+        # Clean-up would change the text around the string.
+        tails = self._tokenizer.batch_decode(tail_ids, clean_up_tokenization_spaces=False)
+        return [any(string in tail for string in stop_strings) for tail in tails]
+
+
+def check_finite(logprob: float, token_index: int, weight_version: int) -> None:
+    """Raise FloatingPointError if the log-prob of a sampled token is not finite."""
+    if not math.isfinite(logprob):
+        raise FloatingPointError(
+            f"the model's logits are not finite at token {token_index} of a"
+            f" completion (weights of version {weight_version}); the training has"
+            " probably diverged, try a lower policy.optimizer.lr"
+        )
+
+
+class _CachedForward:
+    """Model and KV cache of a left-padded batch; `logits` [b, V] are those of the next token."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[np.ndarray],
+        max_total_length: int,
+        device: torch.device,
+    ) -> None:
+        """Left-pad b `prompts`, int32 [length] each, and compute the logits after them.
+
+        Positions of later tokens are limited to `max_total_length` - 1.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        shape = (len(prompts), longest)
+        input_ids = np.zeros(shape, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        # Left-padded, so that the last column is every row's last token.
+        for slot, prompt in enumerate(prompts):
+            start = longest - len(prompt)
+            input_ids[slot, start:] = prompt
+            attention_mask[slot, start:] = 1
+        self._model = model
+        self._last_position = max_total_length - 1
+        self._cache = DynamicCache(config=model.config)
+        self._attention_mask = torch.from_numpy(attention_mask).to(device)
+        num_tokens_before = self._attention_mask.cumsum(dim=-1) - 1
+        # Padding has -1, for which a model may have no position.
+        positions = num_tokens_before.clamp_(min=0)
+        # int64 [b, 1]: position of each row's last token.
+        self._positions = positions[:, -1:]
+        self.logits = self._forward(torch.from_numpy(input_ids).to(device), positions)
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Append `token_ids` int64 [b] and compute the next logits."""
+        self._attention_mask = torch.nn.functional.pad(self._attention_mask, (0, 1), value=1)
+        # Only finished rows that are not yet removed reach the limit; a model may have no position
+        # beyond it.
+        next_positions = self._positions + 1
+        self._positions = next_positions.clamp_(max=self._last_position)
+        self.logits = self._forward(token_ids[:, None], self._positions)
+
+    def keep(self, slots: Tensor) -> None:
+        """Remove all rows except `slots` int64 [k]; `logits` are stale until the next `advance`."""
+        self._cache.batch_select_indices(slots)
+        self._attention_mask = self._attention_mask[slots]
+        self._positions = self._positions[slots]
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the logits [b, V] after the last of the new tokens int64 [b, n]."""
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=self._attention_mask,
+            position_ids=position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

@@ -1,0 +1,160 @@
+"""Requests for completions and their results, as jagged arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nemo_like.data.jagged import Jagged
+from nemo_like.generation.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end token or a stop string. `length`: the token limit was reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequests:
+    """N requests for one completion each.
+
+    Example: two completions of the prompt [5, 6] are `request_ids` [7, 8], `prompt_ids` rows
+    [5, 6] and [5, 6], `seeds` [1, 2].
+    """
+
+    request_ids: np.ndarray
+    """int64 [N], unique among the unfinished requests of a replica."""
+    prompt_ids: Jagged
+    """int32, N rows of at least one token."""
+    seeds: np.ndarray
+    """uint64 [N]: the random stream of each completion. With the `hf` backend, requests of equal
+    prompt and seed have equal completions; with `vllm`, if they also run in equal batches."""
+    sampling: SamplingParams
+    max_total_length: int
+    """Max tokens of prompt and completion together."""
+
+    def __len__(self) -> int:
+        """Number of requests, N."""
+        return len(self.request_ids)
+
+    def take(self, rows: np.ndarray | Sequence[int]) -> GenerationRequests:
+        """Return the given rows (int [n]) in the given order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return GenerationRequests(
+            self.request_ids[rows],
+            self.prompt_ids.take(rows),
+            self.seeds[rows],
+            self.sampling,
+            self.max_total_length,
+        )
+
+    def max_new_tokens(self) -> np.ndarray:
+        """Return the token limit of each completion, int64 [N]."""
+        room = self.max_total_length - self.prompt_ids.lengths
+        return np.minimum(self.sampling.max_new_tokens, room)
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """B completions.
+
+    Example: "4" and an end token after one prompt, three tokens without an end after another, both
+    with the weights of version 2: `token_ids` rows [20, 2] and [9, 9, 7], `weight_versions` rows
+    [2, 2] and [2, 2, 2], `finish_reasons` ["stop", "length"].
+    """
+
+    token_ids: Jagged
+    """int32: the tokens sampled after each prompt, the end token included."""
+    logprobs: Jagged
+    """float32: log-prob of each token under the distribution that it was drawn from."""
+    weight_versions: Jagged
+    """int32: version of the weights that sampled each token, as set by the last weight update; 0 is
+    the model as loaded. A row has several if the weights changed while it was sampled."""
+    finish_reasons: list[FinishReason]
+
+    def __len__(self) -> int:
+        """Number of completions, B."""
+        return len(self.finish_reasons)
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The lowest and the highest weight version of all tokens; (0, 0) without tokens."""
+        values = self.weight_versions.values
+        if len(values) == 0:
+            return 0, 0
+        return int(values.min()), int(values.max())
+
+    def take(self, rows: np.ndarray) -> Completions:
+        """Return the given rows (int64 [n]) in the given order."""
+        reasons = [self.finish_reasons[row] for row in rows]
+        return Completions(
+            self.token_ids.take(rows),
+            self.logprobs.take(rows),
+            self.weight_versions.take(rows),
+            reasons,
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        token_ids: Sequence[Sequence[int] | np.ndarray],
+        logprobs: Sequence[Sequence[float] | np.ndarray],
+        weight_versions: Sequence[Sequence[int] | np.ndarray],
+        finish_reasons: Sequence[FinishReason],
+    ) -> Completions:
+        """Build from one sequence per row; those of a row have equal lengths."""
+        return cls(
+            Jagged.from_rows(token_ids, np.int32),
+            Jagged.from_rows(logprobs, np.float32),
+            Jagged.from_rows(weight_versions, np.int32),
+            list(finish_reasons),
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Completions]) -> Completions:
+        """Concatenate the rows of all parts."""
+        finish_reasons: list[FinishReason] = []
+        for part in parts:
+            finish_reasons.extend(part.finish_reasons)
+        return Completions(
+            Jagged.concat([part.token_ids for part in parts]),
+            Jagged.concat([part.logprobs for part in parts]),
+            Jagged.concat([part.weight_versions for part in parts]),
+            finish_reasons,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationProgress:
+    """The result of one `poll`: the completions that ended in it."""
+
+    request_ids: np.ndarray
+    """int64 [F]: the finished requests, in the order in which they ended."""
+    completions: Completions
+    """F rows, in the order of `request_ids`."""
+    num_unfinished: int
+    """Requests of the replica that still run or wait."""
+    num_tokens: int
+    """Tokens sampled in this poll, those of unfinished completions included."""
+    busy_s: float
+    """Seconds that the replica decoded in this poll."""
+
+
+def check_room(requests: GenerationRequests) -> None:
+    """Raise ValueError for the first prompt that is empty or leaves no room for a token."""
+    lengths = requests.prompt_ids.lengths
+    limit = requests.max_total_length
+    invalid = np.flatnonzero((lengths == 0) | (lengths >= limit))
+    if len(invalid) == 0:
+        return
+    row = invalid[0]
+    if lengths[row] == 0:
+        raise ValueError(
+            f"prompt {row} has no tokens; a completion needs at least one to start from"
+        )
+    raise ValueError(
+        f"prompt {row} has {lengths[row]} tokens and policy.max_total_sequence_length is"
+        f" {limit}, which leaves no room for a completion; raise it to at least"
+        f" {lengths[row] + 1} or drop the prompt"
+    )
