@@ -139,6 +139,9 @@ class RolloutCollector:
         An exception in the thread is raised at the end of the block. In the block, no other method
         of the collector or of its generator may be called.
         """
+        if not self._jobs:
+            yield
+            return
         stopped = threading.Event()
         errors: list[BaseException] = []
 
