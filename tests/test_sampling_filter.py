@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,7 +73,8 @@ def test_filters_equal_those_of_transformers(
 ) -> None:
     logits = random_logits(seed)
     ids = torch.LongTensor([[0]] * len(logits))
-    expected = TopKLogitsWarper(top_k=top_k)(ids, MinPLogitsWarper(min_p=min_p)(ids, logits))
+    scores = cast(torch.FloatTensor, logits)
+    expected = TopKLogitsWarper(top_k=top_k)(ids, MinPLogitsWarper(min_p=min_p)(ids, scores))
     expected = TopPLogitsWarper(top_p=top_p)(ids, expected)
     found = filter_logits(logits, SamplingFilter(top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.equal(found, expected)

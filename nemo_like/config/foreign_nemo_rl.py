@@ -227,9 +227,6 @@ _GENERATION: dict[str, Entry] = {
         off=("${.top_p}", "${.top_k}"),
     ),
     **unsupported(
-        "write the texts in policy.generation.stop_strings", "policy.generation.stop_token_ids"
-    ),
-    **unsupported(
         NO_ENGINE,
         "policy.generation.vllm_cfg",
         "policy.generation.vllm_kwargs",

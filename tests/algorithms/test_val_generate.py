@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nemo_like.algorithms.sft.loop import run_sft
-from nemo_like.rollout.rollout import Rollout, collect
+from nemo_like.rollout.rollout import Rollout
 from nemo_like.training import evaluation as validation
+from nemo_like.training.run import TrainingRun
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -52,9 +53,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def checked_scores(run: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
-        policy, generator = (
-            group._worker for group in (run.policy.group, run.workers.rollout.generator.group)
-        )
+        (replica,) = run.workers.rollout.generator.replicas
+        policy, generator = run.policy.group._worker, replica.group._worker
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
         for name, weight in policy._policy.full_weights(list(policy._policy.weight_shapes())):
             assert torch.equal(sampled_with[name], weight), (
@@ -62,14 +62,18 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             )
         return score_answers(run, prompts, step, temperature)
 
-    def recorded(*args: Any, **kwargs: Any) -> Rollout:
-        rollout = collect(*args, **kwargs)
-        found.append(rollout.completions.weight_version)
+    finish_rollout = TrainingRun.finish_rollout
+
+    def recorded(run: TrainingRun, job: Any) -> Rollout:
+        rollout = finish_rollout(run, job)
+        low, high = rollout.completions.versions
+        assert low == high
+        found.append(low)
         return rollout
 
     score_answers = validation.score_answers
     monkeypatch.setattr("nemo_like.algorithms.sft.loop.score_answers", checked_scores)
-    monkeypatch.setattr("nemo_like.training.evaluation.collect", recorded)
+    monkeypatch.setattr(TrainingRun, "finish_rollout", recorded)
     return found
 
 
@@ -97,6 +101,6 @@ def test_completions_of_other_weights_are_refused(
         "nemo_like.training.run.TrainingRun.sync_weights", lambda run, version: None
     )
     with pytest.raises(
-        RuntimeError, match="sampled with weights of version 0, but step 8 needs version 8"
+        RuntimeError, match="weights of versions 0 to 0, but step 8 needs version 8"
     ):
         run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))

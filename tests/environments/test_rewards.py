@@ -16,9 +16,9 @@ import pytest
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
-from nemo_like.parallel_layout import ParallelLayout
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -170,14 +170,20 @@ class _InProcessGroup:
     """Several reward workers in this process, with the calls `RewardEnvironment` makes."""
 
     def __init__(self, workers: Sequence[RewardWorker]) -> None:
-        self.parallel_layout = ParallelLayout(dp=len(workers))
+        self.world_size = len(workers)
         self.workers = workers
 
-    def run_all_workers_sharded_data(self, method: str, *sharded: Sequence[Any]) -> list[Any]:
-        items = zip(*sharded, strict=True)
-        return [
-            getattr(worker, method)(*item) for worker, item in zip(self.workers, items, strict=True)
-        ]
+    def submit_one(self, rank: int, method: str, *args: Any) -> Handle:
+        return Handle(getattr(self.workers[rank], method)(*args), None, rank, method)
+
+    def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
+        pass
+
+    def is_done(self, handles: Sequence[Handle]) -> bool:
+        return True
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        return [handle.value for handle in handles]
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 2, 7])

@@ -1,12 +1,11 @@
-"""The driver's side of generation: work dealt evenly, results in the order of the prompts, versions
-that must agree.
+"""The driver's side of generation: requests distributed by outstanding work, every request answered
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,33 +16,10 @@ from nemo_like.config.generation import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.distributed.local_group import LocalGroup, local_context
-from nemo_like.generation.generator import Generator, deal_by_length
+from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.worker_protocol import Completions, SamplingParams
-from nemo_like.parallel_layout import ParallelLayout
-
-
-class _InProcessGroup:
-    """Several workers in this process, with the calls `Generator` makes."""
-
-    name = "generation"
-
-    def __init__(self, workers: Sequence[HFGenerationWorker]) -> None:
-        self.parallel_layout = ParallelLayout(dp=len(workers))
-        self.world_size = len(workers)
-        self.workers = list(workers)
-
-    def run_all_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [getattr(worker, method)(*args, **kwargs) for worker in self.workers]
-
-    def run_all_workers_sharded_data(
-        self, method: str, *sharded: Sequence[Any], **common: Any
-    ) -> list[Any]:
-        items = zip(*sharded, strict=True)
-        return [
-            getattr(worker, method)(*item, **common)
-            for worker, item in zip(self.workers, items, strict=True)
-        ]
+from nemo_like.generation.replica import assign_units
+from nemo_like.generation.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +30,37 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(1, 500), max_size=60), num_workers=st.integers(1, 5))
-def test_every_row_is_dealt_once_and_evenly(lengths: list[int], num_workers: int) -> None:
-    dealt = deal_by_length(np.array(lengths, dtype=np.int64), num_workers)
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
-    counts = [len(rows) for rows in dealt]
-    assert max(counts) - min(counts) <= 1
-    tokens = [sum(lengths[row] for row in rows) for rows in dealt]
-    assert max(tokens) - min(tokens) <= 2 * max(lengths, default=0)
+def _generator(model_directory: Path, num_replicas: int, batch_size: int = 4) -> Generator:
+    lock = threading.Lock()
+
+    def start(index: int) -> LocalGroup:
+        kwargs = {"model_name": str(model_directory), "batch_size": batch_size}
+        context = local_context(num_threads=1)
+        # Replicas start in threads, but transformers loads one model at a time per process.
+        with lock:
+            return LocalGroup(HFGenerationWorker, kwargs, context, name=f"generation-{index}")
+
+    return Generator(start, num_replicas)
 
 
-def test_results_are_in_the_order_of_the_prompts_for_any_number_of_workers(
+@settings(max_examples=100)
+@given(
+    costs=st.lists(st.integers(1, 500), max_size=60),
+    outstanding=st.lists(st.integers(0, 2000), min_size=1, max_size=5),
+)
+def test_units_go_to_the_replica_with_the_least_work(
+    costs: list[int], outstanding: list[int]
+) -> None:
+    unit_costs, before = np.array(costs, dtype=np.int64), np.array(outstanding, dtype=np.int64)
+    owners = assign_units(unit_costs, before)
+    after = before + np.bincount(owners, weights=unit_costs, minlength=len(before)).astype(int)
+    for replica in set(owners.tolist()):
+        # Without its smallest unit, which came last, it had at most the work of every other.
+        smallest = unit_costs[owners == replica].min()
+        assert after[replica] - smallest <= after.min()
+
+
+def test_results_are_in_the_order_of_the_prompts_for_any_number_of_replicas(
     model_directory: Path,
 ) -> None:
     rng = np.random.default_rng(0)
@@ -74,12 +69,7 @@ def test_results_are_in_the_order_of_the_prompts_for_any_number_of_workers(
     )
     seeds = np.arange(11, dtype=np.uint64)
     sampling = SamplingParams(max_new_tokens=12)
-    kwargs = {"model_name": str(model_directory), "batch_size": 4}
-    alone = Generator(
-        LocalGroup(HFGenerationWorker, kwargs, local_context(num_threads=1), name="generation")
-    )
-    workers = [HFGenerationWorker(local_context(num_threads=1), **kwargs) for _ in range(3)]  # type: ignore[arg-type]
-    spread = Generator(_InProcessGroup(workers))  # type: ignore[arg-type]
+    alone, spread = _generator(model_directory, 1), _generator(model_directory, 3)
     results = []
     for generator in (alone, spread):
         with generator.onloaded():
@@ -91,13 +81,44 @@ def test_results_are_in_the_order_of_the_prompts_for_any_number_of_workers(
     np.testing.assert_allclose(left.logprobs.values, right.logprobs.values, atol=1e-5)
     few = spread.generate(
         prompts.slice(0, 2), seeds[:2], sampling, max_total_length=16
-    )  # fewer rows than workers
+    )  # fewer rows than replicas
     assert np.array_equal(few.token_ids.values, left.token_ids.slice(0, 2).values)
+    metrics = spread.pop_metrics(wall_s=1.0)
+    num_tokens = len(right.token_ids.values) + len(few.token_ids.values)
+    assert metrics["generation/num_sampled_tokens"].value == num_tokens
+
+
+def test_the_completions_of_a_prompt_are_sampled_by_one_replica(model_directory: Path) -> None:
+    generator = _generator(model_directory, 2)
+    prompts = Jagged.from_rows([[5, 6]] * 3 + [[7]] * 3 + [[8, 9, 10]] * 3, np.int32)
+    ids = generator.submit(
+        prompts, np.arange(9, dtype=np.uint64), SamplingParams(max_new_tokens=4), max_total_length=9
+    )
+    owners = [set(replica.costs) for replica in generator.replicas]
+    assert set.union(*owners) == set(ids)
+    for start in (0, 3, 6):
+        group = set(ids[start : start + 3])
+        assert any(group <= owned for owned in owners)
+
+
+def test_restarted_requests_are_answered_once(model_directory: Path) -> None:
+    generator = _generator(model_directory, 2, batch_size=2)
+    prompts = Jagged.from_rows([[5 + row] for row in range(6)], np.int32)
+    ids = generator.submit(
+        prompts, np.arange(6, dtype=np.uint64), SamplingParams(max_new_tokens=9), max_total_length=9
+    )
+    finished: list[int] = []
+    generator.restart_unfinished()
+    for _ in range(20):
+        done, completions = generator.collect(0.1)
+        assert len(done) == len(completions)
+        finished += done
+    assert sorted(finished) == ids
+    assert generator.num_unfinished == 0
 
 
 def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:
-    worker = HFGenerationWorker(local_context(num_threads=1), model_name=str(model_directory))
-    generator = Generator(_InProcessGroup([worker]))  # type: ignore[arg-type]
+    generator = _generator(model_directory, 1)
     sampling = SamplingParams(max_new_tokens=4)
     prompts = Jagged.from_rows([[5], [5] * 8], np.int32)
     with pytest.raises(
@@ -114,16 +135,6 @@ def test_a_prompt_without_room_names_the_key(model_directory: Path) -> None:
         )
     with pytest.raises(ValueError, match="2 prompts need as many seeds, got 1"):
         generator.generate(prompts, np.zeros(1, np.uint64), sampling, max_total_length=9)
-
-
-def test_completions_of_two_versions_are_not_mixed() -> None:
-    row = Jagged.from_rows([[1]], np.int32)
-    parts = [
-        Completions(row, Jagged.from_rows([[0.0]], np.float32), ["stop"], version)
-        for version in (3, 4)
-    ]
-    with pytest.raises(ValueError, match=r"weight versions \[3, 4\]"):
-        Completions.concat(parts)
 
 
 def test_sampling_follows_the_config() -> None:

@@ -25,9 +25,11 @@ from transformers import (
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.local_group import local_context
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.worker_protocol import Completions, SamplingParams
+from nemo_like.generation.requests import Completions, GenerationRequests
+from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.stream import Bucket
+from tests.generation.driven import generate
 
 _TEXT = [
     "the quick brown fox jumps over the lazy dog",
@@ -48,6 +50,19 @@ _SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+
+
+class _Driven(HFGenerationWorker):
+    """A worker with a method that runs a batch of prompts."""
+
+    def generate(
+        self,
+        prompt_ids: Jagged,
+        seeds: np.ndarray,
+        sampling: SamplingParams,
+        max_total_length: int,
+    ) -> Completions:
+        return generate(self, prompt_ids, seeds, sampling, max_total_length)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -89,8 +104,8 @@ def model_directory(
     return directory
 
 
-def _worker(directory: Path, batch_size: int = 64) -> HFGenerationWorker:
-    return HFGenerationWorker(_CONTEXT, model_name=str(directory), batch_size=batch_size)
+def _worker(directory: Path, batch_size: int = 64) -> _Driven:
+    return _Driven(_CONTEXT, model_name=str(directory), batch_size=batch_size)
 
 
 def _prompts(num_rows: int, seed: int = 0) -> Jagged:
@@ -144,7 +159,7 @@ def test_given_end_tokens_end_a_completion_too(model_directory: Path) -> None:
     prompts, greedy = _prompts(4), SamplingParams(max_new_tokens=12, temperature=0.0)
     free = _worker(model_directory).generate(prompts, _seeds(4), greedy, max_total_length=64)
     end = int(free.token_ids[0][5])
-    worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), end_token_ids=(end,))
+    worker = _Driven(_CONTEXT, model_name=str(model_directory), end_token_ids=(end,))
     ended = worker.generate(prompts, _seeds(4), greedy, max_total_length=64)
     assert ended.finish_reasons[0] == "stop"
     for full, cut in zip(free.token_ids, ended.token_ids, strict=True):
@@ -264,7 +279,7 @@ def test_no_rows_give_no_rows(model_directory: Path) -> None:
 
 
 def test_bfloat16_follows_its_own_forward(model_directory: Path) -> None:
-    worker = HFGenerationWorker(_CONTEXT, model_name=str(model_directory), precision="bfloat16")
+    worker = _Driven(_CONTEXT, model_name=str(model_directory), precision="bfloat16")
     completions = worker.generate(
         _prompts(6), _seeds(6), SamplingParams(max_new_tokens=8), max_total_length=64
     )
@@ -282,7 +297,7 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
     )
     worker = _worker(model_directory)
     before = worker.generate(prompts, seeds, sampling, max_total_length=64)
-    assert before.weight_version == 0
+    assert before.versions == (0, 0)
     model = AutoModelForCausalLM.from_pretrained(model_directory)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -291,11 +306,11 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
     worker.begin_update()
     worker.load_bucket(Bucket.encode(named[:3]))
     with pytest.raises(RuntimeError, match="inside a weight update"):
-        worker.generate(prompts, seeds, sampling, max_total_length=64)
+        worker.poll(0.0)
     worker.load_bucket(Bucket.encode(named[3:]))
     worker.finish_update(version=7)
     after = worker.generate(prompts, seeds, sampling, max_total_length=64)
-    assert after.weight_version == 7
+    assert after.versions == (7, 7)
     assert not np.array_equal(before.token_ids.values, after.token_ids.values)
     for prompt, token_ids in zip(prompts, after.token_ids, strict=True):
         row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
@@ -346,3 +361,69 @@ def test_diverged_weights_are_reported_and_not_sampled_from(model_directory: Pat
         worker.generate(
             _prompts(2), _seeds(2), SamplingParams(max_new_tokens=3), max_total_length=64
         )
+
+
+def test_a_completion_over_two_versions_has_the_log_probs_of_each(model_directory: Path) -> None:
+    """An update between two polls: tokens before it are those of the old weights, tokens after it
+    those of the new weights given all tokens before.
+    """
+    prompts, sampling = _prompts(5, seed=3), SamplingParams(max_new_tokens=30)
+    worker = _worker(model_directory)
+    worker._end_ids = frozenset()
+    ids = np.arange(5, dtype=np.int64)
+    worker.submit(GenerationRequests(ids, prompts, _seeds(5), sampling, max_total_length=64))
+    for _ in range(12):
+        assert len(worker.poll(0.0).request_ids) == 0
+    old = AutoModelForCausalLM.from_pretrained(model_directory)
+    new = AutoModelForCausalLM.from_pretrained(model_directory)
+    torch.manual_seed(1)
+    for parameter in new.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    worker.begin_update()
+    worker.load_bucket(Bucket.encode([(n, p.data) for n, p in new.named_parameters()]))
+    worker.finish_update(version=1)
+    progress = worker.poll(60.0)
+    assert progress.num_unfinished == 0 and len(progress.request_ids) == 5
+    for position, request_id in enumerate(progress.request_ids.tolist()):
+        prompt = prompts[request_id]
+        versions = progress.completions.weight_versions[position]
+        assert versions.tolist() == [0] * 12 + [1] * 18
+        token_ids = progress.completions.token_ids[position]
+        row = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
+        for version, model in ((0, old), (1, new)):
+            with torch.no_grad():
+                logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(dim=-1).gather(-1, row[len(prompt) :, None]).squeeze(-1)
+            span = versions == version
+            np.testing.assert_allclose(
+                progress.completions.logprobs[position][span], expected.numpy()[span], atol=1e-4
+            )
+
+
+def test_aborted_requests_are_gone_and_their_tokens_counted(model_directory: Path) -> None:
+    worker = _worker(model_directory, batch_size=2)
+    worker._end_ids = frozenset()
+    requests = GenerationRequests(
+        np.arange(5, dtype=np.int64), _prompts(5), _seeds(5), SamplingParams(max_new_tokens=9), 64
+    )
+    worker.submit(requests)
+    worker.poll(0.0)
+    worker.poll(0.0)
+    assert worker.abort() == 4, "two rows of the first batch have two tokens each"
+    assert worker.poll(0.0).num_unfinished == 0
+    worker.submit(requests)
+    assert sorted(worker.poll(60.0).request_ids.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_scores_are_the_log_probs_of_the_model(model_directory: Path) -> None:
+    rows = _prompts(4, seed=9)
+    scores = _worker(model_directory).score(rows)
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    assert np.array_equal(scores.offsets, rows.offsets)
+    for row, scored in zip(rows, scores, strict=True):
+        token_ids = torch.from_numpy(row.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(token_ids[None]).logits[0, :-1].log_softmax(dim=-1)
+        expected = logprobs.gather(-1, token_ids[1:, None]).squeeze(-1)
+        assert scored[0] == 0
+        np.testing.assert_allclose(scored[1:], expected.numpy(), atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_like.generation.sampling import row_uniforms, sample_tokens
-from nemo_like.generation.worker_protocol import SamplingParams
+from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.sampling_filter import filter_logits
 
 

@@ -42,7 +42,7 @@ def test_a_generator_is_moved_only_if_it_is_colocated(
     group = LocalGroup(ResidentWorker, {}, local_context())
     workers = RunWorkers(
         policy=NO_POLICY,
-        rollout_workers=RolloutWorkers(Generator(group), NO_REWARDS),
+        rollout_workers=RolloutWorkers(Generator(lambda index: group), NO_REWARDS),
         is_colocated=is_colocated,
     )
     with workers.generator_onloaded():
