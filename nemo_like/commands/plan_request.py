@@ -6,6 +6,7 @@ Imports that bring transformers in are inside the functions that need them, see 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from nemo_like.data.planning.spec import PlanSpec
     from nemo_like.data.streaming.spec import StreamSpec
     from nemo_like.models.spec import ModelSpec
+    from nemo_like.prediction.grpo_request import GrpoStepRequest, RolloutLengths
     from nemo_like.prediction.lengths import RowLengths
     from nemo_like.prediction.memory import Placement
 
@@ -121,6 +123,7 @@ def _from_text(arguments: argparse.Namespace) -> PlanRequest:
 def _from_config(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.algorithms.registry import load_any_config
     from nemo_like.commands.first_step import first_lengths
+    from nemo_like.commands.plan_grpo import guessed_rollouts
     from nemo_like.models.pretrained import import_transformers_without_torch
 
     if arguments.owns_process:
@@ -135,7 +138,29 @@ def _from_config(arguments: argparse.Namespace) -> PlanRequest:
         has_hint = "no tokenizer" in str(error)
         hint = "; or name one for this plan with --tokenizer" if has_hint else ""
         raise ConfigError(f"{error}{hint}") from error
-    return _configured(config, rows, arguments)
+    request = _configured(config, rows, arguments)
+    rollouts = guessed_rollouts(rows, config.rows_per_step)
+    return replace(request, grpo=_grpo(config, request, rollouts, rows.source))
+
+
+def _grpo(
+    config: RunConfig,
+    request: PlanRequest,
+    rollouts: Sequence[RolloutLengths],
+    source: str,
+) -> GrpoStepRequest | None:
+    """Return the GRPO step of a config; None for other jobs."""
+    from nemo_like.commands.plan_grpo import grpo_step_request
+
+    assert request.model is not None and request.chosen is not None
+    return grpo_step_request(
+        config,
+        rollouts,
+        source,
+        model=request.model,
+        placement=request.placement,
+        spec=request.chosen,
+    )
 
 
 def _from_run(arguments: argparse.Namespace) -> PlanRequest:
@@ -148,7 +173,13 @@ def _from_run(arguments: argparse.Namespace) -> PlanRequest:
     rows = replace(rows, values=rows.values[: arguments.limit])
     request = _configured(config, rows, arguments)
     assert request.chosen is not None
-    return replace(request, logged=past.compare(request.chosen))
+    rollouts, source = past.rollouts()
+    return replace(
+        request,
+        logged=past.compare(request.chosen),
+        grpo=_grpo(config, request, rollouts, source),
+        measured=past.measured_times(),
+    )
 
 
 def _configured(

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec, plan_batch
+from nemo_like.prediction.grpo_request import MeasuredTimes, Phase, RolloutLengths
 from nemo_like.prediction.lengths import RowLengths
 
 COMPARED = (
@@ -22,6 +23,14 @@ COMPARED = (
     "packing/rank_imbalance_flops",
 )
 """Metrics that are determined by lengths and plan alone."""
+_TIMES: dict[Phase, str] = {
+    "rollout": "timing/generation_s",
+    "logprobs": "timing/logprobs_s",
+    "train": "timing/train_s",
+    "weight_sync": "timing/weight_sync_s",
+}
+"""Metric of each phase of a GRPO step."""
+_NEEDED_TIMES = ("timing/generation_s", "timing/train_s")
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,74 @@ class PastRun:
         steps = "steps" if len(full) > 1 else "step"
         source = f"{len(full):,} {steps} of the run {shown_path(self.path)}"
         return RowLengths(np.concatenate(full), source, is_ordered=True)
+
+    def rollouts(self) -> tuple[list[RolloutLengths], str]:
+        """Return the lengths of prompts and completions of every full step, and their source.
+
+        They are those of `rollouts/step_<N>.jsonl`. Without that file the logged mean of the
+        prompts is taken for every row; steps with neither are left out.
+        """
+        max_rows = max(map(len, self.steps.values()))
+        rollouts = []
+        num_recorded = 0
+        for step, lengths in self.steps.items():
+            if len(lengths) < max_rows:
+                continue
+            completions = self._recorded_completions(step, lengths)
+            num_recorded += completions is not None
+            if completions is None:
+                completions = self._estimated_completions(step, lengths)
+            if completions is not None:
+                rollouts.append(RolloutLengths(lengths - completions, completions))
+        source = f"{len(rollouts):,} steps of the run {shown_path(self.path)}"
+        if num_recorded < len(rollouts):
+            source += " (rows minus the mean prompt, as not all rollouts were saved)"
+        return rollouts, source
+
+    def _recorded_completions(self, step: int, lengths: np.ndarray) -> np.ndarray | None:
+        """Return the saved lengths of completions, int64 [B]; None without a file that fits."""
+        path = self.path / "rollouts" / f"step_{step}.jsonl"
+        if not path.is_file():
+            return None
+        records = list(_lines(path))
+        if len(records) != len(lengths):
+            return None
+        completions = np.array([record["completion_tokens"] for record in records], dtype=np.int64)
+        is_valid = (completions >= 1) & (completions < lengths)
+        return completions if is_valid.all() else None
+
+    def _estimated_completions(self, step: int, lengths: np.ndarray) -> np.ndarray | None:
+        """Return the rows minus the mean prompt, int64 [B]; None if the mean was not logged."""
+        mean_prompt = self.metrics.get(step, {}).get("generation/prompt_length_mean")
+        if mean_prompt is None:
+            return None
+        prompts = np.clip(round(mean_prompt), 1, np.maximum(lengths - 1, 1))
+        return np.maximum(lengths - prompts, 1)
+
+    def measured_times(self) -> MeasuredTimes | None:
+        """Return the mean times of the phases of a GRPO step; None if none were logged.
+
+        The first step is left out if there are others: it contains warm-up.
+        """
+        timed = [
+            metrics
+            for step, metrics in self.metrics.items()
+            if step in self.steps and all(name in metrics for name in _NEEDED_TIMES)
+        ]
+        timed = timed[1:] or timed
+        if not timed:
+            return None
+        seconds: dict[Phase, float] = {}
+        for phase, name in _TIMES.items():
+            values = [metrics[name] for metrics in timed if name in metrics]
+            if values:
+                seconds[phase] = fmean(values)
+        return MeasuredTimes(
+            seconds=seconds,
+            reward_s=fmean(metrics.get("timing/reward_s", 0.0) for metrics in timed),
+            num_steps=len(timed),
+            source=f"the run {shown_path(self.path)}",
+        )
 
     def compare(self, spec: PlanSpec) -> dict[str, tuple[float, float]]:
         """Return metric -> (logged mean, mean planned from the lengths with `spec`).

@@ -26,9 +26,15 @@ from nemo_like.models.layout_check import model_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import Sync, engine_problems
 from nemo_like.prediction.comparison import Comparison, Outcome, compare
+from nemo_like.prediction.grpo_request import GrpoStepRequest, MeasuredTimes
+from nemo_like.prediction.grpo_step import GrpoStepPrediction, calibrate, predict_grpo_step
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import MemoryModel, Placement, usable_bytes
-from nemo_like.prediction.step_time import ACHIEVED_BYTES_PER_S, ACHIEVED_FLOPS, comm_bound_tokens
+from nemo_like.prediction.step_time import (
+    ACHIEVED_BYTES_PER_S,
+    ACHIEVED_FLOPS,
+    min_microbatch_tokens,
+)
 
 _MIN_BUDGET = 8192
 """Token budget if neither a budget nor a memory is given, unless the longest row needs more."""
@@ -73,6 +79,10 @@ class PlanRequest:
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For a past run: metric -> (logged value, value predicted from the lengths)."""
     notes: tuple[str, ...] = ()
+    grpo: GrpoStepRequest | None = None
+    """The GRPO run of a config, before the flags that replace its keys; None for other jobs."""
+    measured: MeasuredTimes | None = None
+    """For a past GRPO run: its mean times, which calibrate the prediction of a step."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class PlanReport:
     comparison: Comparison
     memory: MemoryModel | None
     notes: tuple[str, ...]
+    grpo: GrpoStepPrediction | None = None
+    """None for jobs without rollouts."""
 
     @property
     def spec(self) -> PlanSpec:
@@ -149,6 +161,8 @@ class PlanReport:
         lines = [*_time_assumptions(self)]
         if self.memory is not None:
             lines += self.memory.assumptions()
+        if self.grpo is not None:
+            lines += self.grpo.assumptions()
         return lines
 
 
@@ -184,7 +198,7 @@ def make_plan(request: PlanRequest) -> PlanReport:
             micro_batch_size=request.micro_batch_size,
             balance=request.balance,
             pp_size=request.placement.parallel_layout.pp,
-            min_work=spec.cost.linear * min_microbatch_tokens(request),
+            min_work=spec.cost.linear * _min_microbatch_tokens(request),
         )
     return PlanReport(
         request,
@@ -193,7 +207,25 @@ def make_plan(request: PlanRequest) -> PlanReport:
         comparison,
         memory,
         (*request.notes, *notes, *more_notes),
+        _grpo_prediction(request, comparison.chosen.plan.spec),
     )
+
+
+def _grpo_prediction(request: PlanRequest, spec: PlanSpec) -> GrpoStepPrediction | None:
+    """Predict the GRPO step of the config with the layout of the request and its `spec`."""
+    configured = request.grpo
+    if configured is None:
+        return None
+    calibration = None
+    if request.measured is not None:
+        # The measured times are those of the run as it was configured.
+        calibration = calibrate(configured, request.measured)
+    num_workers = request.placement.parallel_layout.world_size
+    split = replace(configured.split, policy=num_workers)
+    if split.is_colocated:
+        split = replace(split, generation=num_workers)
+    changed = replace(configured, placement=request.placement, spec=spec, split=split)
+    return predict_grpo_step(changed, calibration)
 
 
 def base_spec(request: PlanRequest, max_tokens: int | None) -> PlanSpec:
@@ -224,20 +256,9 @@ def sync_of(request: PlanRequest) -> Sync:
     return placement.parallel_layout.sync(placement.engine, _num_params(request))
 
 
-def min_microbatch_tokens(request: PlanRequest) -> float:
-    """Return the microbatch size below which FSDP communication takes longer than compute.
-
-    It is 0 if weights are not communicated in every microbatch.
-    """
-    placement = request.placement
-    layout = placement.parallel_layout
-    is_unsharded = layout.keeps_unsharded(placement.engine, _num_params(request))
-    if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
-        return 0.0
-    per_rank = comm_bound_tokens(
-        placement.compute_bytes, recomputes=placement.activation_checkpointing
-    )
-    return per_rank * layout.cp
+def _min_microbatch_tokens(request: PlanRequest) -> float:
+    """See `step_time.min_microbatch_tokens`."""
+    return min_microbatch_tokens(request.placement, _num_params(request))
 
 
 def _num_params(request: PlanRequest) -> int:
@@ -432,7 +453,7 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
         " tokens spread evenly over the ranks, without padding and idle time. Other communication"
         " and kernel efficiency are not included."
     )
-    min_tokens = min_microbatch_tokens(request)
+    min_tokens = _min_microbatch_tokens(request)
     if min_tokens:
         flops = 8 if request.placement.activation_checkpointing else 6
         yield (

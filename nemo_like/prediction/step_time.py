@@ -18,6 +18,7 @@ from nemo_like.data.planning.bounds import l2_bound, lockstep_bound, rank_bound
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.integer_math import ceil_div, round_up
+from nemo_like.prediction.memory import Placement
 
 ACHIEVED_FLOPS = 400e12
 ACHIEVED_BYTES_PER_S = 300e9
@@ -37,6 +38,21 @@ def comm_bound_tokens(compute_bytes: int, *, recomputes: bool) -> float:
     num_bytes = 2 * compute_bytes + 4
     flops_per_byte = ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
     return num_bytes / flops * flops_per_byte
+
+
+def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
+    """Return the microbatch size below which FSDP communication takes longer than compute.
+
+    It is 0 if weights are not communicated in every microbatch.
+    """
+    layout = placement.parallel_layout
+    is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
+    if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
+        return 0.0
+    per_rank = comm_bound_tokens(
+        placement.compute_bytes, recomputes=placement.activation_checkpointing
+    )
+    return per_rank * layout.cp
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:

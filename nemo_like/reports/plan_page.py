@@ -9,6 +9,7 @@ import numpy as np
 
 from nemo_like import __version__
 from nemo_like.prediction.comparison import Outcome
+from nemo_like.prediction.grpo_step import GrpoStepPrediction
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport
 from nemo_like.reports.charts import (
@@ -19,6 +20,7 @@ from nemo_like.reports.charts import (
     part_class,
     timeline,
 )
+from nemo_like.reports.grpo_step import COLUMNS, TITLE, cells, step_verdict
 from nemo_like.reports.page import bullets, figures, legend, meter, page, section, table
 from nemo_like.reports.terminal import (
     headline,
@@ -111,6 +113,13 @@ def _body(report: PlanReport) -> Iterator[str]:
             "Means over the steps whose lengths were recorded.",
             _logged(report),
         )
+    if report.grpo is not None:
+        yield section(
+            "GRPO step",
+            f"{_sentence(step_verdict(report.grpo))} Seconds; idle is the share of the replicas'"
+            " time after their last row.",
+            _grpo_step(report.grpo),
+        )
     yield section("Assumptions", "Formulas of all numbers.", bullets(report.assumptions()))
 
 
@@ -176,6 +185,14 @@ def _comparison(report: PlanReport) -> str:
             cells.insert(-1, f"{peak / size:.1f}")
         rows.append((cells, outcome is comparison.chosen))
     return table(heads, rows)
+
+
+def _grpo_step(prediction: GrpoStepPrediction) -> str:
+    rows = []
+    for times in prediction.splits:
+        row = [escape(str(times.split)), *cells(times)]
+        rows.append((row, times is prediction.configured))
+    return table([TITLE, *COLUMNS], rows)
 
 
 def _drawn(report: PlanReport) -> list[Outcome]:

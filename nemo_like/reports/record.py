@@ -13,6 +13,7 @@ import numpy as np
 from nemo_like.prediction.comparison import Outcome
 from nemo_like.prediction.memory import usable_bytes
 from nemo_like.prediction.plan_report import PlanReport
+from nemo_like.reports.grpo_step import step_record
 
 FORMAT = 1
 
@@ -68,6 +69,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
         "strategies": outcomes,
         "memory": _memory(report),
         "logged": logged,
+        "grpo_step": step_record(report.grpo),
         "notes": list(report.notes),
         "assumptions": report.assumptions(),
     }

@@ -13,6 +13,7 @@ from rich.text import Text
 from nemo_like.config.text import printable
 from nemo_like.prediction.memory import GIB
 from nemo_like.prediction.plan_report import PlanReport, Recommendation
+from nemo_like.reports.grpo_step import step_table, step_verdict
 
 _PIPE_WIDTH = 100
 _MAX_WIDTH = 120
@@ -37,6 +38,9 @@ def show(report: PlanReport, console: Console | None = None) -> None:
         _say(console, line)
     if report.request.logged:
         console.print(_logged(report))
+    if report.grpo is not None:
+        console.print(step_table(report.grpo))
+        _say(console, step_verdict(report.grpo))
     console.print(Text("\nassumptions", style="bold"))
     for line in report.assumptions():
         _say(console, line, "  - ", "dim")

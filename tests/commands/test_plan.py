@@ -234,6 +234,46 @@ def test_a_config_is_planned_as_its_run_would_be(recipe: Recipe, capsys):
     assert record["setting"]["parallel"]["dp"] == 2
 
 
+def test_a_grpo_step_is_predicted_from_a_config_and_calibrated_by_a_run(recipe: Recipe, capsys):
+    config = recipe.folder / "grpo.yaml"
+    recipe.grpo()
+    guessed = plan(
+        capsys,
+        "--config",
+        config,
+        "cluster.backend=ray",
+        "cluster.workers_per_node=4",
+        "--limit",
+        64,
+    )["grpo_step"]
+    assert "completion lengths drawn" in guessed["source"] and guessed["calibrated_with"] is None
+    # The policy's own log-probs and those of the reference: each rollout has two optimizer steps.
+    assert guessed["num_logprob_passes"] == 2
+    shown = [(split["policy_workers"], split["generation_workers"]) for split in guessed["splits"]]
+    assert shown == [(4, 4), (3, 1), (2, 2), (1, 3)] and guessed["configured"] == 0
+    assert guessed["splits"][0]["staleness_1_s"] is None
+    for split in guessed["splits"][1:]:
+        assert split["staleness_1_s"] < split["synchronous_s"]
+    overrides = ["grpo.max_num_steps=3", "grpo.val_at_start=false", "checkpointing.enabled=false"]
+    assert main(["grpo", "--config", str(config), *overrides]) == 0
+    capsys.readouterr()
+    metrics = recipe.folder / "grpo" / "metrics.jsonl"
+    measured = plan(capsys, "--metrics", metrics)["grpo_step"]
+    assert "2 steps of the run" in measured["calibrated_with"]
+    (split,) = measured["splits"]
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    times = [record["timing/train_s"] for record in records if "timing/train_s" in record]
+    assert split["train_s"] == pytest.approx(sum(times[1:]) / 2)
+    text = table(capsys, "--metrics", metrics)
+    assert "GRPO step, 1 shared as configured" in text and "calibrated with 2 steps" in text
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+    page = recipe.folder / "plan.html"
+    table(capsys, "--metrics", metrics, "--html", page)
+    assert "<h2>GRPO step</h2>" in page.read_text()
+    recipe.sft()
+    assert plan(capsys, "--config", recipe.folder / "sft.yaml")["grpo_step"] is None
+
+
 def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
     options = (
         "--data",

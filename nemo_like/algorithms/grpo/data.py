@@ -141,7 +141,8 @@ def first_lengths(
         f"prompts of {config.data.train_path}, completion lengths drawn uniformly from 1 to"
         f" {max_new_tokens:,} tokens"
     )
-    return RowLengths(lengths, description, is_ordered=True)
+    row_prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
+    return RowLengths(lengths, description, is_ordered=True, prompts=row_prompts)
 
 
 def rollout_lengths(

@@ -1,0 +1,196 @@
+"""The predicted GRPO step: its splits, their times, and the calibration with a past run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import PlanSpec
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.prediction.grpo_request import (
+    Calibration,
+    GrpoStepRequest,
+    MeasuredTimes,
+    RolloutLengths,
+    Split,
+)
+from nemo_like.prediction.grpo_step import calibrate, possible_splits, predict_grpo_step
+from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.past_run import read_run
+from nemo_like.prediction.rollout_time import Batching
+
+MODEL = load_spec("1b")
+
+
+def request(
+    policy: int = 8,
+    generation: int = 0,
+    *,
+    tp: int = 1,
+    num_rollouts: int = 2,
+    **keys: Any,
+) -> GrpoStepRequest:
+    generator = np.random.default_rng(0)
+    rollouts = []
+    for _ in range(num_rollouts):
+        prompts = np.repeat(generator.integers(20, 200, 16), 4)
+        rollouts.append(RolloutLengths(prompts, generator.integers(10, 600, 64)))
+    values: dict[str, Any] = {
+        "rollouts": tuple(rollouts),
+        "source": "a test",
+        "group_size": 4,
+        "model": MODEL,
+        "placement": Placement(parallel_layout=ParallelLayout(dp=policy // tp, tp=tp)),
+        "spec": PlanSpec(
+            max_tokens=4096,
+            num_ranks=policy // tp,
+            global_batch_size=32,
+            cost=CostModel.from_spec(MODEL),
+        ),
+        "split": Split(
+            policy=policy, generation=generation or policy, is_colocated=generation == 0
+        ),
+        "batching": Batching(max_running=16),
+    }
+    return GrpoStepRequest(**values | keys)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    policy=st.sampled_from([2, 4, 6, 8, 24]),
+    generation=st.sampled_from([0, 1, 2, 8]),
+    tp=st.sampled_from([1, 2]),
+    num_passes=st.integers(0, 2),
+)
+def test_the_step_times_of_every_split_follow_from_its_phases(policy, generation, tp, num_passes):
+    asked = request(policy, generation, tp=tp, num_logprob_passes=num_passes)
+    prediction = predict_grpo_step(asked)
+    assert prediction.configured.split == asked.split
+    num_devices = asked.split.num_devices
+    for times in prediction.splits:
+        split = times.split
+        assert split.num_devices == num_devices and split.policy % tp == 0
+        training = times.logprobs + times.train
+        total = float((times.rollout + training).mean()) + times.weight_sync
+        assert times.synchronous == pytest.approx(total)
+        assert bool((times.logprobs > 0).all()) == (num_passes > 0)
+        if split.is_colocated:
+            assert times.staleness_1 is None
+            continue
+        assert times.staleness_1 is not None
+        assert times.staleness_1 >= max(times.rollout.mean(), training.mean())
+        assert times.staleness_1 <= times.synchronous
+    separate = [times for times in prediction.splits if not times.split.is_colocated]
+    for fewer, more in itertools.pairwise(separate):
+        assert fewer.split.generation < more.split.generation
+        assert bool((more.rollout <= fewer.rollout).all())
+    best = prediction.fastest_synchronous
+    assert best.synchronous == min(times.synchronous for times in prediction.splits)
+
+
+def test_at_most_eight_separate_splits_are_shown_and_the_configured_one_is_among_them() -> None:
+    asked = request(policy=59, generation=5)
+    splits = possible_splits(dataclasses.replace(asked, spec=asked.spec))
+    assert asked.split in splits and len(splits) <= 10
+    # 32 rows per optimizer step cannot be divided over more data-parallel ranks.
+    assert all(split.policy <= 32 or split == asked.split for split in splits)
+
+
+def test_one_device_has_no_split_to_choose() -> None:
+    prediction = predict_grpo_step(request(policy=1))
+    assert [times.split.is_colocated for times in prediction.splits] == [True]
+    assert prediction.fastest_overlapped is None
+
+
+def test_replicas_take_as_many_devices_as_they_need() -> None:
+    asked = request(policy=4, generation=4, workers_per_replica=2)
+    assert [split.generation for split in possible_splits(asked)] == [8, 2, 4, 6]
+    one = predict_grpo_step(asked, splits=[asked.split]).splits[0]
+    # Two devices per replica have twice the rates: reading and computing take half as long.
+    single = dataclasses.replace(asked, workers_per_replica=1)
+    many = predict_grpo_step(single, splits=[asked.split]).splits[0]
+    assert one.train.tolist() == many.train.tolist()
+    assert one.rollout.mean() != many.rollout.mean()
+
+
+def test_a_calibrated_prediction_has_the_measured_times_of_the_run() -> None:
+    asked = request(policy=4, generation=2, num_logprob_passes=1)
+    measured = MeasuredTimes(
+        seconds={"rollout": 3.0, "train": 2.0, "weight_sync": 0.5},
+        reward_s=0.25,
+        num_steps=5,
+        source="the run x",
+    )
+    calibration = calibrate(asked, measured)
+    prediction = predict_grpo_step(asked, calibration)
+    times = prediction.configured
+    assert times.rollout.mean() == pytest.approx(3.0)
+    assert times.train.mean() == pytest.approx(2.0)
+    assert times.weight_sync == pytest.approx(0.5)
+    # Log-probs were not measured, and take the factor of training.
+    assert calibration.factor("logprobs") == calibration.factors["train"]
+    assert times.synchronous == pytest.approx(5.75 + times.logprobs.mean())
+    text = " ".join(prediction.assumptions())
+    assert "calibrated with 5 steps of the run x" in text
+    assert "nothing was measured" in " ".join(predict_grpo_step(asked).assumptions())
+    assert Calibration().factor("logprobs") == 1.0
+
+
+@pytest.mark.parametrize("has_rollouts", [True, False])
+def test_lengths_and_times_of_a_past_run(tmp_path: Path, has_rollouts: bool) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    lengths = {1: [30, 40], 2: [25, 60], 3: [22]}
+    prompts = {1: [10, 30], 2: [5, 21], 3: [4]}
+    lines = [json.dumps({"step": step, "lengths": values}) for step, values in lengths.items()]
+    (tmp_path / "plan" / "lengths.jsonl").write_text("\n".join(lines))
+    metrics = []
+    for step, row_lengths in lengths.items():
+        metrics.append(
+            {
+                "step": step,
+                "timing/generation_s": 10.0 * step,
+                "timing/train_s": 1.0,
+                "timing/reward_s": 0.5,
+                "generation/prompt_length_mean": float(np.mean(prompts[step])),
+            }
+        )
+        if has_rollouts:
+            rows = zip(row_lengths, prompts[step], strict=True)
+            records = [json.dumps({"completion_tokens": row - prompt}) for row, prompt in rows]
+            (tmp_path / "rollouts" / f"step_{step}.jsonl").write_text("\n".join(records))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+    past = read_run(tmp_path)
+    rollouts, source = past.rollouts()
+    # The last step has fewer rows than a full one.
+    assert len(rollouts) == 2
+    for step, rollout in enumerate(rollouts, 1):
+        assert rollout.rows.tolist() == lengths[step]
+        if has_rollouts:
+            assert rollout.prompts.tolist() == prompts[step]
+    assert ("minus the mean prompt" in source) != has_rollouts
+    if not has_rollouts:
+        assert [rollout.prompts.tolist() for rollout in rollouts] == [[20, 20], [13, 13]]
+    measured = past.measured_times()
+    assert measured is not None
+    # Without the first step, which contains warm-up.
+    assert measured.seconds == {"rollout": 25.0, "train": 1.0}
+    assert (measured.reward_s, measured.num_steps) == (0.5, 2)
+
+
+def test_a_run_without_timings_has_no_measured_times(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "lengths.jsonl").write_text('{"step": 1, "lengths": [3, 4]}\n')
+    past = read_run(tmp_path)
+    assert past.measured_times() is None
+    assert past.rollouts()[0] == []
