@@ -73,10 +73,10 @@ def request(
     num_passes=st.integers(0, 2),
 )
 def test_the_step_times_of_every_split_follow_from_its_phases(policy, generation, tp, num_passes):
-    asked = request(policy, generation, tp=tp, num_logprob_passes=num_passes)
-    prediction = predict_grpo_step(asked)
-    assert prediction.configured.split == asked.split
-    num_devices = asked.split.num_devices
+    wanted = request(policy, generation, tp=tp, num_logprob_passes=num_passes)
+    prediction = predict_grpo_step(wanted)
+    assert prediction.configured.split == wanted.split
+    num_devices = wanted.split.num_devices
     for times in prediction.splits:
         split = times.split
         assert split.num_devices == num_devices and split.policy % tp == 0
@@ -99,11 +99,11 @@ def test_the_step_times_of_every_split_follow_from_its_phases(policy, generation
 
 
 def test_at_most_eight_separate_splits_are_shown_and_the_configured_one_is_among_them() -> None:
-    asked = request(policy=59, generation=5)
-    splits = possible_splits(dataclasses.replace(asked, spec=asked.spec))
-    assert asked.split in splits and len(splits) <= 10
+    wanted = request(policy=59, generation=5)
+    splits = possible_splits(dataclasses.replace(wanted, spec=wanted.spec))
+    assert wanted.split in splits and len(splits) <= 10
     # 32 rows per optimizer step cannot be divided over more data-parallel ranks.
-    assert all(split.policy <= 32 or split == asked.split for split in splits)
+    assert all(split.policy <= 32 or split == wanted.split for split in splits)
 
 
 def test_one_device_has_no_split_to_choose() -> None:
@@ -113,26 +113,26 @@ def test_one_device_has_no_split_to_choose() -> None:
 
 
 def test_replicas_take_as_many_devices_as_they_need() -> None:
-    asked = request(policy=4, generation=4, workers_per_replica=2)
-    assert [split.generation for split in possible_splits(asked)] == [8, 2, 4, 6]
-    one = predict_grpo_step(asked, splits=[asked.split]).splits[0]
+    wanted = request(policy=4, generation=4, workers_per_replica=2)
+    assert [split.generation for split in possible_splits(wanted)] == [8, 2, 4, 6]
+    one = predict_grpo_step(wanted, splits=[wanted.split]).splits[0]
     # Two devices per replica have twice the rates: reading and computing take half as long.
-    single = dataclasses.replace(asked, workers_per_replica=1)
-    many = predict_grpo_step(single, splits=[asked.split]).splits[0]
+    single = dataclasses.replace(wanted, workers_per_replica=1)
+    many = predict_grpo_step(single, splits=[wanted.split]).splits[0]
     assert one.train.tolist() == many.train.tolist()
     assert one.rollout.mean() != many.rollout.mean()
 
 
 def test_a_calibrated_prediction_has_the_measured_times_of_the_run() -> None:
-    asked = request(policy=4, generation=2, num_logprob_passes=1)
+    wanted = request(policy=4, generation=2, num_logprob_passes=1)
     measured = MeasuredTimes(
         seconds={"rollout": 3.0, "train": 2.0, "weight_sync": 0.5},
         reward_s=0.25,
         num_steps=5,
         source="the run x",
     )
-    calibration = calibrate(asked, measured)
-    prediction = predict_grpo_step(asked, calibration)
+    calibration = calibrate(wanted, measured)
+    prediction = predict_grpo_step(wanted, calibration)
     times = prediction.configured
     assert times.rollout.mean() == pytest.approx(3.0)
     assert times.train.mean() == pytest.approx(2.0)
@@ -142,7 +142,7 @@ def test_a_calibrated_prediction_has_the_measured_times_of_the_run() -> None:
     assert times.synchronous == pytest.approx(5.75 + times.logprobs.mean())
     text = " ".join(prediction.assumptions())
     assert "calibrated with 5 steps of the run x" in text
-    assert "nothing was measured" in " ".join(predict_grpo_step(asked).assumptions())
+    assert "nothing was measured" in " ".join(predict_grpo_step(wanted).assumptions())
     assert Calibration().factor("logprobs") == 1.0
 
 
