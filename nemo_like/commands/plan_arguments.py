@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_rows(parser.add_argument_group("rows"))
     _add_model(parser.add_argument_group("model and cluster"))
     _add_batches(parser.add_argument_group("batches"))
+    _add_rates(parser.add_argument_group("rates of one device, for the GRPO step"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json",
@@ -186,6 +187,27 @@ def _add_batches(group: argparse._ArgumentGroup) -> None:
         choices=("error", "truncate", "drop", "singleton"),
         help="treatment of rows above the max tokens; default error",
     )
+
+
+def _add_rates(group: argparse._ArgumentGroup) -> None:
+    for flag, meaning in (
+        ("--tflops", "TFLOP/s that training and prompts achieve"),
+        ("--memory-gb-per-s", "GB/s of device memory that decoding achieves"),
+        ("--link-gb-per-s", "GB/s at which new weights reach the generator"),
+    ):
+        group.add_argument(flag, type=_rate, metavar="N", help=meaning)
+
+
+def _rate(text: str) -> float:
+    """Parse a rate above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # Written so that NaN and infinity are refused as well.
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0")
+    return value
 
 
 def _size(text: str) -> float:

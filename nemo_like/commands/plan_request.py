@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request that the flags describe. Raises ConfigError for wrong input."""
+    from nemo_like.commands.plan_grpo import with_rates
+
     _check_flags(arguments)
     if arguments.lengths is not None:
         request = _from_lengths(arguments)
@@ -49,6 +51,12 @@ def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     if arguments.balance is not None:
         # The report then describes the schedule with this balance instead of the config's strategy.
         changes["chosen"] = None
+    changes["grpo"] = with_rates(
+        request.grpo,
+        tflops=arguments.tflops,
+        memory_gb_per_s=arguments.memory_gb_per_s,
+        link_gb_per_s=arguments.link_gb_per_s,
+    )
     return replace(request, placement=_placement(arguments, request.placement), **changes)
 
 
@@ -165,6 +173,7 @@ def _grpo(
 
 def _from_run(arguments: argparse.Namespace) -> PlanRequest:
     from nemo_like.algorithms.registry import load_any_config
+    from nemo_like.commands.plan_grpo import comparable_times
     from nemo_like.prediction.past_run import read_run
 
     past = read_run(arguments.metrics)
@@ -174,11 +183,13 @@ def _from_run(arguments: argparse.Namespace) -> PlanRequest:
     request = _configured(config, rows, arguments)
     assert request.chosen is not None
     rollouts, source = past.rollouts()
+    measured, note = comparable_times(config, past.measured_times())
     return replace(
         request,
         logged=past.compare(request.chosen),
         grpo=_grpo(config, request, rollouts, source),
-        measured=past.measured_times(),
+        measured=measured,
+        notes=(*request.notes, note) if note else request.notes,
     )
 
 

@@ -254,6 +254,22 @@ def test_a_grpo_step_is_predicted_from_a_config_and_calibrated_by_a_run(recipe: 
     assert guessed["splits"][0]["staleness_1_s"] is None
     for split in guessed["splits"][1:]:
         assert split["staleness_1_s"] < split["synchronous_s"]
+    replicas = plan(
+        capsys,
+        "--config",
+        config,
+        "cluster.backend=ray",
+        "cluster.workers_per_node=2",
+        "cluster.generation_workers=4",
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm.tensor_parallel_size=2",
+        "--limit",
+        64,
+    )
+    generation = [split["generation_workers"] for split in replicas["grpo_step"]["splits"]]
+    # A replica takes two devices; the config has two replicas beside two policy workers.
+    assert generation == [6, 2, 4] and replicas["grpo_step"]["configured"] == 2
+    assert "continuous batching, up to 256 rows" in " ".join(replicas["assumptions"])
     overrides = ["grpo.max_num_steps=3", "grpo.val_at_start=false", "checkpointing.enabled=false"]
     assert main(["grpo", "--config", str(config), *overrides]) == 0
     capsys.readouterr()
@@ -264,6 +280,10 @@ def test_a_grpo_step_is_predicted_from_a_config_and_calibrated_by_a_run(recipe: 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = [record["timing/train_s"] for record in records if "timing/train_s" in record]
     assert split["train_s"] == pytest.approx(sum(times[1:]) / 2)
+    rates = ("--tflops", 2, "--memory-gb-per-s", 3, "--link-gb-per-s", 4)
+    given = plan(capsys, "--metrics", metrics, *rates)
+    assert given["grpo_step"]["splits"][0]["train_s"] == pytest.approx(split["train_s"])
+    assert "2 TFLOP/s in training and prompts, 3 GB/s" in " ".join(given["assumptions"])
     text = table(capsys, "--metrics", metrics)
     assert "GRPO step, 1 shared as configured" in text and "calibrated with 2 steps" in text
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
@@ -327,6 +347,8 @@ def test_text_is_counted_in_the_tokenizers_tokens(demo: Path, capsys):
         ("12\n", ("--cp", "2", "--max-tokens", "2"), ("--max-tokens is 2", "at least 4")),
         ("12\n", ("--dp", "0"), ("--dp", "at least 1")),
         ("12\n", ("--memory-gb", "-1"), ("--memory-gb",)),
+        ("12\n", ("--tflops", "0"), ("--tflops", "not a rate above 0")),
+        ("12\n", ("--link-gb-per-s", "5"), ("--link-gb-per-s are for the GRPO step",)),
         ("12\n", ("--tokenizer", "x"), ("--tokenizer is for --data",)),
         ("12\n", ("--html", "nowhere/at/all.html"), ("--html", "cannot be written")),
         ("12\n", ("a.b=1",), ("KEY=VALUE is for --config",)),
