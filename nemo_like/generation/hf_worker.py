@@ -30,7 +30,9 @@ from nemo_like.generation.requests import (
     GenerationRequests,
     check_room,
 )
-from nemo_like.weight_sync.stream import Bucket
+from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
+from nemo_like.weight_sync.coverage import UpdateCoverage
+from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 
 
 class HFGenerationWorker:
@@ -73,8 +75,10 @@ class HFGenerationWorker:
         declared = declared_end_token_ids(self._model, self._tokenizer)
         self._end_ids = declared | frozenset(end_token_ids)
         self._weight_version = 0
-        self._missing: set[str] | None = None
-        """Parameters not yet loaded by the update in progress; None between updates."""
+        self._rank = context.rank
+        self._receiver = WeightReceiver(self._device)
+        self._coverage: UpdateCoverage | None = None
+        """The weights set by the update in progress; None between updates."""
         self._queue: list[GenerationRequests] = []
         """Batches that wait, each of at most `batch_size` requests."""
         self._batch: DecodingBatch | None = None
@@ -90,7 +94,7 @@ class HFGenerationWorker:
 
     def poll(self, max_seconds: float) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
-        if self._missing is not None:
+        if self._coverage is not None:
             raise RuntimeError(
                 "poll was called inside a weight update; the model is partly of the old weights"
             )
@@ -159,46 +163,55 @@ class HFGenerationWorker:
         """Move the weights back to the device."""
         self._move(self._device)
 
-    def begin_update(self) -> None:
-        """See `WeightTarget.begin_update`."""
-        self._missing = {name for name, _ in self._model.named_parameters()}
+    def weight_endpoints(self) -> tuple[Endpoint, ...]:
+        """See `WeightTarget.weight_endpoints`."""
+        return (self._receiver.endpoint(),)
 
-    def load_bucket(self, bucket: Bucket) -> None:
+    def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
+        """See `WeightTarget.open_weight_channel`."""
+        return self._receiver.open(spec, first_index[self._rank])
+
+    def begin_update(self, names: Sequence[str]) -> None:
+        """See `WeightTarget.begin_update`."""
+        weights = dict(self._model.named_parameters())
+        # Tied weights (embedding and output) are one parameter under two names; the policy sends
+        # one of them.
+        first_names = {id(weight): name for name, weight in weights.items()}
+        tied = {}
+        for name, weight in self._model.state_dict(keep_vars=True).items():
+            first_name = first_names.get(id(weight), name)
+            if first_name != name:
+                tied[name] = first_name
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        self._coverage = UpdateCoverage(shapes, names, tied=tied)
+
+    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`; the model may be offloaded or onloaded."""
-        if self._missing is None:
+        if self._coverage is None:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
-        targets = self._model.state_dict(keep_vars=True)
-        parameter_names = {
-            id(parameter): name for name, parameter in self._model.named_parameters()
-        }
-        for name, tensor in bucket.decode():
-            target = targets.get(name)
-            if target is None:
-                model = type(self._model).__name__
-                raise ValueError(f"weight {name!r} is not part of {model}")
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the model's is"
-                    f" {tuple(target.shape)}"
-                )
-            target.copy_(tensor)
-            # Tied weights (embedding and output) are one parameter under two names; a bucket has
-            # one of them.
-            self._missing.discard(parameter_names.get(id(target), name))
+        return self._receiver.load(message, self._load_weights)
 
     def finish_update(self, version: int) -> None:
         """See `WeightTarget.finish_update`."""
-        if self._missing is None:
+        if self._coverage is None:
             raise RuntimeError("finish_update was called without begin_update")
-        if self._missing:
-            raise ValueError(
-                f"the weight update left out {len(self._missing)} parameters:"
-                f" {sorted(self._missing)[:5]} ..."
-            )
-        self._missing = None
+        self._coverage.check_complete()
+        self._coverage = None
         self._weight_version = version
         if self._batch is not None:
             self._batch.recompute()
+
+    def close_weight_channel(self) -> int:
+        """See `WeightTarget.close_weight_channel`."""
+        return self._receiver.close()
+
+    def _load_weights(self, named: NamedTensors) -> None:
+        """Copy the tensors, [*shape] each, over the model's weights of the same names."""
+        assert self._coverage is not None
+        targets = self._model.state_dict(keep_vars=True)
+        for name, tensor in named:
+            self._coverage.add(name, tuple(tensor.shape))
+            targets[name].copy_(tensor)
 
     def _num_unfinished(self) -> int:
         num_running = 0 if self._batch is None else len(self._batch.unfinished)

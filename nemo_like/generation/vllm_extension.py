@@ -18,7 +18,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from nemo_like.weight_sync.stream import Bucket
+from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
+from nemo_like.weight_sync.receiver import WeightReceiver
 
 _MAX_NAMES = 5
 """Names that an error message lists."""
@@ -35,16 +36,36 @@ class VLLMWorkerExtension:
     vllm_config: Any
     model_config: Any
     model_runner: Any
+    rank: int
+    device: torch.device
+
+    def weight_endpoint(self) -> Endpoint:
+        """Return this process, for `WeightTarget.weight_endpoints`."""
+        return Endpoint.of_process(self.device)
+
+    def open_weight_channel(self, spec: ChannelSpec, first_index: int) -> str:
+        """Join a channel; the index of this receiver is `first_index` plus the tp rank."""
+        self._weight_receiver = WeightReceiver(self.device)
+        return self._weight_receiver.open(spec, first_index + self.rank)
+
+    def close_weight_channel(self) -> int:
+        """See `WeightTarget.close_weight_channel`."""
+        # The class has no constructor of its own: vLLM adds its methods to a worker.
+        receiver = getattr(self, "_weight_receiver", None)
+        return 0 if receiver is None else receiver.close()
 
     def begin_update(self) -> None:
         """See `WeightTarget.begin_update`."""
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.model)
 
-    def load_bucket(self, bucket: Bucket) -> None:
+    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.model.load_weights(bucket.decode())
+            # Copies, because a layer keeps references to its tensors until all of them have come.
+            return self._weight_receiver.load(
+                message, self.model_runner.model.load_weights, copy=True
+            )
 
     def finish_update(self) -> None:
         """Complete the update. Raises ValueError if a module did not get all of its weights."""

@@ -30,7 +30,7 @@ from nemo_like.generation.requests import (
     check_room,
 )
 from nemo_like.generation.sampling_params import SamplingParams
-from nemo_like.weight_sync.stream import Bucket
+from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -92,6 +92,7 @@ class VLLMGenerationWorker:
             **_device_options(config, is_cpu=self._is_cpu),
         )
         self._engine = self._llm.llm_engine
+        self._rank = context.rank
         self._is_updating = False
         self._is_cache_old = False
         """True after a weight update, until a score has verified that the prefix cache is empty."""
@@ -188,7 +189,21 @@ class VLLMGenerationWorker:
             self._llm.wake_up()
             self._is_asleep = False
 
-    def begin_update(self) -> None:
+    def weight_endpoints(self) -> tuple[Endpoint, ...]:
+        """See `WeightTarget.weight_endpoints`: one process per tensor-parallel rank."""
+        return tuple(self._llm.collective_rpc("weight_endpoint"))
+
+    def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
+        """See `WeightTarget.open_weight_channel`."""
+        args = (spec, first_index[self._rank])
+        answers = self._llm.collective_rpc("open_weight_channel", args=args)
+        return next((answer for answer in answers if answer), "")
+
+    def close_weight_channel(self) -> int:
+        """See `WeightTarget.close_weight_channel`."""
+        return sum(self._llm.collective_rpc("close_weight_channel"))
+
+    def begin_update(self, names: Sequence[str]) -> None:
         """See `WeightTarget.begin_update`."""
         self._is_updating = True
         if self._is_asleep:
@@ -196,11 +211,11 @@ class VLLMGenerationWorker:
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("begin_update")
 
-    def load_bucket(self, bucket: Bucket) -> None:
+    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
         if not self._is_updating:
             raise RuntimeError("load_bucket was called outside begin_update ... finish_update")
-        self._llm.collective_rpc("load_bucket", args=(bucket,))
+        return LoadedBucket.merge(self._llm.collective_rpc("load_bucket", args=(message,)))
 
     def finish_update(self, version: int) -> None:
         """See `WeightTarget.finish_update`."""

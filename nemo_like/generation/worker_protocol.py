@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.generation.requests import GenerationProgress, GenerationRequests
-from nemo_like.weight_sync.transport import WeightTarget
+from nemo_like.weight_sync.channel import WeightTarget
 
 
 class GenerationWorkerProtocol(WeightTarget, Protocol):

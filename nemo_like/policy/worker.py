@@ -9,7 +9,6 @@ engine sums gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
-from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs
@@ -33,7 +31,8 @@ from nemo_like.policy.row_logprobs import compute_row_logprobs
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.worker_protocol import Columns, DeviceInfo
 from nemo_like.sampling_filter import SamplingFilter
-from nemo_like.weight_sync.stream import Bucket, plan_buckets
+from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
+from nemo_like.weight_sync.sender import WeightSender
 
 
 class PolicyWorker:
@@ -53,7 +52,7 @@ class PolicyWorker:
         self._reference = reference
         self._engines = [policy] if reference is None else [policy, reference]
         self._logprobs = LogprobStore()
-        self._buckets: list[list[str]] = []
+        self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
 
     def device_info(self) -> DeviceInfo:
@@ -167,26 +166,25 @@ class PolicyWorker:
             precision=self.config.precision,
         )
 
-    def num_weight_buckets(self, max_bytes: int) -> int:
-        """See `WeightSource.num_weight_buckets`."""
-        # Weights are sent in compute precision.
-        itemsize = 2 if self.config.precision == "bfloat16" else 4
-        shapes = self._policy.weight_shapes()
-        names = list(shapes)
-        buckets = plan_buckets([prod(shape) * itemsize for shape in shapes.values()], max_bytes)
-        self._buckets = [names[bucket.start : bucket.stop] for bucket in buckets]
-        return len(self._buckets)
+    def plan_weights(self, dtype: str, max_bytes: int) -> WeightPlan:
+        """See `WeightSource.plan_weights`."""
+        return self._weights.plan(dtype, max_bytes)
 
-    def weight_bucket(self, index: int) -> Bucket | None:
-        """See `WeightSource.weight_bucket`."""
-        activity.note(f"weight bucket {index + 1} of {len(self._buckets)}")
-        weights = self._policy.full_weights(self._buckets[index])
-        if self._policy.rank == 0:
-            return Bucket.encode(weights)
-        # Iterating takes part in the gather of each weight.
-        for _ in weights:
-            pass
-        return None
+    def open_weight_channel(self, request: ChannelRequest) -> ChannelSpec | None:
+        """See `WeightSource.open_weight_channel`."""
+        return self._weights.open(request)
+
+    def connect_weight_channel(self) -> str:
+        """See `WeightSource.connect_weight_channel`."""
+        return self._weights.connect()
+
+    def send_weight_bucket(self, index: int) -> SentBucket:
+        """See `WeightSource.send_weight_bucket`."""
+        return self._weights.send(index)
+
+    def close_weight_channel(self) -> int:
+        """See `WeightSource.close_weight_channel`."""
+        return self._weights.close()
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
         """See `PolicyWorkerProtocol.save`."""

@@ -17,7 +17,7 @@ from nemo_like.metrics import Metrics
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
-from nemo_like.weight_sync.transport import WeightSource
+from nemo_like.weight_sync.channel import WeightSource
 
 Columns = Mapping[str, np.ndarray | Jagged]
 

@@ -50,7 +50,7 @@ from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.throughput import throughput_metrics
 from nemo_like.training.workers import RunWorkers, start_workers
-from nemo_like.weight_sync.transport import push
+from nemo_like.weight_sync.sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -162,7 +162,8 @@ class TrainingRun:
         The version is the number of steps done. Call inside `workers.policy_onloaded()`.
         """
         generator = self.workers.rollout.generator
-        self._push(generator.live_replicas, version)
+        report = self._push(generator.live_replicas, version)
+        self.add_metrics(report.metrics())
 
     def finish_rollout(self, job: RolloutJob) -> Rollout:
         """Generate and score until `job` is done. Restarted replicas get the current weights."""
@@ -175,10 +176,27 @@ class TrainingRun:
             self.rollouts.advance()
         return job.result()
 
-    def _push(self, replicas: Sequence[Replica], version: int) -> None:
-        for replica in replicas:
-            push(self.policy.group, replica.group, version)
-        self.workers.rollout.generator.set_version(replicas, version)
+    @cached_property
+    def _weight_sync(self) -> WeightSync:
+        return WeightSync(
+            self.policy.group,
+            dtype=self.config.policy.precision,
+            timeout_s=self.config.cluster.collective_timeout_s,
+        )
+
+    def _push(self, replicas: Sequence[Replica], version: int) -> SyncReport:
+        """Send the weights to `replicas`; those that fail are restarted."""
+        generator = self.workers.rollout.generator
+        report = self._weight_sync.push([replica.group for replica in replicas], version)
+        updated = []
+        for position, replica in enumerate(replicas):
+            failure = report.failed.get(position)
+            if failure is None:
+                updated.append(replica)
+            else:
+                generator.replace(replica, failure)
+        generator.set_version(updated, version)
+        return report
 
     def plan_and_shard(
         self,

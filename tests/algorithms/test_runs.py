@@ -20,7 +20,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.data.packing.algorithms import PackingAlgorithm
 from tests.recipe import Recipe
 
-_CLOCKS = ("timing/", "performance/", "policy/rank_time", "unix_time_s")
+_CLOCKS = ("timing/", "performance/", "weight_sync/", "policy/rank_time", "unix_time_s")
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

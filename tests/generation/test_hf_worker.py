@@ -28,7 +28,7 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.generation.requests import Completions, GenerationRequests
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.sampling_filter import filter_logits
-from nemo_like.weight_sync.stream import Bucket
+from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
 from tests.generation.driven import generate
 
 _TEXT = [
@@ -303,11 +303,11 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     named = [(name, parameter.data) for name, parameter in model.named_parameters()]
-    worker.begin_update()
-    worker.load_bucket(Bucket.encode(named[:3]))
+    _begin_update(worker, [name for name, _ in named])
+    worker.load_bucket(BucketMessage(0, tuple(named[:3])))
     with pytest.raises(RuntimeError, match="inside a weight update"):
         worker.poll(0.0)
-    worker.load_bucket(Bucket.encode(named[3:]))
+    worker.load_bucket(BucketMessage(1, tuple(named[3:])))
     worker.finish_update(version=7)
     after = worker.generate(prompts, seeds, sampling, max_total_length=64)
     assert after.versions == (7, 7)
@@ -321,14 +321,27 @@ def test_a_weight_update_changes_the_model_and_the_version(model_directory: Path
             )
 
 
+def _begin_update(worker: HFGenerationWorker, names: list[str]) -> None:
+    spec = ChannelSpec(transport="in_process", layouts=(), slot_bytes=0, timeout_s=1.0)
+    assert worker.open_weight_channel(spec, (0,)) == ""
+    worker.begin_update(names)
+
+
 def test_a_weight_update_that_does_not_fit_names_the_weight(model_directory: Path) -> None:
     worker = _worker(model_directory)
-    worker.begin_update()
+    names = [name for name, _ in worker._model.named_parameters()]
+    with pytest.raises(ValueError, match=r"does not have: model\.extra"):
+        _begin_update(worker, [*names, "model.extra"])
+    with pytest.raises(ValueError, match=rf"does not send 1 weights .*: {names[-1]}"):
+        _begin_update(worker, names[:-1])
+    with pytest.raises(RuntimeError, match="outside begin_update"):
+        worker.load_bucket(BucketMessage(0, ()))
+    _begin_update(worker, names)
     with pytest.raises(ValueError, match=r"'model\.extra' is not part of"):
-        worker.load_bucket(Bucket.encode([("model.extra", torch.zeros(2))]))
+        worker.load_bucket(BucketMessage(0, (("model.extra", torch.zeros(2)),)))
     name, parameter = next(iter(worker._model.named_parameters()))
-    with pytest.raises(ValueError, match=rf"{name!r} has shape \(3,\), the model's is \(320, 32\)"):
-        worker.load_bucket(Bucket.encode([(name, parameter[0, :3])]))
+    with pytest.raises(ValueError, match=rf"{name!r} has shape \(3,\), .* \(320, 32\)"):
+        worker.load_bucket(BucketMessage(0, ((name, parameter[0, :3]),)))
     with pytest.raises(ValueError, match="left out"):
         worker.finish_update(version=1)
 
@@ -342,12 +355,10 @@ def test_tied_embeddings_are_delivered_by_either_name(tmp_path: Path) -> None:
     embedding = names.pop("model.embed_tokens.weight").data + 1
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         worker = _worker(tmp_path)
-        worker.begin_update()
-        worker.load_bucket(
-            Bucket.encode(
-                [(name, embedding), *((other, value.data) for other, value in names.items())]
-            )
-        )
+        others = [(other, value.data) for other, value in names.items()]
+        named = ((name, embedding), *others)
+        _begin_update(worker, [name for name, _ in named])
+        worker.load_bucket(BucketMessage(0, named))
         worker.finish_update(version=1)
         weights = worker._model.state_dict()
         assert torch.equal(weights["model.embed_tokens.weight"], embedding)
@@ -379,8 +390,8 @@ def test_a_completion_over_two_versions_has_the_log_probs_of_each(model_director
     torch.manual_seed(1)
     for parameter in new.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    worker.begin_update()
-    worker.load_bucket(Bucket.encode([(n, p.data) for n, p in new.named_parameters()]))
+    _begin_update(worker, [name for name, _ in new.named_parameters()])
+    worker.load_bucket(BucketMessage(0, tuple((n, p.data) for n, p in new.named_parameters())))
     worker.finish_update(version=1)
     progress = worker.poll(60.0)
     assert progress.num_unfinished == 0 and len(progress.request_ids) == 5

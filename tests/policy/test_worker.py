@@ -39,6 +39,7 @@ from nemo_like.policy.checkpoint.hf_export import split_by_bytes
 from nemo_like.policy.dtensor import model as dtensor_model
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import ARCHITECTURES, compute_and_fetch, context, random_batch, run_ranks
+from tests.weight_sync.received import received_weights
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 PACKED = PolicyConfig(
@@ -156,11 +157,7 @@ def sharded_program(
     worker.offload()
     worker.onload()
     worker.export_hf(out / "hf")
-    num_buckets = worker.num_weight_buckets(4000)
-    buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
-    weights = {
-        name: tensor for bucket in buckets if bucket is not None for name, tensor in bucket.decode()
-    }
+    num_buckets, weights = received_weights(worker, config.precision, 4000)
     worker.load(out / "start")
     restored = np.array_equal(compute_and_fetch(worker, shard)["prev_logprobs"].values, start)
     process_groups.destroy()

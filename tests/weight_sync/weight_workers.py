@@ -1,90 +1,202 @@
-"""A policy and a generator reduced to what the weight transport calls, around real
-parameters.
-"""
+"""A policy and a generator reduced to what a weight update calls, around real parameters."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.weight_sync.stream import Bucket, plan_buckets
+from nemo_like.weight_sync.bucket import num_bytes_of
+from nemo_like.weight_sync.channel import (
+    BucketMessage,
+    ChannelRequest,
+    ChannelSpec,
+    Endpoint,
+    LoadedBucket,
+    SentBucket,
+    WeightPlan,
+)
+from nemo_like.weight_sync.coverage import UpdateCoverage
+from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
+from nemo_like.weight_sync.sender import WeightSender
+from nemo_like.weight_sync.shared_memory import NAME
 
 
-class NotForTheDriver(Bucket):
-    """A bucket that fails when a process other than the two sides loads it."""
+class TiedModel(nn.Module):
+    """Parameters of several shapes: one above the bucket limit of the tests, a scalar, a tie."""
 
-    def __setstate__(self, state: list[object]) -> None:
-        if "NEMO_LIKE_TEST_DRIVER" in os.environ:
-            raise AssertionError("the driver fetched a bucket that it should only have passed on")
-        for name, value in zip(self.__slots__ or Bucket.__slots__, state, strict=True):
-            object.__setattr__(self, name, value)
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(70, 16, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, dtype=dtype) for _ in range(5))
+        self.scale = nn.Parameter(torch.tensor(0.5 + seed, dtype=dtype))
+        self.head = nn.Linear(16, 70, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+
+    def digest(self, dtype: str) -> str:
+        """Hash of all weights in `dtype`, bit by bit."""
+        result = hashlib.sha256()
+        for name, parameter in self.named_parameters():
+            values = parameter.detach().to(getattr(torch, dtype)).contiguous().reshape(-1)
+            result.update(name.encode())
+            result.update(values.view(torch.uint8).numpy().tobytes())
+        return result.hexdigest()
 
 
-def build_model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 3).to(torch.bfloat16)
-    )
-    model.register_parameter("scale", nn.Parameter(torch.tensor(0.5 + seed)))
-    return model
+class Owner:
+    """`WeightOwner` of one rank; only rank 0 has full tensors."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.model = model
+        self.rank = rank
+        self.device = torch.device("cpu")
+        self.fail_at = ""
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(self.model.named_parameters())
+        for name in names:
+            if name == self.fail_at:
+                raise ValueError("a shard is missing")
+            yield name, weights[name] if self.rank == 0 else torch.empty(0)
 
 
 class PolicySide:
-    def __init__(self, context: WorkerContext, *, fail_at: int | None = None) -> None:
+    def __init__(self, context: WorkerContext, *, dtype: str = "float32") -> None:
         self.context = context
-        self.model = build_model(seed=1)
-        self.fail_at = fail_at
-        self.max_bytes = 0
+        self.model = TiedModel(1, getattr(torch, dtype))
+        self.owner = Owner(self.model, context.rank)
+        self.sender = WeightSender(self.owner)
+        self.die_at = -1
 
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+    def plan_weights(self, dtype: str, max_bytes: int) -> WeightPlan:
+        return self.sender.plan(dtype, max_bytes)
 
-    def num_weight_buckets(self, max_bytes: int) -> int:
-        self.max_bytes = max_bytes
-        return len(self._plan())
+    def open_weight_channel(self, request: ChannelRequest) -> ChannelSpec | None:
+        return self.sender.open(request)
 
-    def weight_bucket(self, index: int) -> Bucket | None:
-        if index == self.fail_at and self.context.rank == self.context.world_size - 1:
-            raise ValueError("a shard is missing")
-        if self.context.rank != 0:
-            return None
-        tensors = self.named_tensors()
-        bucket = Bucket.encode([tensors[position] for position in self._plan()[index]])
-        return NotForTheDriver(bucket.names, bucket.shapes, bucket.dtypes, bucket.data)
+    def connect_weight_channel(self) -> str:
+        return self.sender.connect()
 
-    def checksum(self) -> float:
-        return checksum(self.model)
+    def send_weight_bucket(self, index: int) -> SentBucket:
+        if index == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.sender.send(index)
 
-    def _plan(self) -> tuple[range, ...]:
-        return plan_buckets([tensor.nbytes for _, tensor in self.named_tensors()], self.max_bytes)
+    def close_weight_channel(self) -> int:
+        return self.sender.close()
+
+    def change_weights(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+
+    def fail_in_last_rank(self, name: str) -> None:
+        """Fail in the gather of a weight."""
+        if self.context.rank == self.context.world_size - 1:
+            self.owner.fail_at = name
+
+    def die_in_bucket(self, index: int) -> None:
+        self.die_at = index
+
+    def largest_weight_bytes(self) -> int:
+        shapes = self.owner.weight_shapes().values()
+        return max(num_bytes_of(shape, torch.float32) for shape in shapes)
+
+    def digest(self, dtype: str) -> str:
+        return self.model.digest(dtype)
+
+    def mapped_slots(self) -> int:
+        return mapped_slots()
 
 
 class GeneratorSide:
-    def __init__(self, context: WorkerContext) -> None:
-        self.model = build_model(seed=2)
+    def __init__(self, context: WorkerContext, *, dtype: str = "float32") -> None:
+        self.context = context
+        self.model = TiedModel(2, getattr(torch, dtype))
+        self.receiver = WeightReceiver(torch.device("cpu"))
+        self.coverage: UpdateCoverage | None = None
         self.version = 0
-        self.loaded: list[tuple[str, ...]] = []
+        self.num_buckets = 0
+        self.kept: list[tuple[str, Tensor]] = []
+        self.die_at = -1
+        self.keeps = False
 
-    def begin_update(self) -> None:
-        self.version = -1
-        self.loaded = []
+    def weight_endpoints(self) -> tuple[Endpoint, ...]:
+        return (self.receiver.endpoint(),)
 
-    def load_bucket(self, bucket: Bucket) -> None:
+    def open_weight_channel(self, spec: ChannelSpec, first_index: tuple[int, ...]) -> str:
+        return self.receiver.open(spec, first_index[self.context.rank])
+
+    def begin_update(self, names: Sequence[str]) -> None:
+        shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
+        self.coverage = UpdateCoverage(shapes, names)
+        self.num_buckets = 0
+        self.kept = []
+
+    def load_bucket(self, message: BucketMessage) -> LoadedBucket:
+        if message.index == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.num_buckets += 1
+        return self.receiver.load(message, self._load, copy=self.keeps)
+
+    def _load(self, named: NamedTensors) -> None:
+        assert self.coverage is not None
         targets = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in bucket.decode():
-                targets[name].copy_(tensor)
-        self.loaded.append(bucket.names)
+            for name, tensor in named:
+                self.coverage.add(name, tuple(tensor.shape))
+                if self.keeps:
+                    self.kept.append((name, tensor))
+                else:
+                    targets[name].copy_(tensor)
 
     def finish_update(self, version: int) -> None:
+        assert self.coverage is not None
+        self.coverage.check_complete()
+        targets = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.kept:
+                targets[name].copy_(tensor)
         self.version = version
 
-    def state(self) -> tuple[int, float, list[tuple[str, ...]]]:
-        return self.version, checksum(self.model), self.loaded
+    def close_weight_channel(self) -> int:
+        return self.receiver.close()
+
+    def keep_until_finish(self) -> None:
+        """Keep references to the tensors until the end, as vLLM's layerwise reload does."""
+        self.keeps = True
+
+    def die_in_bucket(self, index: int) -> None:
+        self.die_at = index
+
+    def state(self, dtype: str) -> tuple[int, str, int]:
+        """Version, digest of the weights, buckets of the last update."""
+        return self.version, self.model.digest(dtype), self.num_buckets
+
+    def is_tied(self) -> bool:
+        return self.model.head.weight is self.model.embedding.weight
+
+    def mapped_slots(self) -> int:
+        return mapped_slots()
 
 
-def checksum(model: nn.Module) -> float:
-    return sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+def mapped_slots() -> int:
+    """Return the number of slots that this process maps or has open."""
+    mapped = Path("/proc/self/maps").read_text().count(NAME)
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            mapped += NAME in os.readlink(descriptor)
+        except FileNotFoundError:  # the descriptor of this listing
+            continue
+    return mapped

@@ -49,6 +49,7 @@ from tests.policy.tiny import (
     run_ranks,
     saved_tensors,
 )
+from tests.weight_sync.received import received_weights
 
 LENGTHS = [9, 14, 6, 23, 2, 17, 1, 12]
 TOLERANCE = 1e-5
@@ -259,12 +260,8 @@ def program(
             worker.offload()
             worker.onload()
             worker.export_hf(out / "hf")
-            buckets = [
-                worker.weight_bucket(index) for index in range(worker.num_weight_buckets(4000))
-            ]
-        found["weights"] = {
-            name: tensor.numpy() for bucket in buckets if bucket for name, tensor in bucket.decode()
-        }
+            _, weights = received_weights(worker, "float32", 4000)
+        found["weights"] = {name: tensor.numpy() for name, tensor in weights.items()}
         return found
     finally:
         process_groups.destroy()

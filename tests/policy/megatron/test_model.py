@@ -41,6 +41,7 @@ from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from tests.policy.megatron.ranks import of_model
 from tests.policy.test_gradient_equality import LAYOUTS, LENGTHS
 from tests.policy.tiny import compute_and_fetch, random_batch
+from tests.weight_sync.received import received_weights
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
@@ -175,17 +176,14 @@ def work(context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig)
         before = compute_and_fetch(worker, shard)
         worker.train(shard, None, NllLoss())
         after = compute_and_fetch(worker, shard)
-        num_buckets = worker.num_weight_buckets(20_000)
-        buckets = [worker.weight_bucket(index) for index in range(num_buckets)]
-        decoded = {
-            name: tensor.numpy()
-            for bucket in buckets
-            if bucket is not None
-            for name, tensor in bucket.decode()
-        }
+        _, weights = received_weights(worker, "float32", 20_000)
     finally:
         process_groups.destroy()
-    return {"before": before, "after": after, "weights": decoded}
+    return {
+        "before": before,
+        "after": after,
+        "weights": {name: each.numpy() for name, each in weights.items()},
+    }
 
 
 def test_a_worker_keeps_its_reference_and_hands_out_weights(model_dir, on_ranks):

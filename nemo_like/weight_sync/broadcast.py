@@ -1,0 +1,229 @@
+"""Broadcast of weight buckets over gloo (host memory) or NCCL (GPU memory).
+
+Each update has a process group of its own, with policy rank 0 as rank 0 and the receivers after it;
+the default process group is not used. A receiver that ends breaks the group for all members: the
+sender and the other receivers get ChannelBrokenError and the driver starts again without it.
+
+The gloo variant is tested on CPU. The NCCL variant was not run: no GPU was available.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroupGloo,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from nemo_like.distributed import activity
+from nemo_like.weight_sync.channel import (
+    BroadcastAddress,
+    ChannelBrokenError,
+    ChannelSpec,
+    Transport,
+)
+
+JOIN_TIMEOUT_S = 60.0
+"""Time for all members to join. They answered the driver just before."""
+
+_POLL_S = 0.0005
+_STORE_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
+
+
+class BroadcastSender:
+    """Policy rank 0 of a broadcast group; serves the rendezvous."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        host: str,
+        num_receivers: int,
+        slot_bytes: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Listen at a free port of `host`; receivers join with `address`."""
+        _check_transport(transport)
+        self._transport: Transport = transport
+        self._timeout_s = timeout_s
+        self._device = device
+        self._store, port = _serve_store(host, num_receivers + 1)
+        self.address = BroadcastAddress(host, port, num_receivers + 1)
+        self._buffer = _new_buffer(transport, slot_bytes, device)
+        self._group: Any = None
+
+    def connect(self) -> None:
+        """Form the group. Raises ChannelBrokenError if a receiver does not join in time."""
+        self._group = _join(
+            self._transport, self._store, self.address, 0, self._timeout_s, self._device
+        )
+
+    def buffer(self, index: int) -> Tensor:
+        """Return the buffer of bucket `index`, uint8 [slot_bytes]."""
+        return self._buffer
+
+    def publish(self, index: int) -> None:
+        """Send the buffer to all receivers; raises ChannelBrokenError if one of them is gone."""
+        name = f"sending weight bucket {index + 1}"
+        try:
+            _broadcast(self._group, self._buffer, self._timeout_s, name)
+        except ChannelBrokenError:
+            # Closes the connections: the other receivers would wait for this sender.
+            self._group = None
+            raise
+
+    def close(self) -> int:
+        """Leave the group; returns the bytes of the buffer."""
+        num_bytes = self._buffer.numel()
+        self._buffer = self._buffer.new_empty(0)
+        self._group = None
+        return num_bytes
+
+
+class BroadcastReceiver:
+    """A member of a broadcast group."""
+
+    def __init__(self, spec: ChannelSpec, index: int, device: torch.device) -> None:
+        """Join as receiver `index`. Raises ChannelBrokenError if a member does not join in time."""
+        address = spec.address
+        assert isinstance(address, BroadcastAddress)
+        _check_transport(spec.transport)
+        self._timeout_s = spec.timeout_s
+        self._buffer = _new_buffer(spec.transport, spec.slot_bytes, device)
+        try:
+            store = TCPStore(
+                address.host, address.port, address.world_size, False, timeout=_STORE_TIMEOUT
+            )
+        except RuntimeError as error:
+            raise ChannelBrokenError(f"the policy at {address.host} does not answer") from error
+        rank = index + 1
+        self._group = _join(spec.transport, store, address, rank, spec.timeout_s, device)
+
+    def receive(self, index: int) -> Tensor:
+        """Return the buffer with bucket `index`, uint8 [slot_bytes]."""
+        name = f"receiving weight bucket {index + 1}"
+        _broadcast(self._group, self._buffer, self._timeout_s, name)
+        return self._buffer
+
+    def close(self) -> int:
+        """Leave the group; returns the bytes of the buffer."""
+        num_bytes = self._buffer.numel()
+        self._buffer = self._buffer.new_empty(0)
+        self._group = None
+        return num_bytes
+
+
+def _check_transport(transport: Transport) -> None:
+    if transport == "nccl" and not dist.is_nccl_available():
+        raise RuntimeError(
+            "the transport nccl needs a torch with NCCL; this one was built without it"
+        )
+
+
+def _new_buffer(transport: Transport, num_bytes: int, device: torch.device) -> Tensor:
+    """Return an uninitialized buffer uint8 [num_bytes] where `transport` needs it."""
+    where = device if transport == "nccl" else torch.device("cpu")
+    return torch.empty(num_bytes, dtype=torch.uint8, device=where)
+
+
+def _serve_store(host: str, world_size: int) -> tuple[TCPStore, int]:
+    """Start a store on a free port of `host`; returns it with the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # torch's own server socket would listen on every interface.
+    server = socket.create_server((host, 0), family=family, backlog=max(128, world_size))
+    port: int = server.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    return store, port
+
+
+def _join(
+    transport: Transport,
+    store: TCPStore,
+    address: BroadcastAddress,
+    rank: int,
+    timeout_s: float,
+    device: torch.device,
+) -> Any:
+    """Return the process group of this rank, after all ranks have come."""
+    members = PrefixStore("members", store)
+    try:
+        members.set(str(rank), "")
+        # Before the group, whose constructor waits for `timeout_s`, longer than a join may take.
+        members.wait([str(other) for other in range(address.world_size)], _STORE_TIMEOUT)
+        group_store = PrefixStore("group", store)
+        timeout = timedelta(seconds=timeout_s)
+        if transport == "nccl":
+            return _nccl_group(group_store, rank, address.world_size, timeout, device)
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timeout
+        # By the address that reaches the sender. The default is the address of the host name, which
+        # other nodes may be unable to reach.
+        own_address = _address_towards(address.host, address.port)
+        options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
+        return ProcessGroupGloo(group_store, rank, address.world_size, options)
+    except RuntimeError as error:
+        raise ChannelBrokenError(
+            f"not all of the {address.world_size} members of the broadcast group joined"
+            f" (rank {rank}: {error})"
+        ) from error
+
+
+def _nccl_group(
+    store: PrefixStore,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+) -> Any:
+    """Return a NCCL process group on `device`. Not run: no GPU was available."""
+    from torch.distributed import (
+        ProcessGroupNCCL,  # type: ignore[attr-defined]  # only in builds with CUDA
+    )
+
+    torch.cuda.set_device(device)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return the address of this node from which `host` is reached."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # a datagram socket: chooses the route, sends nothing
+        return probe.getsockname()[0]
+
+
+def _broadcast(group: Any, buffer: Tensor, timeout_s: float, name: str) -> None:
+    """Broadcast `buffer`, uint8 [n], from rank 0; raises ChannelBrokenError if a member is gone."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        work = group.broadcast([buffer], dist.BroadcastOptions())
+        while not work.is_completed():
+            # A member that waits for another is not hung; the driver finds the one that is.
+            activity.note(name)
+            if time.monotonic() > deadline:
+                raise ChannelBrokenError(f"{name} took more than {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        work.wait()
+        if buffer.device.type == "cuda":
+            # The group has a stream of its own; the host waits for it.
+            torch.cuda.synchronize(buffer.device)
+    except RuntimeError as error:
+        raise ChannelBrokenError(f"{name}: {error}") from error

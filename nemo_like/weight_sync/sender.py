@@ -1,0 +1,187 @@
+"""The sending side of a weight update, in a policy worker's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_like.distributed import activity
+from nemo_like.weight_sync.broadcast import BroadcastSender
+from nemo_like.weight_sync.bucket import BucketLayout, num_bytes_of, plan_layouts
+from nemo_like.weight_sync.channel import (
+    BucketMessage,
+    ChannelBrokenError,
+    ChannelRequest,
+    ChannelSpec,
+    Endpoint,
+    SentBucket,
+    WeightPlan,
+)
+from nemo_like.weight_sync.cuda_ipc import CudaIpcSender
+from nemo_like.weight_sync.shared_memory import SharedMemorySender
+
+_Channel = SharedMemorySender | BroadcastSender | CudaIpcSender
+
+
+class WeightOwner(Protocol):
+    """What the sender needs of an engine; see `nemo_like.policy.engine.Engine`."""
+
+    rank: int
+    device: torch.device
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with its weight, [*shape] as in `weight_shapes` on rank 0.
+
+        Elsewhere a tensor may be smaller or empty; every rank iterates to the end.
+        """
+        ...
+
+
+class WeightSender:
+    """Implements `WeightSource` for one rank of the policy."""
+
+    def __init__(self, owner: WeightOwner) -> None:
+        self._owner = owner
+        self._layouts: tuple[BucketLayout, ...] = ()
+        self._transport = ""
+        self._channel: _Channel | None = None
+        self._broken = ""
+
+    def plan(self, dtype: str, max_bytes: int) -> WeightPlan:
+        """See `WeightSource.plan_weights`. Raises ValueError for an unknown dtype."""
+        wire_dtype = getattr(torch, dtype, None)
+        if not isinstance(wire_dtype, torch.dtype):
+            raise ValueError(f"dtype {dtype!r} is no dtype of torch; use float32 or bfloat16")
+        shapes = self._owner.weight_shapes()
+        self._layouts = plan_layouts(shapes, wire_dtype, max_bytes)
+        return WeightPlan(
+            names=tuple(shapes),
+            num_buckets=len(self._layouts),
+            num_bytes=sum(num_bytes_of(shape, wire_dtype) for shape in shapes.values()),
+            endpoint=Endpoint.of_process(self._owner.device),
+        )
+
+    def open(self, request: ChannelRequest) -> ChannelSpec | None:
+        """See `WeightSource.open_weight_channel`."""
+        self.close()
+        self._broken = ""
+        self._transport = request.transport
+        slot_bytes = max(layout.num_bytes for layout in self._layouts)
+        device = self._owner.device
+        address = None
+        if request.transport == "cuda_ipc":
+            # Every rank has slots on its own GPU.
+            self._channel = CudaIpcSender(slot_bytes, device)
+        elif self._owner.rank > 0:
+            return None
+        elif request.transport == "shared_memory":
+            self._channel = SharedMemorySender(slot_bytes)
+        elif request.transport in ("gloo", "nccl"):
+            self._channel = BroadcastSender(
+                request.transport,
+                request.host,
+                request.num_receivers,
+                slot_bytes,
+                device,
+                request.timeout_s,
+            )
+        if self._channel is not None:
+            address = self._channel.address
+        return ChannelSpec(
+            transport=request.transport,
+            layouts=self._layouts,
+            slot_bytes=slot_bytes,
+            timeout_s=request.timeout_s,
+            address=address,
+        )
+
+    def connect(self) -> str:
+        """See `WeightSource.connect_weight_channel`."""
+        if self._channel is not None:
+            try:
+                self._channel.connect()
+            except ChannelBrokenError as error:
+                self._broken = str(error)
+        return self._broken
+
+    def send(self, index: int) -> SentBucket:
+        """See `WeightSource.send_weight_bucket`."""
+        try:
+            return self._send(index)
+        except BaseException:
+            # Receivers of a broadcast would wait for this bucket otherwise.
+            self.close()
+            raise
+
+    def _send(self, index: int) -> SentBucket:
+        """Implement `send`."""
+        activity.note(f"weight bucket {index + 1} of {len(self._layouts)}")
+        layout = self._layouts[index]
+        weights = self._owner.full_weights(layout.names)
+        if self._owner.rank > 0:
+            # Iterating takes part in the gather of each weight.
+            for _ in weights:
+                pass
+            self._publish(index)
+            return SentBucket(message=BucketMessage(index))
+        if self._channel is None:
+            return self._send_in_process(index, layout, weights)
+        gather_s = 0.0
+        transfer_s = 0.0
+        start = time.perf_counter()
+        for _, target in layout.views(self._channel.buffer(index)):
+            _, weight = next(weights)
+            gathered = time.perf_counter()
+            target.copy_(weight)
+            copied = time.perf_counter()
+            gather_s += gathered - start
+            transfer_s += copied - gathered
+            start = copied
+        self._publish(index)
+        transfer_s += time.perf_counter() - start
+        return SentBucket(
+            message=BucketMessage(index),
+            gather_s=gather_s,
+            transfer_s=transfer_s,
+            broken=self._broken,
+        )
+
+    def close(self) -> int:
+        """See `WeightSource.close_weight_channel`."""
+        channel = self._channel
+        self._channel = None
+        return 0 if channel is None else channel.close()
+
+    def _publish(self, index: int) -> None:
+        """Send the filled buffer, unless the channel is broken.
+
+        A broken channel does not end the gathers: the other ranks of the policy take part in all of
+        them.
+        """
+        if self._channel is None or self._broken:
+            return
+        try:
+            self._channel.publish(index)
+        except ChannelBrokenError as error:
+            self._broken = str(error)
+
+    def _send_in_process(
+        self,
+        index: int,
+        layout: BucketLayout,
+        weights: Iterator[tuple[str, Tensor]],
+    ) -> SentBucket:
+        """Return the bucket's weights, [*shape] each; those of the wire's dtype are not copied."""
+        start = time.perf_counter()
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        tensors = tuple((name, weight.detach().to(dtype)) for name, weight in weights)
+        return SentBucket(
+            message=BucketMessage(index, tensors),
+            gather_s=time.perf_counter() - start,
+        )

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from nemo_like.config.schema import ClusterConfig
+from nemo_like.distributed.errors import WorkerDied, WorkerError
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.metrics import metric_values
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.weight_sync.channel import Transport, WeightSyncError
+from nemo_like.weight_sync.sync import WeightSync
+from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
+
+MAX_BYTES = 2000
+"""Below the embedding's size: it gets a bucket of its own."""
+
+TRANSPORTS: list[Transport] = ["shared_memory", "gloo"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayVirtualCluster]:
+    config = ClusterConfig(workers_per_node=2, cpus_per_worker=0.5)
+    with RayVirtualCluster(config) as cluster:
+        yield cluster
+
+
+def start_policy(cluster: RayVirtualCluster, dtype: str = "float32") -> RayWorkerGroup:
+    layout = ParallelLayout(dp=2)
+    return RayWorkerGroup(
+        cluster, PolicySide, {"dtype": dtype}, name="policy", parallel_layout=layout
+    )
+
+
+def start_replica(
+    cluster: RayVirtualCluster, num_ranks: int = 1, dtype: str = "float32"
+) -> RayWorkerGroup:
+    return RayWorkerGroup(
+        cluster,
+        GeneratorSide,
+        {"dtype": dtype},
+        name="generation",
+        parallel_layout=ParallelLayout(dp=num_ranks),
+        bundles="anywhere",
+    )
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: RayVirtualCluster) -> Iterator[tuple[RayWorkerGroup, list[RayWorkerGroup]]]:
+    """A policy of two ranks, a replica of one rank and a replica of two."""
+    started = [start_policy(cluster), start_replica(cluster), start_replica(cluster, 2)]
+    yield started[0], started[1:]
+    for group in started:
+        group.shutdown()
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "nemo_like" in path.name}
+
+
+def check_replicas(
+    policy: WorkerGroup, replicas: list[WorkerGroup], version: int, dtype: str
+) -> None:
+    """All replicas have the policy's weights in `dtype`, bit by bit, and nothing else is left."""
+    expected = policy.run_all_workers("digest", dtype)[0]
+    for replica in replicas:
+        for state in replica.run_all_workers("state", dtype):
+            assert state[:2] == (version, expected)
+        assert all(replica.run_all_workers("is_tied"))
+    for group in [policy, *replicas]:
+        assert set(group.run_all_workers("mapped_slots")) == {0}
+    assert shared_memory_files() == set()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_replica_gets_equal_bits(
+    groups: tuple[RayWorkerGroup, list[RayWorkerGroup]], transport: Transport, dtype: str
+) -> None:
+    policy, replicas = groups
+    policy.run_all_workers("change_weights", 3 + len(transport) + len(dtype))
+    sync = WeightSync(policy, dtype=dtype, max_bucket_bytes=MAX_BYTES, transport=transport)
+    report = sync.push(replicas, 7)
+    assert (report.transport, report.failed, report.version) == (transport, {}, 7)
+    # A replica of two ranks has two receivers. The generators are float32: the weights were cast
+    # to `dtype` once, by the sender.
+    check_replicas(policy, list(replicas), 7, dtype)
+    assert report.num_buckets >= 3
+    itemsize = getattr(torch, dtype).itemsize
+    assert report.num_bytes == itemsize * (70 * 16 + 5 * (16 * 16 + 16) + 1)
+    values = metric_values(report.metrics())
+    assert values["weight_sync/bytes"] == report.num_bytes
+    assert values["weight_sync/seconds"] >= values["weight_sync/transfer_s"] > 0
+    # The buckets of one later update, which has the default limit.
+    report = WeightSync(policy, dtype=dtype, transport=transport).push(replicas, 8)
+    assert report.num_buckets == 1
+    check_replicas(policy, list(replicas), 8, dtype)
+
+
+def test_the_transport_is_selected_and_bounded_by_two_buckets(
+    groups: tuple[RayWorkerGroup, list[RayWorkerGroup]],
+) -> None:
+    policy, replicas = groups
+    largest = policy.run_all_workers("largest_weight_bytes")[0]
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES)
+    report = sync.push(replicas, 1)
+    assert sync.transport == report.transport == "shared_memory"
+    # Two slots, rounded up to pages.
+    assert report.buffer_bytes <= 2 * (largest + os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_copies_survive_the_reuse_of_the_slot(cluster: RayVirtualCluster) -> None:
+    policy = start_policy(cluster)
+    replica = start_replica(cluster)
+    replica.run_all_workers("keep_until_finish")
+    WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES).push([replica], 1)
+    check_replicas(policy, [replica], 1, "float32")
+    policy.shutdown()
+    replica.shutdown()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_receiver_does_not_fail_the_others_and_is_replaced(
+    cluster: RayVirtualCluster, transport: Transport
+) -> None:
+    policy = start_policy(cluster)
+    killed = start_replica(cluster)
+    healthy = start_replica(cluster)
+    killed.run_all_workers("die_in_bucket", 2)
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
+    report = sync.push([killed, healthy], 4)
+    assert list(report.failed) == [0]
+    assert isinstance(report.failed[0], WorkerDied)
+    with pytest.raises(WorkerDied, match="died in `load_bucket`"):
+        report.raise_if_failed()
+    check_replicas(policy, [healthy], 4, "float32")
+    # It stays dead for the next update, and a new process takes part.
+    replacement = start_replica(cluster)
+    policy.run_all_workers("change_weights", 9)
+    report = sync.push([killed, healthy, replacement], 5)
+    assert list(report.failed) == [0]
+    check_replicas(policy, [healthy, replacement], 5, "float32")
+    for group in (policy, healthy, replacement):
+        group.shutdown()
+
+
+def check_replica_after_failure(replica: WorkerGroup) -> None:
+    """It has its old version, and neither a slot nor a file is left."""
+    assert replica.run_all_workers("state", "float32")[0][0] == 0
+    assert set(replica.run_all_workers("mapped_slots")) == {0}
+    assert shared_memory_files() == set()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_policy_is_named_and_leaves_nothing(
+    cluster: RayVirtualCluster, transport: Transport
+) -> None:
+    replica = start_replica(cluster)
+    policy = start_policy(cluster)
+    policy.run_all_workers("fail_in_last_rank", "layers.3.weight")
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
+    with pytest.raises(WorkerError, match=r"worker 1 of the policy group failed in .* a shard is"):
+        sync.push([replica], 1)
+    # The generator has a part of the weights and its old version; the next update completes it.
+    check_replica_after_failure(replica)
+    policy = start_policy(cluster)
+    policy.run_all_workers("die_in_bucket", 3)
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES, transport=transport)
+    with pytest.raises(WorkerDied, match=r"policy group .* died in `send_weight_bucket`"):
+        sync.push([replica], 2)
+    check_replica_after_failure(replica)
+    policy = start_policy(cluster)
+    WeightSync(policy, dtype="float32", transport=transport).push([replica], 3)
+    check_replicas(policy, [replica], 3, "float32")
+    policy.shutdown()
+    replica.shutdown()
+
+
+def worker_of(group: LocalGroup) -> Any:
+    return group._worker
+
+
+def test_in_one_process_weights_are_passed_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = local_context(num_threads=1)
+    policy = LocalGroup(PolicySide, {}, context)
+    replicas = [LocalGroup(GeneratorSide, {}, context) for _ in range(2)]
+    received: list[int] = []
+    add = torch.Tensor.copy_
+
+    def record(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        received.append(source.data_ptr())
+        return add(target, source)
+
+    sync = WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", record)
+        report = sync.push(replicas, 2)
+    weights = {each.data_ptr() for each in worker_of(policy).model.parameters()}
+    assert set(received) == weights
+    assert (report.transport, report.buffer_bytes, report.transfer_gb_per_s) == ("in_process", 0, 0)
+    check_replicas(policy, list(replicas), 2, "float32")
+    WeightSync(policy, dtype="bfloat16").push(replicas, 3)
+    check_replicas(policy, list(replicas), 3, "bfloat16")
+
+
+def test_a_model_that_differs_fails_before_a_weight_changes() -> None:
+    context = local_context(num_threads=1)
+    policy = LocalGroup(PolicySide, {}, context)
+    replica = LocalGroup(GeneratorSide, {}, context)
+    before = replica.run_all_workers("state", "float32")
+    model = worker_of(replica).model
+    model.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
+    report = WeightSync(policy, dtype="float32").push([replica], 1)
+    with pytest.raises(WorkerError, match=r"the policy does not send 1 weights .* extra"):
+        report.raise_if_failed()
+    del model.extra
+    assert replica.run_all_workers("state", "float32") == before
+
+
+def test_errors_of_configuration() -> None:
+    context = local_context(num_threads=1)
+    policy = LocalGroup(PolicySide, {}, context)
+    replica = LocalGroup(GeneratorSide, {}, context)
+    with pytest.raises(WorkerError, match="dtype 'fp32' is no dtype of torch"):
+        WeightSync(policy, dtype="fp32").push([replica], 1)
+    with pytest.raises(WorkerError, match="cuda_ipc needs a GPU; the policy is on cpu"):
+        WeightSync(policy, dtype="float32", transport="cuda_ipc").push([replica], 1)
+    assert set(get_args(Transport)) > set(TRANSPORTS)
+    assert issubclass(WeightSyncError, RuntimeError)
