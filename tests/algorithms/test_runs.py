@@ -159,10 +159,10 @@ def test_the_sampler_uses_the_new_weights_of_every_step(recipe: Recipe):
         "stale weights would show here"
     )
     versions = [
-        json.loads(result.directory.rollouts(step).read_text().splitlines()[0])["weight_version"]
+        json.loads(result.directory.rollouts(step).read_text().splitlines()[0])["weight_versions"]
         for step in (1, 2, 3, 4)
     ]
-    assert versions == [0, 1, 2, 3]
+    assert versions == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize(

@@ -199,14 +199,19 @@ def _planned_modules(
 ) -> Iterator[tuple[nn.Module, Any, str]]:
     """Yield (parent module, module, style) for each module in the model's plan.
 
-    The module is a linear layer unless the style is `_PARTIAL_GRAD`.
+    The module is a linear layer unless the style is `_PARTIAL_GRAD`. The input embedding is left
+    out: `_shard_vocabulary` shards it with the output head, whether or not the plan lists it.
     """
     backbone = causal_lm.base_model
     plan = getattr(backbone.config, "base_model_tp_plan", None)
     if not plan:
         raise _unsupported(model_name, "transformers has no tensor-parallel plan for it")
+    embedding = causal_lm.get_input_embeddings()
     modules = dict(backbone.named_modules())
     for name, module in modules.items():
+        if module is embedding:
+            # Some releases of transformers add it to the plan of a model with a tied head.
+            continue
         # The plan names layers with a wildcard: layers.*.self_attn.q_proj.
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is None:
