@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from nemo_like.config.foreign_entries import Entry, Obsolete, Renamed, Unsupported
+from nemo_like.config.foreign_entries import (
+    Entry,
+    Obsolete,
+    Renamed,
+    Unsupported,
+    are_all_off,
+    canonical,
+    is_off,
+)
 from nemo_like.config.foreign_nemo_rl import NEMO_RL, ON_WHEN_DISABLED, SAME_KEYS
 from nemo_like.config.foreign_trl import COSMOS_RL, TRL
 from nemo_like.config.foreign_verl import VERL
@@ -42,7 +50,6 @@ TABLE: dict[str, Entry] = {
 Group = Literal["renamed", "unsupported", "deletable", "unknown"]
 
 _REFERENCE = re.compile(r"\$\{([^:{}]+)\}")
-_OFF_SWITCHES = ("enabled", "enable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +222,7 @@ def _section(
         if path in SAME_KEYS and isinstance(value, SAME_KEYS[path][0]):
             _, entry = SAME_KEYS[path]
             finding = _judged(job, tree, path, value, entry)
-            # The value may mean the same in both; then nothing has to change.
-            if finding.group != "renamed" or finding.old != finding.new:
+            if not _is_unchanged(finding, entry):
                 yield finding
         elif is_section(inner) or is_open_section(inner):
             if isinstance(value, Mapping):
@@ -236,10 +242,10 @@ def _unknown(
     entry = Obsolete() if path.endswith("._target_") else _entry(path, job)
     if entry is None and not has_inner:
         # A key that is off has no effect, unless it is a misspelled key of the schema.
-        is_dead = _is_off(value) and misspelled_key(job, path) is None
+        is_dead = is_off(value) and misspelled_key(job, path) is None
         yield Finding(path, "deletable" if is_dead else "unknown", is_recognized=False)
         return
-    if _is_off(value) and path not in ON_WHEN_DISABLED:
+    if is_off(value) and path not in ON_WHEN_DISABLED:
         reason = entry.null if isinstance(entry, Renamed) and value is None else ""
         yield Finding(path, "unsupported", text=reason) if reason else Finding(path, "deletable")
         return
@@ -281,11 +287,11 @@ def _judged(
     if isinstance(entry, Obsolete):
         return Finding(path, "deletable")
     if isinstance(entry, Unsupported):
-        if _all_in(value, entry.off):
+        if are_all_off(value, entry.off):
             return Finding(path, "deletable")
         return Finding(path, "unsupported", text=entry.reason)
     # A key without effect needs no new name.
-    if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in ("null", "false"):
+    if _is_without_effect(tree, entry):
         return Finding(path, "deletable")
     old = canonical(value)
     note = entry.note
@@ -298,7 +304,7 @@ def _judged(
             known = ", ".join(
                 f"{key} is {mapped}" for key, mapped in entry.values.items() if mapped is not None
             )
-            about = _joined(note, f"of its values, {known}")
+            about = _joined(note, f"of its values, {known}" if known else "")
             return Finding(path, "unsupported", text=f"{' and '.join(entry.targets)}: {about}")
         # `*` in a table stands for every other value, which stays as it is.
         new = None if new == "*" else new
@@ -313,6 +319,23 @@ def _judged(
         new=new,
         text=note,
     )
+
+
+def _is_without_effect(tree: Mapping[str, Any], entry: Renamed) -> bool:
+    """Return True if another key of the config turns this one off."""
+    off = ("null", "false", "0")
+    if entry.switch is not None and canonical(_value_at(tree, entry.switch)) in off:
+        return True
+    return entry.unless is not None and canonical(_value_at(tree, entry.unless)) not in off
+
+
+def _is_unchanged(finding: Finding, entry: Entry) -> bool:
+    """Return True if the value of a key with the same name means the same here."""
+    if finding.group != "renamed" or not isinstance(entry, Renamed):
+        return False
+    is_same_value = finding.new is None or finding.new == finding.old
+    # A further text is a reference that has to be written out.
+    return is_same_value and finding.text == entry.note
 
 
 def _joined(*notes: str) -> str:
@@ -337,7 +360,7 @@ def _entry(path: str, job: JobSchema) -> Entry | None:
     targets = tuple(key for key in wanted if type_at(job.run_config, key) is not None)
     if not targets:
         return Unsupported(f"only the other job has {' or '.join(wanted)}", ())
-    return Renamed(targets, entry.values, entry.note, entry.switch, entry.null)
+    return replace(entry, targets=targets, sft=None)
 
 
 @cache
@@ -358,36 +381,6 @@ def _is_in_foreign_section(job: JobSchema, path: str) -> bool:
     return path in _inner_sections() or all(
         type_at(config, parent) is None for config in job.jobs.values()
     )
-
-
-def canonical(value: Any) -> str:
-    """Return a value in the notation of the tables.
-
-    Examples: True -> `true`, `0.0` -> `0`, `GRPO` -> `grpo`.
-    """
-    if value is None:
-        return "null"
-    text = str(value).strip().lower()
-    try:
-        # 0.0, 0 and `0` are one value of a table.
-        return f"{float(text):g}"
-    except ValueError:
-        return text
-
-
-def _is_off(value: Any) -> bool:
-    # A section that is switched off has no effect, whatever else is in it.
-    if isinstance(value, Mapping) and any(value.get(name) is False for name in _OFF_SWITCHES):
-        return True
-    is_empty = isinstance(value, Mapping | list | str) and not value
-    return value is None or is_empty
-
-
-def _all_in(value: Any, off: tuple[str, ...]) -> bool:
-    """Return True if the value, or every value in it, is one of `off` or null."""
-    if isinstance(value, Mapping):
-        return all(_is_off(inner) or _all_in(inner, off) for inner in value.values())
-    return _is_off(value) or canonical(value) in off
 
 
 def _moves(job: JobSchema, reference: str) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+_OFF_SWITCHES = ("enabled", "enable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Renamed:
     """
     switch: str | None = None
     """A foreign key that must be on, or this one has no effect."""
+    unless: str | None = None
+    """A foreign key that must be off, or this one has no effect."""
     null: str = ""
     """Why null is not the same as leaving the key out; empty if it is."""
     sft: str | None = None
@@ -49,16 +54,48 @@ class Obsolete:
 Entry = Renamed | Unsupported | Obsolete
 
 
+def canonical(value: Any) -> str:
+    """Return a value in the notation of the tables.
+
+    Examples: True -> `true`, `0.0` -> `0`, `GRPO` -> `grpo`.
+    """
+    if value is None:
+        return "null"
+    text = str(value).strip().lower()
+    try:
+        # 0.0, 0 and `0` are one value of a table.
+        return f"{float(text):g}"
+    except ValueError:
+        return text
+
+
+def is_off(value: Any) -> bool:
+    """Return True for null, an empty value, and a section that is switched off."""
+    # Such a section has no effect, whatever else is in it.
+    if isinstance(value, Mapping) and any(value.get(name) is False for name in _OFF_SWITCHES):
+        return True
+    is_empty = isinstance(value, Mapping | list | str) and not value
+    return value is None or is_empty
+
+
+def are_all_off(value: Any, off: tuple[str, ...]) -> bool:
+    """Return True if the value, or every value in it, is one of `off` or null."""
+    if isinstance(value, Mapping):
+        return all(is_off(inner) or are_all_off(inner, off) for inner in value.values())
+    return is_off(value) or canonical(value) in off
+
+
 def to(
     *targets: str,
     values: Mapping[str, str | None] | None = None,
     note: str = "",
     switch: str | None = None,
+    unless: str | None = None,
     null: str = "",
     sft: str | None = None,
 ) -> Renamed:
     """Return a `Renamed` with its targets as arguments."""
-    return Renamed(targets, values, note, switch, null, sft)
+    return Renamed(targets, values, note, switch, unless, null, sft)
 
 
 def unsupported(
@@ -77,10 +114,6 @@ def obsolete(*paths: str) -> dict[str, Entry]:
 
 # Reasons that several tables give, so that keys of one cause share one line of the message.
 NO_LORA = "there is no LoRA, all weights are trained"
-NO_ENGINE = (
-    "completions are sampled with the Hugging Face model, without vLLM, SGLang or Megatron"
-    " generation"
-)
 NO_CRITIC = "advantages come from groups of completions, not from a value model"
 NO_OFFLOAD = "nothing is offloaded to the CPU"
 REWARD = "rewards are Python functions, named in reward.functions.<name>.path"

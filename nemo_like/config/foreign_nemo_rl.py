@@ -7,7 +7,6 @@ from nemo_like.config.foreign_entries import (
     DATASET,
     KEEP_ALL,
     LAST_ROWS,
-    NO_ENGINE,
     NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
@@ -20,6 +19,7 @@ from nemo_like.config.foreign_entries import (
     to,
     unsupported,
 )
+from nemo_like.config.foreign_generation import NEMO_RL_GENERATION
 
 _SCHEDULER = (
     "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
@@ -28,7 +28,6 @@ _MEGATRON = "this Megatron setting has no counterpart"
 _DTENSOR = "this DTensor setting has no counterpart"
 _VALIDATION = "validation runs over data.validation_path, with one completion per prompt"
 _IS_KIND = "loss_fn.importance_correction.kind"
-_GENERATION_WORKERS = "cluster.generation_workers is the number of workers that only generate"
 _LENGTH = "write the limit in policy.max_total_sequence_length"
 _MAX_LENGTH = "${policy.max_total_sequence_length}"
 
@@ -106,7 +105,6 @@ _JOBS: dict[str, Entry] = {
     **unsupported(
         "no rows are dropped by their log-prob error", "grpo.seq_logprob_error_threshold"
     ),
-    **unsupported("generation and training alternate", "grpo.async_grpo"),
     **unsupported("all assistant turns are trained on (data.train_on)", "sft.only_unmask_final"),
 }
 
@@ -157,7 +155,6 @@ _POLICY: dict[str, Entry] = {
         "policy.tokenizer_name", values={"${policy.model_name}": None, "*": "*"}
     ),
     "policy.tokenizer.chat_template": to("policy.chat_template", note="the path of a Jinja file"),
-    "policy.generation_batch_size": to("policy.generation.hf.batch_size"),
     **unsupported("chat templates get no arguments", "policy.tokenizer.chat_template_kwargs"),
     **obsolete("policy.tokenizer.use_fastokens", "policy.make_sequence_length_divisible_by"),
     **unsupported("the model's own configuration is used", "policy.hf_config_overrides"),
@@ -216,33 +213,6 @@ _POLICY: dict[str, Entry] = {
     "policy.megatron_cfg.scheduler.lr_warmup_iters": to("policy.scheduler.warmup_steps"),
     "policy.megatron_cfg.scheduler.lr_decay_iters": to("policy.scheduler.decay_steps"),
     **unsupported(_MEGATRON, "policy.megatron_cfg"),
-}
-
-_GENERATION: dict[str, Entry] = {
-    "policy.generation.val_temperature": to("grpo.val_temperature"),
-    **unsupported(
-        "validation samples with the filters of training",
-        "policy.generation.val_top_p",
-        "policy.generation.val_top_k",
-        off=("${.top_p}", "${.top_k}"),
-    ),
-    **unsupported(
-        NO_ENGINE,
-        "policy.generation.vllm_cfg",
-        "policy.generation.vllm_kwargs",
-        "policy.generation.sglang_cfg",
-        "policy.generation.mcore_generation_config",
-        "policy.generation.refit_cfg",
-        "policy.generation.refit_transport",
-    ),
-    **obsolete(
-        "policy.generation.port_range_low",
-        "policy.generation.port_range_high",
-        "policy.generation.real_quant_export_cpu_offload",
-    ),
-    # Colocated generation is the default.
-    **unsupported(_GENERATION_WORKERS, "policy.generation.colocated.enabled", off=("true",)),
-    **unsupported(_GENERATION_WORKERS, "policy.generation.colocated"),
 }
 
 _DATA: dict[str, Entry] = {
@@ -311,7 +281,7 @@ NEMO_RL: dict[str, Entry] = {
     **_JOBS,
     **_LOSS,
     **_POLICY,
-    **_GENERATION,
+    **NEMO_RL_GENERATION,
     **_DATA,
     **_REST,
 }
@@ -321,7 +291,7 @@ SAME_KEYS: dict[str, tuple[type, Entry]] = {
     "logger.tensorboard": (dict, Obsolete()),
     "policy.generation.backend": (
         str,
-        to("policy.generation.backend", values={"hf": "hf", "*": "hf"}),
+        to("policy.generation.backend", values={"hf": "hf", "*": "vllm"}),
     ),
     "policy.generation.max_new_tokens": (
         str,

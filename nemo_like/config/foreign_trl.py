@@ -9,7 +9,6 @@ from nemo_like.config.foreign_entries import (
     DATASET,
     DTYPES,
     KEEP_ALL,
-    NO_ENGINE,
     NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
@@ -27,10 +26,12 @@ from nemo_like.config.foreign_entries import (
     to,
     unsupported,
 )
+from nemo_like.config.foreign_generation import COSMOS_RL_GENERATION, TRL_GENERATION
 
 _OFF = {"-1": None, "*": "*"}
 
 TRL: dict[str, Entry] = {
+    **TRL_GENERATION,
     "model_name_or_path": to("policy.model_name"),
     "tokenizer_name_or_path": to("policy.tokenizer_name"),
     "chat_template_path": to("policy.chat_template"),
@@ -51,12 +52,6 @@ TRL: dict[str, Entry] = {
     "max_length": to("policy.max_total_sequence_length"),
     "max_seq_length": to("policy.max_total_sequence_length"),
     "packing": to("policy.sequence_packing.enabled"),
-    "max_completion_length": to("policy.generation.max_new_tokens"),
-    "temperature": to("policy.generation.temperature"),
-    "top_p": to("policy.generation.top_p"),
-    "top_k": to("policy.generation.top_k"),
-    "min_p": to("policy.generation.min_p"),
-    "num_generations": to("grpo.num_generations_per_prompt"),
     "beta": to("loss_fn.reference_policy_kl_penalty"),
     "epsilon": to("loss_fn.ratio_clip_min"),
     "epsilon_high": to("loss_fn.ratio_clip_max"),
@@ -112,28 +107,6 @@ TRL: dict[str, Entry] = {
         off=("false", "token"),
     ),
     **unsupported("truncated completions are trained on", "mask_truncated_completions"),
-    "vllm_importance_sampling_correction": to(
-        "loss_fn.importance_correction.kind",
-        values={"false": None},
-        note="the kinds have the names of vllm_importance_sampling_mode",
-    ),
-    "vllm_importance_sampling_mode": to(
-        "loss_fn.importance_correction.kind", switch="vllm_importance_sampling_correction"
-    ),
-    "vllm_importance_sampling_cap": to(
-        "loss_fn.importance_correction.upper", switch="vllm_importance_sampling_correction"
-    ),
-    **unsupported(NO_ENGINE, "use_vllm", off=("false",)),
-    **unsupported(
-        NO_ENGINE,
-        "vllm_mode",
-        "vllm_gpu_memory_utilization",
-        "vllm_tensor_parallel_size",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_device",
-        "vllm_max_model_len",
-    ),
     **unsupported(NO_LORA, "use_peft", "load_in_4bit", "load_in_8bit"),
     **obsolete("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"),
     **unsupported(REWARD, "reward_funcs", "reward_weights", "reward_model_name_or_path"),
@@ -237,13 +210,7 @@ COSMOS_RL: dict[str, Entry] = {
         "train.ckpt.save_mode",
     ),
     **unsupported("this setting of the training has no counterpart", "train"),
-    "rollout.n_generation": to("grpo.num_generations_per_prompt"),
-    "rollout.batch_size": to("policy.generation.hf.batch_size"),
-    "rollout.max_response_length": to("policy.generation.max_new_tokens"),
-    "rollout.sampling_config.temperature": to("policy.generation.temperature"),
-    "rollout.sampling_config.top_p": to("policy.generation.top_p"),
-    "rollout.sampling_config.top_k": to("policy.generation.top_k"),
-    **unsupported(NO_ENGINE, "rollout", off=("false", "none")),
+    **COSMOS_RL_GENERATION,
     "logging.experiment_name": to("run_name"),
     "logging.project_name": to("logger.wandb_project", note="only to log to Weights & Biases"),
     **unsupported(TRACKERS, "logging"),

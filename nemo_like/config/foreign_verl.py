@@ -6,7 +6,6 @@ from nemo_like.config.foreign_entries import (
     ADAMW,
     KEEP_ALL,
     NO_CRITIC,
-    NO_ENGINE,
     NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
@@ -24,9 +23,9 @@ from nemo_like.config.foreign_entries import (
     to,
     unsupported,
 )
+from nemo_like.config.foreign_generation import VERL_GENERATION
 
 _ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _MODEL = "actor_rollout_ref.model"
 _CORRECTION = "algorithm.rollout_correction"
@@ -183,22 +182,9 @@ _ACTOR_KEYS: dict[str, Entry] = {
     **unsupported("this setting of the actor has no counterpart", _ACTOR),
 }
 
-_GENERATION_KEYS: dict[str, Entry] = {
-    f"{_ROLLOUT}.n": to("grpo.num_generations_per_prompt"),
-    f"{_ROLLOUT}.temperature": to("policy.generation.temperature"),
-    f"{_ROLLOUT}.top_p": to("policy.generation.top_p"),
-    f"{_ROLLOUT}.top_k": to("policy.generation.top_k"),
-    f"{_ROLLOUT}.response_length": to("policy.generation.max_new_tokens"),
-    f"{_ROLLOUT}.val_kwargs.temperature": to("grpo.val_temperature"),
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": to("policy.logprob_batch_size"),
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": to("policy.sequence_packing.logprob_mb_tokens"),
+_REFERENCE_KEYS: dict[str, Entry] = {
     f"{_REF}.log_prob_micro_batch_size_per_gpu": to("policy.logprob_batch_size"),
     f"{_REF}.log_prob_max_token_len_per_gpu": to("policy.sequence_packing.logprob_mb_tokens"),
-    **unsupported(TOTAL_LENGTH, f"{_ROLLOUT}.prompt_length"),
-    **unsupported(
-        "validation samples with the filters of training, once", f"{_ROLLOUT}.val_kwargs"
-    ),
-    **unsupported(NO_ENGINE, _ROLLOUT, off=("false", "hf")),
     **unsupported("the reference policy has the layout of the policy", _REF),
 }
 
@@ -207,7 +193,12 @@ _DATA_KEYS: dict[str, Entry] = {
     "data.val_files": to("data.validation_path", note="one file"),
     "data.train_max_samples": to("data.max_train_rows", values=_ROW_CAP),
     "data.val_max_samples": to("data.max_validation_rows", values=_ROW_CAP),
-    "data.train_batch_size": to("grpo.num_prompts_per_step", sft="policy.train_global_batch_size"),
+    # An asynchronous run has 0 and counts the batch in async_training.
+    "data.train_batch_size": to(
+        "grpo.num_prompts_per_step",
+        values={"0": None, "*": "*"},
+        sft="policy.train_global_batch_size",
+    ),
     "data.micro_batch_size_per_gpu": to("policy.train_micro_batch_size"),
     "data.max_response_length": to("policy.generation.max_new_tokens"),
     "data.max_length": to("policy.max_total_sequence_length"),
@@ -239,6 +230,7 @@ _DATA_KEYS: dict[str, Entry] = {
     ),
     **obsolete(
         "data.use_shm",
+        "data.gen_batch_size",
         "data.val_batch_size",
         "data.return_raw_input_ids",
         "data.return_raw_chat",
@@ -342,7 +334,8 @@ _SFT_KEYS: dict[str, Entry] = {
 VERL: dict[str, Entry] = {
     **_model(_MODEL),
     **_ACTOR_KEYS,
-    **_GENERATION_KEYS,
+    **VERL_GENERATION,
+    **_REFERENCE_KEYS,
     **_DATA_KEYS,
     **_ALGORITHM_KEYS,
     **_TRAINER_KEYS,

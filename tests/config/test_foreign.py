@@ -26,10 +26,13 @@ from nemo_like.config.yaml_locations import Sources
 CONFIGS = Path(__file__).parent / "foreign"
 CASES: dict[str, str] = {
     "nemo_rl_grpo": "grpo",
+    "nemo_rl_async_grpo": "grpo",
     "nemo_rl_sft": "sft",
     "verl_grpo": "grpo",
+    "verl_async_grpo": "grpo",
     "verl_sft": "sft",
     "trl_grpo": "grpo",
+    "trl_async_grpo": "grpo",
     "trl_sft": "sft",
     "cosmos_rl_sft": "sft",
 }
@@ -192,14 +195,101 @@ def test_the_groups_of_a_nemo_rl_config() -> None:
     )
     assert "loss_fn.token_level_loss: true -> loss_fn.normalization: token" in renamed
     assert "policy.dtensor_cfg.tensor_parallel_size -> parallel.tensor" in renamed
-    assert "policy.generation.backend: vllm -> hf" in renamed
+    assert "policy.generation.backend" not in text, "vLLM has the same name in both"
     assert "policy.scheduler as a section with kind" in unsupported
-    assert "policy.generation.vllm_cfg" in unsupported
+    assert "policy.generation.vllm_cfg" not in unsupported
+    for key in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
+        old = f"policy.generation.vllm_cfg.{key} -> policy.generation.vllm.{key}"
+        assert old in renamed
     assert all(
         key in deletable
         for key in ("policy.megatron_cfg", "grpo.reward_shaping", "policy.logprob_chunk_size")
     )
     assert "policy.megatron_cfg." not in text
+
+
+VLLM = "policy.generation.vllm"
+OWN_WORKERS = "write the number of workers that only generate"
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "nemo_rl_async_grpo",
+            [
+                "grpo.async_grpo.max_trajectory_age_steps -> grpo.max_staleness  ",
+                "grpo.async_grpo.in_flight_weight_updates: true -> grpo.weight_update: in_flight  ",
+                "policy.generation.backend: sglang -> vllm  ",
+                "policy.generation.vllm_kwargs.max_num_seqs -> policy.generation.vllm.max_num_seqs",
+                "colocated.resources.gpus_per_node -> cluster.generation_workers (times colocated",
+                "_size only: policy.generation.vllm_cfg.pipeline_parallel_size",
+                "computes in policy.precision: policy.generation.vllm_cfg.precision",
+                "policy.generation.vllm_cfg.env_vars, policy.generation.vllm_kwargs.compilation_",
+            ],
+        ),
+        (
+            "verl_async_grpo",
+            [
+                "async_training.staleness_threshold: 0.5 -> grpo.max_staleness: 1 (",
+                "async_training.partial_rollout: true -> grpo.weight_update: in_flight  ",
+                "actor_rollout_ref.rollout.name: trtllm -> policy.generation.backend: vllm  ",
+                f"rollout.tensor_model_parallel_size -> {VLLM}.tensor_parallel_size  ",
+                "rollout.n_gpus_per_node -> cluster.generation_workers (times rollout.nnodes)  ",
+                "weights after every step: async_training.trigger_parameter_sync_step",
+                f"options in {VLLM}: actor_rollout_ref.rollout.engine_kwargs",
+            ],
+        ),
+        (
+            "verl_grpo",
+            [
+                f"actor_rollout_ref.rollout.max_num_batched_tokens -> {VLLM}.max_num_batched_tok",
+                f"actor_rollout_ref.rollout.enable_prefix_caching -> {VLLM}.prefix_caching  ",
+                "computes in policy.precision: actor_rollout_ref.rollout.dtype",
+            ],
+        ),
+        (
+            "trl_grpo",
+            [
+                "use_vllm: true -> policy.generation.backend: vllm  ",
+                f"vllm_gpu_memory_utilization -> {VLLM}.gpu_memory_utilization  ",
+                f"vllm_tensor_parallel_size -> {VLLM}.tensor_parallel_size  ",
+            ],
+        ),
+        (
+            "trl_async_grpo",
+            [
+                "max_staleness -> grpo.max_staleness  ",
+                "weights after every step: weight_sync_steps",
+                "GPUs only: vllm_mode",
+            ],
+        ),
+    ],
+)
+def test_keys_of_the_inference_engine_and_of_asynchronous_training(
+    name: str, lines: list[str]
+) -> None:
+    text = message(CONFIGS / f"{name}.yaml")
+    for line in lines:
+        assert line in text, line
+    assert (OWN_WORKERS in text) == ("async" in name)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "is_renamed"), [("true", False), ("false", True), ("null", True)]
+)
+def test_gpus_for_generation_count_only_where_generation_is_not_colocated(
+    enabled: str, is_renamed: bool
+) -> None:
+    text = message(
+        CONFIGS / "nemo_rl_async_grpo.yaml", f"policy.generation.colocated.enabled={enabled}"
+    )
+    assert ("resources.gpus_per_node -> cluster.generation_workers" in text) == is_renamed
+
+
+def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
+    text = message(CONFIGS / "nemo_rl_async_grpo.yaml")
+    assert "max_new_tokens" not in text and "stop_token_ids" not in text
 
 
 def test_a_config_that_is_right_without_its_dead_keys_is_still_refused(
