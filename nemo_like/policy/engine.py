@@ -140,6 +140,19 @@ class Engine(Protocol):
         """
         ...
 
+    def gather_weights(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        """Gather the named weights, in compute precision, into `targets` of rank 0.
+
+        `targets` are [*shape] as in `weight_shapes` and of `dtype`; None on all other ranks. Every
+        rank calls.
+        """
+        ...
+
     def save(self, directory: Path) -> dict[str, FileRecord]:
         """Write this rank's shard of weights and optimizer state.
 

@@ -112,6 +112,17 @@ class EngineBase(ABC, Generic[OptimizerT]):
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
         ...
 
+    def gather_weights(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
+        for index, (_, weight) in enumerate(self.full_weights(names)):
+            if targets is not None:
+                targets[index].copy_(weight)
+
     @abstractmethod
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's shard of each weight, with the shape of the shard."""

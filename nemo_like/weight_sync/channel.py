@@ -163,9 +163,9 @@ class SentBucket:
 
     message: BucketMessage
     gather_s: float = 0.0
-    """Gathering the weights from the policy's ranks."""
+    """Casting the weights and gathering them from the policy's ranks into the slot."""
     transfer_s: float = 0.0
-    """Casting and copying into the slot, and the broadcast."""
+    """The broadcast; 0 where receivers read the slot itself."""
     broken: str = ""
     """Why a receiver could not be reached; empty if all were."""
 

@@ -42,6 +42,18 @@ class WeightOwner(Protocol):
         """
         ...
 
+    def gather_weights(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        """Gather the named weights into `targets`, [*shape] of `dtype`, of rank 0.
+
+        None on all other ranks. Every rank calls.
+        """
+        ...
+
 
 class WeightSender:
     """Implements `WeightSource` for one rank of the policy."""
@@ -123,32 +135,21 @@ class WeightSender:
         """Implement `send`."""
         activity.note(f"weight bucket {index + 1} of {len(self._layouts)}")
         layout = self._layouts[index]
-        weights = self._owner.full_weights(layout.names)
-        if self._owner.rank > 0:
-            # Iterating takes part in the gather of each weight.
-            for _ in weights:
-                pass
-            self._publish(index)
-            return SentBucket(message=BucketMessage(index))
-        if self._channel is None:
-            return self._send_in_process(index, layout, weights)
-        gather_s = 0.0
-        transfer_s = 0.0
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        if self._transport == "in_process":
+            return self._send_in_process(index, layout, dtype)
+        targets = None
+        if self._owner.rank == 0:
+            assert self._channel is not None, "rank 0 has the channel"
+            targets = [target for _, target in layout.views(self._channel.buffer(index))]
         start = time.perf_counter()
-        for _, target in layout.views(self._channel.buffer(index)):
-            _, weight = next(weights)
-            gathered = time.perf_counter()
-            target.copy_(weight)
-            copied = time.perf_counter()
-            gather_s += gathered - start
-            transfer_s += copied - gathered
-            start = copied
+        self._owner.gather_weights(layout.names, dtype, targets)
+        gathered = time.perf_counter()
         self._publish(index)
-        transfer_s += time.perf_counter() - start
         return SentBucket(
             message=BucketMessage(index),
-            gather_s=gather_s,
-            transfer_s=transfer_s,
+            gather_s=gathered - start,
+            transfer_s=time.perf_counter() - gathered,
             broken=self._broken,
         )
 
@@ -175,11 +176,11 @@ class WeightSender:
         self,
         index: int,
         layout: BucketLayout,
-        weights: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
     ) -> SentBucket:
-        """Return the bucket's weights, [*shape] each; those of the wire's dtype are not copied."""
+        """Return the bucket's weights, [*shape] each; those of `dtype` are not copied."""
         start = time.perf_counter()
-        dtype: torch.dtype = getattr(torch, layout.dtype)
+        weights = self._owner.full_weights(layout.names)
         tensors = tuple((name, weight.detach().to(dtype)) for name, weight in weights)
         return SentBucket(
             message=BucketMessage(index, tensors),

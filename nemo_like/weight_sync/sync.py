@@ -45,9 +45,11 @@ class SyncReport:
     num_bytes: int
     num_buckets: int
     gather_s: float
-    """Gathering the weights on policy rank 0."""
+    """Casting the weights and gathering them on policy rank 0, in memory that receivers read or
+    that is broadcast.
+    """
     transfer_s: float
-    """Casting, copying into shared memory or broadcasting; waits are excluded."""
+    """Broadcasting, without waits; about 0 in one process and with shared memory."""
     load_s: float
     """Copying into the models: of each bucket the slowest replica."""
     total_s: float
@@ -65,11 +67,13 @@ class SyncReport:
 
     @property
     def transfer_gb_per_s(self) -> float:
-        """Bytes of the weights over the time of the transport alone, in GB/s; 0 if it is not used.
+        """Bytes of the weights over the time of the broadcast alone, in GB/s; 0 without one.
 
         Weights are counted once, whatever the number of receivers.
         """
-        return self.num_bytes / 1e9 / self.transfer_s if self.transfer_s else 0.0
+        if self.transport not in ("gloo", "nccl") or self.transfer_s == 0:
+            return 0.0
+        return self.num_bytes / 1e9 / self.transfer_s
 
     def metrics(self) -> Metrics:
         """Return the metrics of the update, see docs/metrics.md."""

@@ -69,6 +69,14 @@ class Owner:
                 raise ValueError("a shard is missing")
             yield name, weights[name] if self.rank == 0 else torch.empty(0)
 
+    def gather_weights(
+        self, names: Sequence[str], dtype: torch.dtype, targets: Sequence[Tensor] | None
+    ) -> None:
+        for index, (_, weight) in enumerate(self.full_weights(names)):
+            if targets is not None:
+                assert targets[index].dtype == dtype
+                targets[index].copy_(weight)
+
 
 class PolicySide:
     def __init__(self, context: WorkerContext, *, dtype: str = "float32") -> None:

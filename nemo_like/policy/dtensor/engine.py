@@ -23,7 +23,11 @@ from nemo_like.policy.dtensor.model import (
     fsdp_modules,
 )
 from nemo_like.policy.dtensor.optimizer import ShardedAdamW
-from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.parameters import (
+    ShardedParameter,
+    gather_parameters,
+    local_shard,
+)
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.model_inputs import ModelInputs
@@ -127,11 +131,27 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         by_name = {sharded.name: sharded for sharded in self.parameters}
         for name in names:
             sharded = by_name[name]
-            shard = local_shard(sharded.parameter)
-            if self.config.precision == "bfloat16":
-                # Before the all-gather, which then moves half the bytes.
-                shard = shard.to(torch.bfloat16)
-            yield name, sharded.gather_full(shard)
+            yield name, sharded.gather_full(self._compute_shard(sharded))
+
+    def gather_weights(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
+        by_name = {sharded.name: sharded for sharded in self.parameters}
+        parameters = [by_name[name] for name in names]
+        # Cast before the transfer, which then moves no more bytes than the targets have.
+        shards = [self._compute_shard(sharded).to(dtype) for sharded in parameters]
+        gather_parameters(parameters, shards, targets)
+
+    def _compute_shard(self, sharded: ShardedParameter) -> Tensor:
+        """Return this rank's shard, [m, ...], in compute precision."""
+        shard = local_shard(sharded.parameter)
+        if self.config.precision == "bfloat16":
+            shard = shard.to(torch.bfloat16)
+        return shard
 
     def save(self, directory: Path) -> dict[str, FileRecord]:
         """See `Engine.save`."""

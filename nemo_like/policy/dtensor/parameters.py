@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,73 @@ class ShardedParameter:
         padded = shard.new_empty(rows_per_rank, *shard.shape[1:])
         padded[: len(shard)] = shard
         return gather_rows(group, padded)[:num_rows]
+
+
+def gather_parameters(
+    parameters: Sequence[ShardedParameter],
+    shards: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+) -> None:
+    """Gather parameters into `targets`, [*full_shape] each, of rank 0; None on all other ranks.
+
+    `shards` are this rank's plain tensors, [m, ...] each. Rank 0 receives the rows of the other
+    FSDP ranks in their place, all messages at once: one all-gather per parameter would need two
+    more copies and a synchronization each. Every rank calls.
+    """
+    messages: list[dist.P2POp] = []
+    # Rows that cannot be received in their place: (received, place).
+    staged: list[tuple[Tensor, Tensor]] = []
+    for index, (parameter, shard) in enumerate(zip(parameters, shards, strict=True)):
+        target = None if targets is None else targets[index]
+        tensor_parallel = parameter.groups.tensor
+        if tensor_parallel is not None and parameter.spec.dim is not None:
+            full = parameter.gather_full(shard)
+            if target is not None:
+                target.copy_(full)
+        elif target is not None:
+            target[: len(shard)].copy_(shard)
+            messages += _receive_rows(parameter.groups.dp_cp, target, shard, index, staged)
+        elif tensor_parallel is None or tensor_parallel.rank == 0:
+            messages += _send_rows(parameter.groups.dp_cp, shard, index)
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+    for received, place in staged:
+        place.copy_(received)
+
+
+def _send_rows(group: dist.ProcessGroup | None, shard: Tensor, tag: int) -> list[dist.P2POp]:
+    """Return the message with the rows `shard`, [m, ...], to rank 0; none without rows."""
+    if shard.numel() == 0:
+        return []
+    return [dist.P2POp(dist.isend, shard.contiguous(), group=group, group_peer=0, tag=tag)]
+
+
+def _receive_rows(
+    group: dist.ProcessGroup | None,
+    target: Tensor,
+    shard: Tensor,
+    tag: int,
+    staged: list[tuple[Tensor, Tensor]],
+) -> list[dist.P2POp]:
+    """Return the messages of the other FSDP ranks with their rows of `target`, [n, ...].
+
+    Messages arrive on the device of `shard`, [m, ...]. For a target on another device `staged`
+    gets the received rows and their place.
+    """
+    messages = []
+    num_ranks = 1 if group is None else group.size()
+    for rank in range(1, num_ranks):
+        start, stop = row_range(len(target), num_ranks, rank)
+        place = target[start:stop]
+        if place.numel() == 0:
+            continue
+        received = place
+        if target.device != shard.device:
+            received = torch.empty_like(place, device=shard.device)
+            staged.append((received, place))
+        messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank, tag=tag))
+    return messages
 
 
 def local_shard(tensor: Tensor) -> Tensor:
