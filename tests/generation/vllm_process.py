@@ -1,0 +1,70 @@
+"""A vLLM worker in a process of its own.
+
+vLLM changes its process: it binds memory, replaces `torch.set_num_threads`, seeds the global random
+generators. A test process must not become one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class VLLMProcess:
+    """Calls the methods of `worker_class(local_context(), **kwargs)` in a child process."""
+
+    def __init__(self, worker_class: type, **kwargs: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(other, worker_class, kwargs), daemon=False
+        )
+        self.process.start()
+        other.close()
+        self._receive()
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._connection.send((method, args, kwargs))
+            return self._receive()
+
+        return call
+
+    def stop(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self.process.join(timeout=30)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def _receive(self) -> Any:
+        error, value = self._connection.recv()
+        if error is not None:
+            raise error
+        return value
+
+
+def _serve(connection: Connection, worker_class: type, kwargs: dict[str, Any]) -> None:
+    from nemo_like.distributed.local_group import local_context
+
+    try:
+        worker = worker_class(local_context(num_threads=1), **kwargs)
+    except BaseException as error:  # noqa: BLE001 (raised in the test)
+        connection.send((error, None))
+        return
+    connection.send((None, None))
+    while True:
+        try:
+            method, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, getattr(worker, method)(*args, **kwargs)))
+        except Exception as error:  # noqa: BLE001 (raised in the test)
+            error.add_note(traceback.format_exc())
+            connection.send((error, None))
