@@ -65,7 +65,7 @@ class _Driven(HFGenerationWorker):
         return generate(self, prompt_ids, seeds, sampling, max_total_length)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE: tokens of several characters, and characters of several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,7 +100,7 @@ def model_directory(
         }
         model = GPT2LMHeadModel(GPT2Config(vocab_size=320, initializer_range=0.3, **names))
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    byte_level_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -350,7 +350,7 @@ def test_tied_embeddings_are_delivered_by_either_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
-    _tokenizer().save_pretrained(tmp_path)
+    byte_level_tokenizer().save_pretrained(tmp_path)
     names = dict(model.named_parameters())
     embedding = names.pop("model.embed_tokens.weight").data + 1
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

