@@ -56,8 +56,11 @@ class VLLMWorkerExtension:
 
     def begin_update(self) -> None:
         """See `WeightTarget.begin_update`."""
+        model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.model)
+            # Ends an update that broke off, whose values are all replaced now.
+            finalize_layerwise_reload(model, self.model_config)
+            initialize_layerwise_reload(model)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
@@ -114,9 +117,3 @@ def _incomplete_modules(model: nn.Module) -> list[str]:
 def _is_tied(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     return bool(getattr(config, "tie_word_embeddings", False))
-
-
-def clear_device_cache() -> None:
-    """Return unused memory of the caching allocator to the device; does nothing on CPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
