@@ -19,7 +19,7 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_calls import call_all
+from nemo_like.distributed.worker_calls import call_all, submit_all
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 from nemo_like.generation.replica import Replica, assign_units
 from nemo_like.generation.requests import (
@@ -196,19 +196,20 @@ class Generator:
                 self._num_discarded_tokens += num_tokens
                 self._waiting += request_ids
 
-    def score(self, rows: Jagged) -> dict[int, Jagged]:
-        """Return the log-probs of `rows` (int32) by each replica with weights, by its index.
+    def score(self, rows: Jagged, replicas: Sequence[Replica]) -> dict[int, Jagged]:
+        """Return the log-probs of `rows` (int32) by each of `replicas`, by its index.
 
-        See `GenerationWorkerProtocol.score`.
+        They compute at the same time. See `GenerationWorkerProtocol.score`.
         """
-        scores: dict[int, Jagged] = {}
-        for replica in self.live_replicas:
-            if not replica.has_weights:
-                continue
+        running: list[tuple[Replica, list[Handle]]] = []
+        for replica in replicas:
             with self._replacing(replica):
-                scores[replica.index] = call_all(
-                    replica.group, GenerationWorkerProtocol.score, rows
-                )[0]
+                handles = submit_all(replica.group, GenerationWorkerProtocol.score, rows)
+                running.append((replica, handles))
+        scores: dict[int, Jagged] = {}
+        for replica, handles in running:
+            with self._replacing(replica):
+                scores[replica.index] = replica.group.get(handles)[0]
         return scores
 
     def set_version(self, replicas: Sequence[Replica], version: int) -> None:
@@ -249,17 +250,19 @@ class Generator:
 
     def pop_metrics(self, wall_s: float) -> Metrics:
         """Return counters since the last call, which was `wall_s` seconds ago."""
+        num_replicas = len(self.replicas)
         busy_s = sum(replica.busy_s for replica in self.replicas)
         num_tokens = sum(replica.num_tokens for replica in self.replicas)
         metrics: Metrics = {
-            "generation/busy_share": Mean(busy_s, wall_s * len(self.replicas)),
-            "generation/idle_s": Mean(max(0.0, wall_s - busy_s / len(self.replicas))),
-            "generation/num_sampled_tokens": Sum(float(num_tokens)),
+            "timing/generator_busy_s": Mean(busy_s, num_replicas),
+            "timing/generator_idle_s": Mean(max(0.0, wall_s * num_replicas - busy_s), num_replicas),
             "generation/num_discarded_tokens": Sum(float(self._num_discarded_tokens)),
             "generation/num_restarts": Mean(float(self.num_restarts)),
         }
         if busy_s > 0:
-            metrics["generation/tokens_per_busy_s"] = Mean(float(num_tokens), busy_s)
+            metrics["performance/generation_tokens_per_s"] = Mean(
+                num_tokens * num_replicas / busy_s
+            )
         for replica in self.replicas:
             replica.busy_s = 0.0
             replica.num_tokens = 0

@@ -39,7 +39,7 @@ def score_answers(
     if not prompts:
         return {}
     config = run.config
-    with run.progress.phase("validation", len(prompts)) as phase, run.workers.generator_onloaded():
+    with run.progress.phase("validation", len(prompts)) as phase, run.generating():
         job = run.rollouts.start(
             prompts,
             # At temperature 0, the default, all completions of a prompt would be equal.

@@ -9,7 +9,8 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +30,6 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
-from nemo_like.generation.replica import Replica
 from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
@@ -49,8 +49,8 @@ from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.throughput import throughput_metrics
+from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers, start_workers
-from nemo_like.weight_sync.sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -99,6 +99,7 @@ class TrainingRun:
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
+    last_logged_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
     """Consecutive skipped optimizer steps up to the latest step; see `skipped_steps`."""
 
@@ -129,6 +130,10 @@ class TrainingRun:
             show=self.progress.show_step,
         )
         self.tracker = self.closing.enter_context(tracker)
+        if self.workers.rollout_workers is not None and resumed_step is None:
+            # Both sides have loaded the same model; after a resume the first update checks it.
+            with self.workers.policy_onloaded():
+                self.generator_weights.start_check()
         self.lengths = AppendedFile(self.directory.lengths)
         self.closing.callback(self.lengths.close)
         # From here on a signal waits for the end of a step, so that the step can be saved.
@@ -156,14 +161,30 @@ class TrainingRun:
         workers = self.workers.rollout
         return RolloutCollector(workers.generator, workers.rewards, self.encoder.tokenizer)
 
+    @cached_property
+    def generator_weights(self) -> GeneratorWeights:
+        """Keeps the generator's weights equal to the policy's."""
+        return GeneratorWeights(
+            self.config,
+            self.policy,
+            self.workers.rollout.generator,
+            self.timers,
+            self.progress.print_line,
+        )
+
     def sync_weights(self, version: int) -> None:
         """Copy the policy's weights to the generator, whose completions then carry `version`.
 
         The version is the number of steps done. Call inside `workers.policy_onloaded()`.
         """
-        generator = self.workers.rollout.generator
-        report = self._push(generator.live_replicas, version)
-        self.add_metrics(report.metrics())
+        self.add_metrics(self.generator_weights.update(version))
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Keep the generator on its devices inside the block, with verified weights."""
+        with self.workers.generator_onloaded():
+            self.add_metrics(self.generator_weights.verify())
+            yield
 
     def finish_rollout(self, job: RolloutJob) -> Rollout:
         """Generate and score until `job` is done. Restarted replicas get the current weights."""
@@ -172,31 +193,9 @@ class TrainingRun:
             replicas = generator.replicas_without_weights
             if replicas:
                 with self.workers.policy_onloaded():
-                    self._push(replicas, generator.version)
+                    self.generator_weights.update(generator.version, replicas)
             self.rollouts.advance()
         return job.result()
-
-    @cached_property
-    def _weight_sync(self) -> WeightSync:
-        return WeightSync(
-            self.policy.group,
-            dtype=self.config.policy.precision,
-            timeout_s=self.config.cluster.collective_timeout_s,
-        )
-
-    def _push(self, replicas: Sequence[Replica], version: int) -> SyncReport:
-        """Send the weights to `replicas`; those that fail are restarted."""
-        generator = self.workers.rollout.generator
-        report = self._weight_sync.push([replica.group for replica in replicas], version)
-        updated = []
-        for position, replica in enumerate(replicas):
-            failure = report.failed.get(position)
-            if failure is None:
-                updated.append(replica)
-            else:
-                generator.replace(replica, failure)
-        generator.set_version(updated, version)
-        return report
 
     def plan_and_shard(
         self,
@@ -279,6 +278,11 @@ class TrainingRun:
             num_logprob_passes=num_logprob_passes,
         )
         self.add_metrics(throughput)
+        if self.workers.rollout_workers is not None:
+            now = time.monotonic()
+            generator = self.workers.rollout.generator
+            self.add_metrics(generator.pop_metrics(now - self.last_logged_s))
+            self.last_logged_s = now
         self.add_metrics(self.timers.pop())
         self.log_metrics(step)
 

@@ -10,7 +10,6 @@ from nemo_like.generation.vllm_extension import VLLMWorkerExtension
 from nemo_like.generation.vllm_worker import VLLMGenerationWorker
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec
 
-
 _IN_PROCESS = ChannelSpec(transport="in_process", layouts=(), slot_bytes=0, timeout_s=60.0)
 
 

@@ -48,7 +48,7 @@ def _generator(model_directory: Path, num_replicas: int, batch_size: int = 4) ->
     costs=st.lists(st.integers(1, 500), max_size=60),
     outstanding=st.lists(st.integers(0, 2000), min_size=1, max_size=5),
 )
-def test_units_go_to_the_replica_with_the_least_work(
+def test_units_go_to_the_replica_with_the_lowest_load(
     costs: list[int], outstanding: list[int]
 ) -> None:
     unit_costs, before = np.array(costs, dtype=np.int64), np.array(outstanding, dtype=np.int64)
@@ -84,8 +84,8 @@ def test_results_are_in_the_order_of_the_prompts_for_any_number_of_replicas(
     )  # fewer rows than replicas
     assert np.array_equal(few.token_ids.values, left.token_ids.slice(0, 2).values)
     metrics = spread.pop_metrics(wall_s=1.0)
-    num_tokens = len(right.token_ids.values) + len(few.token_ids.values)
-    assert metrics["generation/num_sampled_tokens"].value == num_tokens
+    assert metrics["timing/generator_busy_s"].value > 0
+    assert metrics["generation/num_discarded_tokens"].value == 0
 
 
 def test_the_completions_of_a_prompt_are_sampled_by_one_replica(model_directory: Path) -> None:

@@ -17,6 +17,7 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.files import write_json_lines
 from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.metrics import Sum
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout
 from nemo_like.training.dataset import ExampleSource, validation_prompts
@@ -64,7 +65,7 @@ def _train(
             while step < total:
                 run.stop_if_requested(step, pipeline.position)
                 with run.timers("step"):
-                    with run.workers.generator_onloaded():
+                    with run.generating():
                         pipeline.start(step)
                         taken = pipeline.take(step)
                     if step == 0:
@@ -132,6 +133,8 @@ def _update(
         # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
+    num_effective = float(np.count_nonzero(advantages))
+    run.add_metrics({"grpo/num_effective_rows": Sum(num_effective)})
     run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))
     return advantages, len(loss.logprob_names)
 

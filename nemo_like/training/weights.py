@@ -1,0 +1,128 @@
+"""Weights of the generator: sent after each step, and compared with the policy's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from nemo_like.config.parallel import is_colocated
+from nemo_like.config.schema import RunConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.generation.generator import Generator
+from nemo_like.generation.replica import Replica
+from nemo_like.metrics import Metrics, Timers
+from nemo_like.policy.policy import Policy
+from nemo_like.weight_sync.check import LogprobCheck, probe_rows
+from nemo_like.weight_sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorWeights:
+    """Keeps the generator's weights equal to the policy's.
+
+    After each update both compute the log-probs of a few fixed tokens. A difference stops the run
+    before it samples from the generator (`policy.generation.check_weights`).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        generator: Generator,
+        timers: Timers,
+        report: Callable[[str], None],
+    ) -> None:
+        """`report` gets a line when the transport is chosen."""
+        self._policy = policy
+        self._generator = generator
+        self._timers = timers
+        self._report = report
+        self._sync = WeightSync(
+            policy.group,
+            dtype=config.policy.precision,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
+        self._check = LogprobCheck(config.policy.precision)
+        self._is_enabled = config.policy.generation.check_weights
+        self._is_colocated = is_colocated(config)
+        self._expected: Jagged | None = None
+        """The policy's log-probs of the probe rows, until the generator was compared."""
+        self._max_length = config.policy.max_total_sequence_length - 1
+
+    def update(self, version: int, replicas: Sequence[Replica] | None = None) -> Metrics:
+        """Send the policy's weights to `replicas` as `version`, and check them.
+
+        None means every replica. A replica that fails is restarted. Returns the metrics of the
+        update. Call while the policy is on its devices. Raises WeightSyncError if a replica
+        computes other log-probs than the policy; if they share devices, `verify` raises it.
+        """
+        if replicas is None:
+            replicas = self._generator.live_replicas
+        previous_transport = self._sync.transport
+        report = self._sync.push([replica.group for replica in replicas], version)
+        if report.transport is not None and report.transport != previous_transport:
+            self._report(
+                f"weights are sent to {len(replicas)} generator replicas over"
+                f" {report.transport}: {report.num_bytes / 1e6:,.0f} MB in {report.num_buckets}"
+                f" buckets, {report.total_s:.2f} s"
+            )
+        updated = []
+        for position, replica in enumerate(replicas):
+            failure = report.failed.get(position)
+            if failure is None:
+                updated.append(replica)
+            else:
+                self._generator.replace(replica, failure)
+        self._generator.set_version(updated, version)
+        return report.metrics() | self.start_check()
+
+    def start_check(self) -> Metrics:
+        """Score the probe rows with the policy, and with the generator unless they share devices.
+
+        Call while the policy is on its devices. See `update`.
+        """
+        if not self._is_enabled:
+            return {}
+        with self._timers("weight_check"):
+            self._expected = self._policy_logprobs()
+        if self._is_colocated:
+            return {}
+        return self.verify()
+
+    def verify(self) -> Metrics:
+        """Compare the generator with the policy if that is due; see `update`.
+
+        Call while the generator is on its devices, before it samples.
+        """
+        if self._expected is None:
+            return {}
+        with self._timers("weight_check"):
+            replicas = [each for each in self._generator.live_replicas if each.has_weights]
+            scores = self._generator.score(self._probe["input_ids"], replicas)
+            metrics = self._check.compare(self._expected, scores, self._generator.version)
+            self._expected = None
+        return metrics
+
+    @cached_property
+    def _probe(self) -> BatchedDataDict:
+        """The rows that both sides score."""
+        rows = probe_rows(self._policy.model.vocab_size, max_length=self._max_length)
+        num_tokens = len(rows.values)
+        return BatchedDataDict(
+            input_ids=rows,
+            token_mask=Jagged(np.ones(num_tokens, dtype=np.uint8), rows.offsets),
+            length=rows.lengths,
+            row_mask=np.ones(len(rows), dtype=bool),
+        )
+
+    def _policy_logprobs(self) -> Jagged:
+        """Return the policy's log-probs of the probe rows, float32."""
+        plan = self._policy.plan(self._probe["length"], "evaluate")
+        sharded = self._policy.shard(self._probe, plan)
+        logprobs = self._policy.compute_logprobs(sharded, ("prev_logprobs",), as_sampled=False)
+        return self._policy.fetch_logprobs(logprobs)["prev_logprobs"]
