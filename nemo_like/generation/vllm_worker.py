@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _CPU_KV_CACHE_GIB = 1.0
 _CPU_BLOCK_TOKENS = 32
-"""Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and prompts of mathematics
-problems are about 100 tokens long; vLLM's default there is 128."""
+"""Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and many prompts have
+about 100 tokens; vLLM's default there is 128."""
 _SEED_BITS = 63
 """vLLM passes seeds to torch as signed 64-bit integers."""
 
