@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -124,8 +125,11 @@ def rollout_problems(config: GrpoRunConfig, run: Path) -> list[str]:
         if sizes != {group_size} or distinct != {1} or len(rows) != config.rows_per_step:
             problems.append(f"step {step} has {len(rows)} rows in groups of {sorted(sizes)}")
         seen += [prompts[0] for prompts in groups.values()]
-    if len(set(seen)) != len(seen):
-        problems.append(f"{len(seen) - len(set(seen))} prompts were trained twice")
+    rows = Path(str(config.data.train_path)).read_text(encoding="utf-8").splitlines()
+    available = Counter(json.loads(row)["prompt"] for row in rows)
+    too_often = Counter(seen) - available
+    if too_often:
+        problems.append(f"{len(too_often)} prompts were trained more often than the file has them")
     return problems
 
 
