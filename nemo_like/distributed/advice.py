@@ -10,6 +10,10 @@ SAVE_MEMORY = (
     " log-probs the logprob_ settings), turn policy.activation_checkpointing on, or put fewer"
     " workers on a node (cluster.workers_per_node)."
 )
+SAVE_GENERATION_MEMORY = (
+    "If its memory was the cause, lower policy.generation.vllm.max_num_seqs or"
+    " policy.generation.vllm.kv_cache_gib, or policy.generation.hf.batch_size."
+)
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"
     r" out",
@@ -31,6 +35,11 @@ def is_collective_error(error: BaseException) -> bool:
     if type(error) is not RuntimeError:
         return False
     return _COLLECTIVE.search(str(error)) is not None
+
+
+def advise_on_memory(group: str) -> str:
+    """Return the settings that lower the memory of a worker of `group`."""
+    return SAVE_GENERATION_MEMORY if group.startswith("generation") else SAVE_MEMORY
 
 
 def advise(error: Exception) -> str:

@@ -29,7 +29,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_like.distributed.advice import SAVE_MEMORY, advise
+from nemo_like.distributed.advice import SAVE_MEMORY, advise, advise_on_memory
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
 from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.heartbeat import Silence
@@ -249,6 +249,9 @@ def _explain_death(
             num_oom_kills = evidence.num_oom_kills - location.num_oom_kills
         diagnosis = diagnose(report, evidence, num_oom_kills)
         cause, advice = diagnosis or _unknown_cause(location, report)
+        if advice == SAVE_MEMORY:
+            # The settings that save memory are others in a generation worker.
+            advice = advise_on_memory(group)
     return WorkerDied(
         group=group,
         rank=failure.rank,
