@@ -40,7 +40,7 @@ class GeneratorWeights:
         """`report` gets a line when the transport is chosen."""
         self._policy = policy
         self._generator = generator
-        self._timers = timers
+        self.timers = timers
         self._report = report
         self._sync = WeightSync(
             policy.group,
@@ -88,7 +88,7 @@ class GeneratorWeights:
         """
         if not self._is_enabled:
             return {}
-        with self._timers("weight_check"):
+        with self.timers("weight_check"):
             self._expected = self._policy_logprobs()
         if self._is_colocated:
             return {}
@@ -101,7 +101,7 @@ class GeneratorWeights:
         """
         if self._expected is None:
             return {}
-        with self._timers("weight_check"):
+        with self.timers("weight_check"):
             replicas = [each for each in self._generator.live_replicas if each.has_weights]
             scores = self._generator.score(self._probe["input_ids"], replicas)
             metrics = self._check.compare(self._expected, scores, self._generator.version)

@@ -134,7 +134,7 @@ def _update(
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
     num_effective = float(np.count_nonzero(advantages))
-    run.add_metrics({"grpo/num_effective_rows": Sum(num_effective)})
+    run.add_metrics({"reward/num_effective_rows": Sum(num_effective)})
     run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))
     return advantages, len(loss.logprob_names)
 
