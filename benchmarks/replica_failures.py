@@ -63,13 +63,16 @@ def run_with_failures(
     run: Path,
     *,
     kills: int,
-    kind: str,
+    kinds: Sequence[str],
     seed: int,
     max_delay_s: float,
     timeout_s: float,
     environment: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run `command`, which trains in the directory `run`, and signal a replica in each step."""
+    """Run `command`, which trains in the directory `run`, and signal a replica in each step.
+
+    The signals take turns in the order of `kinds`.
+    """
     rng = random.Random(seed)
     outcome = Outcome()
     log = run.parent / f"{run.name}.out"
@@ -92,7 +95,7 @@ def run_with_failures(
             pid = rng.choice(fresh)
             signalled.add(pid)
             with suppress(ProcessLookupError):
-                os.kill(pid, _SIGNALS[kind])
+                os.kill(pid, _SIGNALS[kinds[outcome.num_signals % len(kinds)]])
                 outcome.num_signals += 1
         if process.poll() is None:
             process.kill()
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*command, *arguments.overrides],
         run,
         kills=arguments.kills,
-        kind=arguments.signal,
+        kinds=[arguments.signal],
         seed=arguments.seed,
         max_delay_s=arguments.max_delay_s,
         timeout_s=arguments.timeout_s,

@@ -6,6 +6,7 @@ tensor parallelism vLLM starts one child process per device.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -312,12 +313,15 @@ def _start_engine(**options: Any) -> LLM:
         # The engine runs in this process, so that `poll` decides when it steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # Otherwise vLLM replaces the handlers of `logging`, and closes those of this run.
+        "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # INFO lines of every engine would be repeated in the driver's output.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
         from vllm import LLM
     except ImportError as error:

@@ -5,15 +5,18 @@ also after a resume.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.rollout.rollout import Rollout
 from nemo_like.training import evaluation as validation
 from nemo_like.training.run import TrainingRun
+from nemo_like.weight_sync.channel import WeightSyncError
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -104,3 +107,38 @@ def test_completions_of_other_weights_are_refused(
         RuntimeError, match="weights of versions 0 to 0, but step 8 needs version 8"
     ):
         run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no effect", "replica 0 does not compute with the weights of version 8.*had no effect"),
+        ("one tensor kept", "replica 0 does not compute with the weights of version 8"),
+        ("not finite", "log-probs are not finite"),
+    ],
+)
+def test_a_generator_with_other_weights_is_not_sampled_from(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
+) -> None:
+    """Faults that a loader may have without an error."""
+
+    def load(worker: HFGenerationWorker, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        targets = worker._model.state_dict(keep_vars=True)
+        for name, tensor in named:
+            assert worker._coverage is not None
+            worker._coverage.add(name, tuple(tensor.shape))
+            is_kept = fault == "no effect" or (fault == "one tensor kept" and "down_proj" in name)
+            if not is_kept:
+                targets[name].copy_(tensor if fault != "not finite" else tensor * torch.nan)
+
+    monkeypatch.setattr(HFGenerationWorker, "_load_weights", load)
+    scored: list[int] = []
+    score_answers = validation.score_answers
+    monkeypatch.setattr(
+        "nemo_like.algorithms.sft.loop.score_answers",
+        lambda run, prompts, step, *rest: scored.append(step) or score_answers(run, prompts, step),
+    )
+    with pytest.raises(WeightSyncError, match=message):
+        run_sft(config_of(recipe, f"sft.max_num_steps={PERIOD}"))
+    # The first update sends the weights that the generator has already, unless it damages them.
+    assert scored == ([] if fault == "not finite" else [0])

@@ -66,9 +66,9 @@ class RayWorkerGroup:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
         `bundles` selects the reserved resources they use, from bundle `first_bundle` on;
-        `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` None is that
-        of the cluster's config. Raises ClusterError if they do not start, WorkerFailure if a
-        constructor fails.
+        `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` is that of
+        calls after the construction; None is that of the cluster's config. Raises ClusterError if
+        they do not start, WorkerFailure if a constructor fails.
         """
         self.name = name
         self.parallel_layout = parallel_layout
@@ -89,6 +89,8 @@ class RayWorkerGroup:
         ]
         try:
             self._locations = _locate(self._actors, name, config.placement_timeout_s)
+            # Loading a model may take much longer than the work between two notes of progress.
+            self._monitor.timeout_s = config.progress_timeout_s
             contexts = self._contexts(bundle_of_rank, num_threads, config.collective_timeout_s)
             kwargs_ref = ray.put(dict(kwargs))
             handles = []
@@ -104,6 +106,7 @@ class RayWorkerGroup:
                     )
                 )
             self.wait(handles)
+            self._monitor.timeout_s = progress_timeout_s
         except BaseException:
             self.shutdown()
             raise
