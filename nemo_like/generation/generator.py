@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_calls import call_all, submit_all
+from nemo_like.distributed.worker_calls import submit_all
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 from nemo_like.generation.replica import Replica, assign_units
 from nemo_like.generation.requests import (
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.05
 """Wait between two checks while no replica can decode."""
 
+ResultT = TypeVar("ResultT")
 StartReplica = Callable[[int], WorkerGroup]
 """Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
@@ -85,6 +87,11 @@ class Generator:
     def num_unfinished(self) -> int:
         """Requests whose completions were not returned yet."""
         return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Unfinished requests that a replica has; the others wait for one."""
+        return sum(len(replica.costs) for replica in self.replicas)
 
     @property
     def replicas_without_weights(self) -> list[Replica]:
@@ -182,10 +189,8 @@ class Generator:
 
     def start_rollout(self) -> None:
         """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
-        for replica in self.live_replicas:
-            if not replica.costs:
-                with self._replacing(replica):
-                    call_all(replica.group, GenerationWorkerProtocol.start_rollout)
+        idle = [replica for replica in self.live_replicas if not replica.costs]
+        self._call(idle, GenerationWorkerProtocol.start_rollout)
 
     def restart_unfinished(self) -> None:
         """Discard what was sampled for unfinished requests; they start again from their prompt."""
@@ -201,16 +206,7 @@ class Generator:
 
         They compute at the same time. See `GenerationWorkerProtocol.score`.
         """
-        running: list[tuple[Replica, list[Handle]]] = []
-        for replica in replicas:
-            with self._replacing(replica):
-                handles = submit_all(replica.group, GenerationWorkerProtocol.score, rows)
-                running.append((replica, handles))
-        scores: dict[int, Jagged] = {}
-        for replica, handles in running:
-            with self._replacing(replica):
-                scores[replica.index] = replica.group.get(handles)[0]
-        return scores
+        return self._call(replicas, GenerationWorkerProtocol.score, rows)
 
     def set_version(self, replicas: Sequence[Replica], version: int) -> None:
         """Record that `replicas` have the weights of `version`, which is the current one now."""
@@ -271,16 +267,12 @@ class Generator:
 
     def offload(self) -> None:
         """Move the weights of every replica to host memory."""
-        for replica in self.live_replicas:
-            with self._replacing(replica):
-                call_all(replica.group, GenerationWorkerProtocol.offload)
+        self._call(self.live_replicas, GenerationWorkerProtocol.offload)
 
     @contextmanager
     def onloaded(self) -> Iterator[None]:
         """Keep the weights on the device inside the block, and in host memory after it."""
-        for replica in self.live_replicas:
-            with self._replacing(replica):
-                call_all(replica.group, GenerationWorkerProtocol.onload)
+        self._call(self.live_replicas, GenerationWorkerProtocol.onload)
         yield
         # Not after an exception: the run has ended then.
         self.offload()
@@ -304,6 +296,26 @@ class Generator:
         thread = threading.Thread(target=run, name=f"start-replica-{index}", daemon=True)
         thread.start()
         return future
+
+    def _call(
+        self,
+        replicas: Sequence[Replica],
+        method: Callable[..., ResultT],
+        *args: Any,
+    ) -> dict[int, ResultT]:
+        """Call `method` on replicas at the same time; return the results by replica index.
+
+        A replica that fails is replaced and has no result.
+        """
+        running: list[tuple[Replica, list[Handle]]] = []
+        for replica in replicas:
+            with self._replacing(replica):
+                running.append((replica, submit_all(replica.group, method, *args)))
+        results: dict[int, ResultT] = {}
+        for replica, handles in running:
+            with self._replacing(replica):
+                results[replica.index] = replica.group.get(handles)[0]
+        return results
 
     @contextmanager
     def _replacing(self, replica: Replica) -> Iterator[None]:
@@ -393,11 +405,12 @@ class Generator:
         return min(length + requests.sampling.max_new_tokens, requests.max_total_length)
 
     def _finish_restarts(self) -> None:
-        """Take over replicas whose restart is done. Raises what the start raised."""
+        """Take over replicas whose restart is done; one that died meanwhile is started again."""
         for index, start in list(self._starting.items()):
             if not start.done():
                 continue
-            group = start.result()
             del self._starting[index]
-            # The model as loaded is version 0.
-            self.replicas[index] = Replica(index, group, has_weights=self.version == 0)
+            with self._replacing(self.replicas[index]):
+                group = start.result()
+                # The model as loaded is version 0.
+                self.replicas[index] = Replica(index, group, has_weights=self.version == 0)

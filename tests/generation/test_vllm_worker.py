@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -315,3 +316,36 @@ def test_an_omitted_tensor_is_an_error(engine: Engine) -> None:
     """The last test: a failed update leaves the engine unusable."""
     with pytest.raises(Exception, match="down_proj"):
         engine.update(fault="omitted tensor")
+
+
+def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    worker: Any = VLLMProcess(
+        FaultyVLLMWorker,
+        model_name=_save(model, tmp_path),
+        max_total_length=MAX_LENGTH,
+        config=VLLMGenerationConfig(tensor_parallel_size=2, kv_cache_gib=0.125, max_num_seqs=16),
+    )
+    engine = Engine(worker, model)
+    children = psutil.Process(worker.process.pid).children(recursive=True)
+    try:
+        assert engine.score_error() < TOLERANCE
+        for update in range(2):
+            engine.change_weights(seed=update)
+            engine.update()
+            assert engine.score_error() < TOLERANCE
+        prompts = _prompts(4)
+        completions = generate(worker, prompts, _seeds(4), SAMPLINGS[0], MAX_LENGTH)
+        for row, prompt in enumerate(prompts):
+            text = np.concatenate([prompt, completions.token_ids[row]])
+            expected = logprobs_of(model, text)[len(prompt) - 1 :]
+            np.testing.assert_allclose(completions.logprobs[row], expected, atol=TOLERANCE)
+    finally:
+        worker.process.kill()
+    assert len(children) >= 2
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []

@@ -101,7 +101,8 @@ class RolloutPipeline:
         generator = self._run.workers.rollout.generator
         if self._config.grpo.weight_update == "drain":
             with self._run.timers("drain"):
-                while generator.num_unfinished:
+                # Requests that wait for a restarted replica may start with the new weights.
+                while generator.num_running:
                     self._run.rollouts.advance()
         elif self._config.grpo.partial_completions == "restart":
             generator.restart_unfinished()

@@ -53,6 +53,8 @@ class Bundle:
     node_id: str
     num_cpus: float
     num_gpus: float
+    num_groups: int
+    """Worker groups that share it; each gets an equal share."""
 
 
 class RayVirtualCluster:
@@ -155,7 +157,16 @@ class RayVirtualCluster:
         assert self._placement_group is not None
         is_pinned = index < self._request.num_workers
         unit = self._request.bundle if is_pinned else self._request.unpinned
-        return Bundle(self._placement_group, index, node_id, unit.cpus, unit.gpus)
+        # A generation replica needs every GPU of its own bundle.
+        num_groups = COLOCATED_GROUPS if is_pinned else 1
+        return Bundle(
+            self._placement_group,
+            index,
+            node_id,
+            unit.cpus,
+            unit.gpus,
+            num_groups,
+        )
 
     def _reserve(self) -> list[str]:
         """Reserve every bundle, waiting for free resources; return the node id of each."""

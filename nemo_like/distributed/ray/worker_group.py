@@ -28,7 +28,7 @@ from nemo_like.distributed.ray.failures import (
 )
 from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
 from nemo_like.distributed.ray.resources import BundleSet
-from nemo_like.distributed.ray.virtual_cluster import COLOCATED_GROUPS, Bundle, RayVirtualCluster
+from nemo_like.distributed.ray.virtual_cluster import Bundle, RayVirtualCluster
 from nemo_like.distributed.worker_group import Handle, WorkerContext
 from nemo_like.parallel_layout import ParallelLayout
 
@@ -430,8 +430,8 @@ def _start_actor(
     num_gpus = 0.0
     strategy: Any = "SPREAD"
     if bundle is not None:
-        num_cpus = bundle.num_cpus / COLOCATED_GROUPS
-        num_gpus = bundle.num_gpus / COLOCATED_GROUPS
+        num_cpus = bundle.num_cpus / bundle.num_groups
+        num_gpus = bundle.num_gpus / bundle.num_groups
         strategy = PlacementGroupSchedulingStrategy(
             bundle.placement_group, placement_group_bundle_index=bundle.index
         )
