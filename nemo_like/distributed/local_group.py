@@ -143,7 +143,14 @@ class LocalGroup:
         return [handle.value for handle in handles]
 
     def shutdown(self) -> None:
-        """Release the worker and leave its process group, if it joined one."""
+        """Release the worker and leave its process group, if it joined one.
+
+        A worker may have a method `close`, which releases what it must not keep until the end of
+        the process; workers in processes of their own end with them.
+        """
+        close = getattr(self._worker, "close", None)
+        if close is not None:
+            close()
         self._worker = None
         self._closed.set()
         if self._joined:

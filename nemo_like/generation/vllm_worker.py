@@ -228,6 +228,10 @@ class VLLMGenerationWorker:
         self._is_updating = False
         self._is_cache_old = True
 
+    def close(self) -> None:
+        """End the engine, which uses process groups that others in this process may end."""
+        self._engine.engine_core.shutdown()
+
     def _step(self) -> None:
         """Run one engine step and keep the completions that it finishes."""
         activity.note(f"decoding, {self._engine.get_num_unfinished_requests()} unfinished rows")
