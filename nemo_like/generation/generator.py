@@ -12,14 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.errors import WorkerDied, WorkerFailure, WorkerHung
+from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
 from nemo_like.distributed.worker_calls import submit_all
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 from nemo_like.generation.replica import Replica, assign_units
@@ -78,6 +78,8 @@ class Generator:
             groups = [start_replica(0)]
         else:
             starts = [self._start_in_thread(index) for index in range(num_replicas)]
+            # All of them, so that no replica is starting when the failure of another is raised.
+            wait(starts)
             groups = [start.result() for start in starts]
         self.replicas = [
             Replica(index, group, has_weights=True) for index, group in enumerate(groups)
@@ -182,10 +184,19 @@ class Generator:
         rows: list[int] = []
         parts = [Completions.from_rows([], [], [], [])]
         while self._requests:
+            if not self.num_running and not self._starting and not self._waiting_is_served():
+                raise RuntimeError(
+                    f"{self.num_unfinished} requests wait for replicas without the weights of"
+                    f" version {self.version}"
+                )
             finished, completions = self.collect(timeout_s=1.0)
             rows += [row_of_id[request_id] for request_id in finished]
             parts.append(completions)
         return Completions.concat(parts).take(np.argsort(rows))
+
+    def _waiting_is_served(self) -> bool:
+        """True if a replica can take requests, or results were not returned yet."""
+        return bool(self._early) or any(replica.has_weights for replica in self.live_replicas)
 
     def start_rollout(self) -> None:
         """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
@@ -196,7 +207,7 @@ class Generator:
         """Discard what was sampled for unfinished requests; they start again from their prompt."""
         for replica in self.live_replicas:
             with self._replacing(replica):
-                self._early = [*self._early, *replica.read_polls(wait=True)]
+                replica.read_polls(self._early, wait=True)
                 request_ids, num_tokens = replica.abort()
                 self._num_discarded_tokens += num_tokens
                 self._waiting += request_ids
@@ -224,14 +235,18 @@ class Generator:
             return
         if not isinstance(failure, WorkerDied | WorkerHung):
             raise failure
+        self._restart(replica, failure)
+
+    def _restart(self, replica: Replica, failure: WorkerFailure | ClusterError) -> None:
+        """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""
         if self.num_restarts >= self._max_restarts:
             raise WorkerFailure(
                 f"a replica of the generator failed and {self.num_restarts} restarts were made,"
                 f" which is all that policy.generation.max_restarts={self._max_restarts} allows:"
                 f" {failure}",
-                group=failure.group,
-                rank=failure.rank,
-                method=failure.method,
+                group=f"generation-{replica.index}",
+                rank=0,
+                method="restart",
             ) from failure
         self.num_restarts += 1
         self._waiting += replica.costs
@@ -331,7 +346,7 @@ class Generator:
         self._early = []
         for replica in self.live_replicas:
             with self._replacing(replica):
-                results += replica.read_polls()
+                replica.read_polls(results)
         finished: list[int] = []
         parts = [Completions.from_rows([], [], [], [])]
         for progress in results:
@@ -410,7 +425,11 @@ class Generator:
             if not start.done():
                 continue
             del self._starting[index]
-            with self._replacing(self.replicas[index]):
+            try:
                 group = start.result()
-                # The model as loaded is version 0.
-                self.replicas[index] = Replica(index, group, has_weights=self.version == 0)
+            except (WorkerFailure, ClusterError) as failure:
+                # Its node may be gone, or its memory taken; other replicas work meanwhile.
+                self._restart(self.replicas[index], failure)
+                continue
+            # Also at version 0, so that its weights are verified before it samples.
+            self.replicas[index] = Replica(index, group, has_weights=False)

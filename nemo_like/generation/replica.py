@@ -51,9 +51,11 @@ class Replica:
         while self.costs and len(self.polls) < _POLLS_AHEAD:
             self.polls.append(submit_all(self.group, GenerationWorkerProtocol.poll, POLL_S))
 
-    def read_polls(self, *, wait: bool = False) -> list[GenerationProgress]:
-        """Return the results of the polls that are done, or of all polls with `wait`."""
-        results: list[GenerationProgress] = []
+    def read_polls(self, results: list[GenerationProgress], *, wait: bool = False) -> None:
+        """Append the results of the polls that are done, or of all polls with `wait`.
+
+        Raises WorkerFailure for a poll that failed; `results` has those before it.
+        """
         while self.polls and (wait or self.group.is_done(self.polls[0])):
             progress = self.group.get(self.polls.popleft())[0]
             self.busy_s += progress.busy_s
@@ -61,7 +63,6 @@ class Replica:
             for request_id in progress.request_ids.tolist():
                 del self.costs[request_id]
             results.append(progress)
-        return results
 
     def abort(self) -> tuple[list[int], int]:
         """Discard unfinished requests; return their ids and the number of tokens discarded.

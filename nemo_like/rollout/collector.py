@@ -156,9 +156,14 @@ class RolloutCollector:
         thread.start()
         try:
             yield
-        finally:
+        except BaseException as error:
             stopped.set()
             thread.join()
+            if errors:
+                error.add_note(f"The rollout beside it failed as well: {errors[0]}")
+            raise
+        stopped.set()
+        thread.join()
         if errors:
             raise errors[0]
 

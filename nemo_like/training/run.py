@@ -186,6 +186,13 @@ class TrainingRun:
             self.add_metrics(self.generator_weights.verify())
             yield
 
+    def add_generator_metrics(self) -> None:
+        """Add the counters of the generator since the last call; not while it runs in a thread."""
+        now = time.monotonic()
+        generator = self.workers.rollout.generator
+        self.add_metrics(generator.pop_metrics(now - self.last_logged_s))
+        self.last_logged_s = now
+
     def finish_rollout(self, job: RolloutJob) -> Rollout:
         """Generate and score until `job` is done. Restarted replicas get the current weights."""
         generator = self.workers.rollout.generator
@@ -194,6 +201,7 @@ class TrainingRun:
             if replicas:
                 with self.workers.policy_onloaded():
                     self.generator_weights.update(generator.version, replicas)
+                self.generator_weights.verify()
             self.rollouts.advance()
         return job.result()
 
@@ -278,11 +286,6 @@ class TrainingRun:
             num_logprob_passes=num_logprob_passes,
         )
         self.add_metrics(throughput)
-        if self.workers.rollout_workers is not None:
-            now = time.monotonic()
-            generator = self.workers.rollout.generator
-            self.add_metrics(generator.pop_metrics(now - self.last_logged_s))
-            self.last_logged_s = now
         self.add_metrics(self.timers.pop())
         self.log_metrics(step)
 

@@ -52,6 +52,8 @@ class GeneratorWeights:
         self._is_colocated = is_colocated(config)
         self._expected: Jagged | None = None
         """The policy's log-probs of the probe rows, until the generator was compared."""
+        self._unverified: list[Replica] = []
+        """The replicas to compare with them."""
         self._max_length = config.policy.max_total_sequence_length - 1
 
     def update(self, version: int, replicas: Sequence[Replica] | None = None) -> Metrics:
@@ -79,15 +81,18 @@ class GeneratorWeights:
             else:
                 self._generator.replace(replica, failure)
         self._generator.set_version(updated, version)
-        return report.metrics() | self.start_check()
+        return report.metrics() | self.start_check(updated)
 
-    def start_check(self) -> Metrics:
-        """Score the probe rows with the policy, and with the generator unless they share devices.
+    def start_check(self, replicas: Sequence[Replica] | None = None) -> Metrics:
+        """Score the probe rows with the policy, and with `replicas` unless they share devices.
 
-        Call while the policy is on its devices. See `update`.
+        None means every replica. Call while the policy is on its devices. See `update`.
         """
         if not self._is_enabled:
             return {}
+        if replicas is None:
+            replicas = self._generator.live_replicas
+        self._unverified = list(replicas)
         with self.timers("weight_check"):
             self._expected = self._policy_logprobs()
         if self._is_colocated:
@@ -102,7 +107,8 @@ class GeneratorWeights:
         if self._expected is None:
             return {}
         with self.timers("weight_check"):
-            replicas = [each for each in self._generator.live_replicas if each.has_weights]
+            live = self._generator.live_replicas
+            replicas = [each for each in self._unverified if each in live and each.has_weights]
             scores = self._generator.score(self._probe["input_ids"], replicas)
             metrics = self._check.compare(self._expected, scores, self._generator.version)
             self._expected = None

@@ -129,3 +129,17 @@ def test_asynchronous_rollouts_need_processes_of_their_own(recipe: Recipe) -> No
         ConfigError, match=r"grpo\.max_staleness is 1, but cluster\.generation_work"
     ):
         recipe.grpo("grpo.max_staleness=1", "cluster.backend=ray", "cluster.gpus_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.weight_update=in_flight"], r"in_flight, which has no effect with grpo\.max_stal"),
+        (["grpo.partial_completions=restart"], r"restart, which has no effect with grpo\.weight_"),
+    ],
+)
+def test_keys_without_effect_are_refused(
+    recipe: Recipe, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe.grpo(*overrides)

@@ -5,7 +5,9 @@ once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,13 @@ from hypothesis import strategies as st
 from nemo_like.config.generation import GenerationConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
-from nemo_like.generation.replica import assign_units
+from nemo_like.generation.replica import Replica, assign_units
+from nemo_like.generation.requests import Completions, GenerationProgress
 from nemo_like.generation.sampling_params import SamplingParams
 
 
@@ -146,3 +151,34 @@ def test_sampling_follows_the_config() -> None:
         max_new_tokens=7, temperature=0.8, top_p=0.9, top_k=5, min_p=0.02, stop_strings=("\n\n",)
     )
     assert SamplingParams.from_config(config, temperature=0.0).temperature == 0.0
+
+
+class _DyingGroup:
+    """A group whose worker ends between two polls."""
+
+    def __init__(self, progress: GenerationProgress) -> None:
+        self.progress = progress
+
+    def is_done(self, handles: Sequence[Handle]) -> bool:
+        if handles[0].method == "second":
+            raise WorkerDied(
+                group="generation-0", rank=0, method="poll", pid=1, node="n", cause="", advice=""
+            )
+        return True
+
+    def get(self, handles: Sequence[Handle]) -> list[GenerationProgress]:
+        return [self.progress]
+
+
+def test_the_rows_of_a_poll_are_kept_if_the_next_poll_fails() -> None:
+    completions = Completions.from_rows([[5]], [[-1.0]], [[0]], ["length"])
+    ids = np.array([7], dtype=np.int64)
+    progress = GenerationProgress(ids, completions, num_unfinished=1, num_tokens=2, busy_s=0.1)
+    group: Any = _DyingGroup(progress)
+    replica = Replica(0, group, has_weights=True, costs={7: 10, 8: 10})
+    replica.polls.extend([[Handle(None, None, 0, "first")], [Handle(None, None, 0, "second")]])
+    results: list[GenerationProgress] = []
+    with pytest.raises(WorkerDied):
+        replica.read_polls(results)
+    assert [result.request_ids.tolist() for result in results] == [[7]]
+    assert list(replica.costs) == [8], "only the unfinished request is sampled again"

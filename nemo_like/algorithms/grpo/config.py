@@ -209,6 +209,21 @@ def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Generation beside training needs processes, and on GPUs devices, of its own."""
     staleness = config.grpo.max_staleness
+    updates_in_flight = config.grpo.weight_update == "in_flight"
+    if updates_in_flight and staleness == 0:
+        yield Problem(
+            ("grpo.weight_update", "grpo.max_staleness"),
+            "grpo.weight_update is in_flight, which has no effect with grpo.max_staleness 0: no"
+            " completion is being sampled when weights are updated. Set it to drain, or"
+            " grpo.max_staleness above 0",
+        )
+    if config.grpo.partial_completions == "restart" and not updates_in_flight:
+        yield Problem(
+            ("grpo.partial_completions", "grpo.weight_update"),
+            "grpo.partial_completions is restart, which has no effect with grpo.weight_update"
+            " drain: every completion is finished before an update. Set it to continue, or"
+            " grpo.weight_update to in_flight",
+        )
     if staleness == 0:
         return
     cluster = config.cluster
@@ -226,3 +241,17 @@ def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             " cluster.generation_workers to the number of GPUs for generation, or"
             " grpo.max_staleness to 0",
         )
+
+
+def asynchronous_warnings(config: GrpoRunConfig) -> list[str]:
+    """Return warnings about training on completions of older weights."""
+    is_corrected = config.loss_fn.importance_correction.kind != "none"
+    if config.grpo.max_staleness == 0 or config.computes_prev_logprobs or is_corrected:
+        return []
+    text = (
+        f"grpo.max_staleness is {config.grpo.max_staleness} and"
+        " loss_fn.importance_correction.kind is none: with one optimizer step per rollout nothing"
+        " corrects the gradient for completions of older weights, and their ratio is never"
+        " clipped; set it to token_truncate, for example"
+    )
+    return [text]

@@ -5,12 +5,13 @@ One step: prompts, rollout, plan, log-probs, advantages, optimizer steps, weight
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing
 
 import numpy as np
 
 from nemo_like.algorithms.grpo.advantages import group_advantages
-from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.config.paths import resolve_paths
@@ -24,6 +25,8 @@ from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
+
+logger = logging.getLogger(__name__)
 
 
 def run_grpo(config: GrpoRunConfig) -> RunResult:
@@ -50,6 +53,8 @@ def _train(
         num_steps=total,
         num_optimizer_steps=num_optimizer_steps(config, source),
     ) as run:
+        for warning in asynchronous_warnings(config):
+            logger.warning(warning)
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         if step > 0:
@@ -65,6 +70,7 @@ def _train(
             while step < total:
                 run.stop_if_requested(step, pipeline.position)
                 with run.timers("step"):
+                    pipeline.fetch(step)
                     with run.generating():
                         pipeline.start(step)
                         taken = pipeline.take(step)
@@ -82,6 +88,7 @@ def _train(
                 if is_due(step, config.grpo.val_period, is_last=step == total):
                     temperature = config.grpo.val_temperature
                     run.add_metrics(score_answers(run, val_prompts, step, temperature))
+                run.add_generator_metrics()
                 with run.rollouts.background():
                     lengths = taken.rollout.batch["length"]
                     run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)

@@ -56,30 +56,38 @@ class RolloutPipeline:
         self._loader = loader
         self._started: deque[_Started] = deque()
         self._next_step = step
+        self._fetched: list[Prompt] | None = None
+        """Prompts of `_next_step`, if they were fetched already."""
         self._sampling = SamplingParams.from_config(config.policy.generation)
         self.position: Position = SavedPosition(loader.state_dict())
         """Position of the loader after the prompts of the last step that was taken."""
 
+    def fetch(self, step: int) -> None:
+        """Fetch the prompts of `step`, if its rollout has not started.
+
+        Raises ConfigError for a bad row, after a checkpoint. Call while no generator is on a device
+        that it shares with the policy.
+        """
+        if self._next_step == step and self._fetched is None:
+            self._fetched = self._run.next_rows(self._loader, step)
+
     def start(self, step: int) -> None:
         """Start the rollouts that may run while `step` trains, that of `step` included.
 
-        Raises ConfigError for a bad row in the prompts of `step`. A bad row of a later step is
-        reported when that step starts.
+        Stops before a bad row, which `fetch` reports when its step comes.
         """
         last_step = min(step + self._config.grpo.max_staleness, self._config.grpo.max_num_steps - 1)
-        if self._next_step == step:
-            self._start_next(self._run.next_rows(self._loader, step))
         while self._next_step <= last_step:
-            try:
-                with self._run.timers("data_wait"):
-                    prompts = next(self._loader)
-            except ConfigError:
-                # The loader keeps its position before the bad row.
+            prompts = self._fetched
+            self._fetched = None
+            if prompts is None:
+                prompts = self._next_prompts()
+            if prompts is None:
                 return
             self._start_next(prompts)
 
     def take(self, step: int) -> StepRollout:
-        """Wait for the rollout of `step`. Call `start` before.
+        """Wait for the rollout of `step`. Call `fetch` and `start` before.
 
         Raises RuntimeError if a token was sampled with weights older than allowed.
         """
@@ -106,6 +114,15 @@ class RolloutPipeline:
                     self._run.rollouts.advance()
         elif self._config.grpo.partial_completions == "restart":
             generator.restart_unfinished()
+
+    def _next_prompts(self) -> list[Prompt] | None:
+        """Return the prompts of the next step, or None if they have a bad row."""
+        try:
+            with self._run.timers("data_wait"):
+                return next(self._loader)
+        except ConfigError:
+            # The loader keeps its position before the bad row.
+            return None
 
     def _start_next(self, prompts: list[Prompt]) -> None:
         group_size = self._config.grpo.num_generations_per_prompt

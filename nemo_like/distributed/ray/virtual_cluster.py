@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class RayVirtualCluster:
         self._report = report
         self._placement_group: PlacementGroup | None = None
         self._logs = logs
+        # A thread that still starts a worker when the run ends must not start another Ray.
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self._was_connected = ray.is_initialized()
         self._session = None if self._was_connected else connect(logs)
         self._raylet_watch = None

@@ -194,11 +194,14 @@ class RayWorkerGroup:
     def is_done(self, handles: Sequence[Handle]) -> bool:
         self._raise_if_stopped()
         pending = _pending(handles)
-        # The silence of a worker counts from the first check of its running calls.
+        # The silence of a worker counts from the first check of its running call.
         new = pending.keys() - self._watched
-        self._monitor.start_waiting(_ranks({ref: pending[ref] for ref in new}))
-        self._watched = set(pending)
+        if new:
+            self._monitor.start_waiting(_ranks({ref: pending[ref] for ref in new}))
+        self._watched |= new
+        checked = set(pending)
         self._check(pending, timeout_s=0.0)
+        self._watched -= checked - pending.keys()
         return not pending
 
     def wait_any(self, handles: Sequence[Handle], timeout_s: float) -> None:
