@@ -33,7 +33,8 @@ _REPOSITORY = Path(__file__).parents[1]
 PHASES = ("startup", "step", "saving")
 TARGETS = {
     "sft": ("driver", "policy", "raylet", "gcs"),
-    "grpo": ("driver", "policy", "generation", "reward", "raylet", "gcs"),
+    # A generation replica that dies is replaced within the run: see `replica_failures`.
+    "grpo": ("driver", "policy", "reward", "raylet", "gcs"),
 }
 _CLOCKS = ("timing/", "performance/", "policy/rank_time", "policy/peak_memory", "unix_time_s")
 _GONE_S = 60.0
