@@ -4,7 +4,7 @@ bit for bit.
     python -m benchmarks.fault_injection --kills 50 --seed 0 --algorithm both --out report.json
 
 Runs are real: SFT and GRPO of the demo's task through the command line, each on a Ray cluster of
-its own. An attempt is killed with SIGKILL (one of the driver, a policy, generation or reward
+its own. An attempt is killed with SIGKILL (one of the driver, a policy or reward
 worker, the raylet, the GCS) during start-up, a step, or the writing of a checkpoint; the next
 attempt resumes, and is killed as well. When a run is complete it is compared with the reference.
 The exit code is 0 if everything held.
