@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +22,7 @@ from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.generation.end_tokens import declared_end_token_ids
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch
 from nemo_like.generation.requests import (
     Completions,
@@ -72,7 +72,7 @@ class HFGenerationWorker:
         )
         self._model.eval().requires_grad_(False)
         self._move(self._device)
-        declared = declared_end_token_ids(self._model, self._tokenizer)
+        declared = declared_end_token_ids(self._model.generation_config, self._tokenizer)
         self._end_ids = declared | frozenset(end_token_ids)
         self._weight_version = 0
         self._rank = context.rank
@@ -221,17 +221,3 @@ class HFGenerationWorker:
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
         torch.nn.Module.to(self._model, device)
-
-
-def declared_end_token_ids(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> frozenset[int]:
-    """Return the end tokens that the generation config (one or several) and tokenizer declare."""
-    declared = None
-    if model.generation_config is not None:
-        declared = model.generation_config.eos_token_id
-    ids = declared if isinstance(declared, list) else [declared]
-    candidates = [*ids, tokenizer.eos_token_id]
-    # Either may be None.
-    return frozenset(token_id for token_id in candidates if isinstance(token_id, int))

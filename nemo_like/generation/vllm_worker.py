@@ -22,6 +22,7 @@ from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.generation.end_tokens import declared_end_token_ids
 from nemo_like.generation.hf_decoding import check_finite
 from nemo_like.generation.requests import (
     Completions,
@@ -396,25 +397,23 @@ def _vllm_params(
     )
 
 
-def _declared_end_ids(model_name: str, tokenizer_name: str) -> set[int]:
-    """Return the end tokens that the generation config (one or several) and tokenizer declare."""
-    ids: list[Any] = []
+def _declared_end_ids(model_name: str, tokenizer_name: str) -> frozenset[int]:
+    """Return the end tokens that the files of model and tokenizer declare."""
     local_files_only = is_local(model_name)
     try:
-        declared = GenerationConfig.from_pretrained(
+        generation_config = GenerationConfig.from_pretrained(
             model_name, local_files_only=local_files_only
-        ).eos_token_id
+        )
     except OSError:
-        # The file is optional; transformers then takes the value of config.json.
-        declared = AutoConfig.from_pretrained(
+        # The file is optional; transformers then takes the values of config.json.
+        model_config = AutoConfig.from_pretrained(
             model_name, trust_remote_code=False, local_files_only=local_files_only
-        ).eos_token_id
-    ids += declared if isinstance(declared, list) else [declared]
+        )
+        generation_config = GenerationConfig.from_model_config(model_config)
     tokenizer = AutoTokenizer.from_pretrained(
         tokenizer_name, trust_remote_code=False, local_files_only=is_local(tokenizer_name)
     )
-    ids.append(tokenizer.eos_token_id)
-    return {token_id for token_id in ids if isinstance(token_id, int)}
+    return declared_end_token_ids(generation_config, tokenizer)
 
 
 def _prompt(token_ids: np.ndarray) -> Any:

@@ -30,7 +30,6 @@ class RolloutJob:
     prompts: list[Prompt]
     """B prompts, one per completion; those of a group are consecutive."""
     group_size: int
-    request_ids: list[int]
     parts: list[Completions] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Row of each completion in `parts`."""
@@ -87,11 +86,6 @@ class RolloutCollector:
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
         """By request id: the job and the row of requests without a reward."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Completions that are not finished, or have no reward."""
-        return len(self._jobs)
-
     def start(
         self,
         prompts: Sequence[Prompt],
@@ -114,7 +108,7 @@ class RolloutCollector:
             sampling,
             max_total_length=max_total_length,
         )
-        job = RolloutJob(repeated, group_size, request_ids)
+        job = RolloutJob(repeated, group_size)
         for row, request_id in enumerate(request_ids):
             self._jobs[request_id] = (job, row)
         return job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -18,8 +17,6 @@ from nemo_like.metrics import Metrics, Timers
 from nemo_like.policy.policy import Policy
 from nemo_like.weight_sync.check import LogprobCheck, probe_rows
 from nemo_like.weight_sync.sync import WeightSync
-
-logger = logging.getLogger(__name__)
 
 
 class GeneratorWeights:
