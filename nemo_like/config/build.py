@@ -136,8 +136,9 @@ class _Builder:
         path: str,
     ) -> dict[str, Any] | None:
         if not isinstance(value, Mapping):
+            entries = "sections" if is_section(annotation) else "values"
             return self._reject(
-                path, f"{path} is {_shown(value)}; it must be a mapping from names to sections"
+                path, f"{path} is {_shown(value)}; it must be a mapping from names to {entries}"
             )
         built = {}
         for name, inner in value.items():

@@ -6,6 +6,7 @@ files, models and rows of data in `commands.validate`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from nemo_like.config.check_values import value_at, value_problems
@@ -30,6 +31,20 @@ from nemo_like.parallel_layout import PaddingMultiples
 
 Budgets = SequencePackingConfig | DynamicBatchingConfig
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_AT_START = "it is read when a process starts; set it where `ray start` or the run is started"
+_THREADS = "cluster.cpus_per_worker sets the number of threads"
+_VARIABLES_SET_ELSEWHERE = {
+    "LD_LIBRARY_PATH": _AT_START,
+    "LD_PRELOAD": _AT_START,
+    "PYTHONPATH": _AT_START,
+    "PYTHONHASHSEED": _AT_START,
+    "CUDA_VISIBLE_DEVICES": "Ray assigns a GPU to each worker; see cluster.gpus_per_node",
+    "OMP_NUM_THREADS": _THREADS,
+    "MKL_NUM_THREADS": _THREADS,
+}
+"""Environment variables that a worker cannot set, with the reason."""
+
 
 def find_problems(config: RunConfig) -> list[Problem]:
     """Return every problem of `config` that does not depend on data, or an empty list."""
@@ -38,6 +53,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_batching_modes(config),
         *_timeouts(config),
         *_cluster(config),
+        *_environment(config),
         *_scheduler(config),
         *_validation(config),
     ]
@@ -177,6 +193,18 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
                     f"cluster.{key} is {value}, but cluster.backend local is one worker in this"
                     f" process: set it to {limit}, or use ray",
                 )
+
+
+def _environment(config: RunConfig) -> Iterator[Problem]:
+    # Without the values in the messages: they may be secrets.
+    for name in config.cluster.env:
+        key = f"cluster.env.{name}"
+        if _VARIABLE.fullmatch(name) is None:
+            yield Problem(
+                (key,), f"{key} is no name of a variable, which has letters, digits and '_' only"
+            )
+        elif name in _VARIABLES_SET_ELSEWHERE:
+            yield Problem((key,), f"{key} has no effect: {_VARIABLES_SET_ELSEWHERE[name]}")
 
 
 def _scheduler(config: RunConfig) -> Iterator[Problem]:

@@ -38,7 +38,8 @@ def _section_problems(section: Any, prefix: str) -> Iterator[Problem]:
             yield from _section_problems(value, f"{key}.")
         elif isinstance(value, Mapping):
             for name, inner in value.items():
-                yield from _section_problems(inner, f"{key}.{name}.")
+                if is_section(type(inner)):
+                    yield from _section_problems(inner, f"{key}.{name}.")
         elif value is not None:
             # Null has no bounds: a key that may be null states what that means.
             rules = constraints[field.name]

@@ -156,7 +156,8 @@ def all_keys(root: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield path, annotation
         inner, _ = without_none(annotation)
         if is_open_section(inner):
-            yield from all_keys(get_args(inner)[1], f"{path}.*.")
+            if _has_sections(inner):
+                yield from all_keys(get_args(inner)[1], f"{path}.*.")
         elif is_section(inner):
             yield from all_keys(inner, f"{path}.")
 
@@ -166,8 +167,13 @@ def leaf_keys(root: type) -> list[str]:
     return [
         path
         for path, annotation in all_keys(root)
-        if not is_section(annotation) and not is_open_section(annotation)
+        if not is_section(annotation) and not _has_sections(annotation)
     ]
+
+
+def _has_sections(annotation: Any) -> bool:
+    """Return True for an open section whose entries are sections and not plain values."""
+    return is_open_section(annotation) and is_section(get_args(annotation)[1])
 
 
 def unknown_key_text(job: JobSchema, path: str) -> str:

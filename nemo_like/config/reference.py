@@ -81,7 +81,7 @@ def _sections(section: type, path: str) -> Iterator[SectionReference]:
         annotation, _ = without_none(field_types(section)[field.name])
         if is_section(annotation):
             subsections.append((annotation, key))
-        elif is_open_section(annotation):
+        elif is_open_section(annotation) and is_section(get_args(annotation)[1]):
             subsections.append((get_args(annotation)[1], f"{key}.{USER_NAME}"))
         else:
             keys.append(_key_reference(section, field, key))
@@ -118,6 +118,8 @@ def _type_name(annotation: Any) -> str:
         name = " | ".join(get_args(inner))
     elif get_origin(inner) is tuple:
         name = f"list of {_TYPE_NAMES[get_args(inner)[0]]}s"
+    elif is_open_section(inner):
+        name = f"mapping of names to {_type_name(get_args(inner)[1])}"
     else:
         name = _TYPE_NAMES[inner]
     return f"{name} or null" if may_be_null else name
@@ -125,6 +127,8 @@ def _type_name(annotation: Any) -> str:
 
 def _default_text(field: dataclasses.Field[Any]) -> str:
     default = field.default
+    if field.default_factory is dict:
+        return "{}"
     if default is dataclasses.MISSING:
         return _REQUIRED
     if default is None:

@@ -287,6 +287,11 @@ class ClusterConfig:
     """Max seconds without progress (microbatch, decoding step or reward sample) of a worker; the
     run then ends with an error that names the worker. 0 turns the check off. Must be above
     `collective_timeout_s`."""
+    env: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables of all workers, e.g. `{NCCL_IB_HCA: mlx5_0}`; null takes the driver's
+    value, which keeps a secret out of config files. `NCCL_*`, `GLOO_*` and `HF_*` of the driver are
+    passed on without being named here. Settings of torch's memory allocator reach policy workers
+    only."""
     time_limit: Annotated[str | None, Duration()] = None
     """Time since the start of the process after which the run finishes the current step, saves a
     checkpoint and exits with code 75: seconds, "H:MM:SS" or "D-HH:MM:SS"; null is no limit."""

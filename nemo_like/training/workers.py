@@ -6,11 +6,12 @@ They run on a Ray cluster or in this process.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from nemo_like.config.parallel import (
     is_colocated,
@@ -32,6 +33,11 @@ from nemo_like.policy.worker import PolicyWorker
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
 from nemo_like.progress import Progress
 from nemo_like.training.model_files import open_model_spec
+from nemo_like.training.worker_environment import (
+    WorkerKind,
+    environment_variables,
+    worker_environment,
+)
 
 if TYPE_CHECKING:
     from nemo_like.distributed.ray.resources import BundleSet
@@ -213,6 +219,9 @@ def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
         collective_timeout_s=config.cluster.collective_timeout_s,
     )
 
+    environment = worker_environment(config, "policy", os.environ)
+    closing.enter_context(environment_variables(environment))
+
     def start(
         name: str,
         worker_class: type,
@@ -234,6 +243,10 @@ def _ray_starter(
     *,
     logs: Path | None,
 ) -> _StartGroup:
+    # Before Ray is started: a variable may be missing.
+    environments: dict[str, dict[str, str]] = {}
+    for kind in get_args(WorkerKind):
+        environments[kind] = worker_environment(config, kind, os.environ)
     # Imported on demand: a run on the local backend does not need Ray.
     from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
     from nemo_like.distributed.ray.worker_group import RayWorkerGroup
@@ -266,6 +279,7 @@ def _ray_starter(
         **kwargs: Any,
     ) -> WorkerGroup:
         bundles, parallel_layout = groups[name]
+        environment = environments[name]
         progress_timeout_s = None
         if name == "generation":
             name = f"generation-{index}"
@@ -279,6 +293,7 @@ def _ray_starter(
             bundles=bundles,
             first_bundle=index * bundles_per_replica,
             progress_timeout_s=progress_timeout_s,
+            environment=environment,
         )
         closing.callback(group.shutdown)
         # In driver.log, so that the processes of a run can be found on their nodes.

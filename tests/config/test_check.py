@@ -52,6 +52,13 @@ def problems(config: RunConfig, **keys: Any) -> list[str]:
     return [problem.text for problem in find_problems(changed)]
 
 
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "A-B"])
+def test_variables_that_workers_cannot_set_are_refused_without_their_value(name: str) -> None:
+    (text,) = problems(SFT, cluster__env={name: "secret", "MY_VARIABLE": "1"})
+    assert text.startswith(f"cluster.env.{name} ")
+    assert "secret" not in text
+
+
 def test_the_defaults_are_fine() -> None:
     assert problems(SFT) == []
     assert problems(GRPO) == []

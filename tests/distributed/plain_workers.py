@@ -71,6 +71,10 @@ class PlainWorker:
         """Its context, the threads its libraries may use, and the GPUs it sees."""
         return self.context, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
+    def variables(self, *names: str) -> tuple[str | None, ...]:
+        """Environment variables of its process."""
+        return tuple(os.environ.get(name) for name in names)
+
     def multiply(self, method: int) -> int:
         """Its argument is called what the group calls the name of a call."""
         return self.context.rank * method

@@ -70,8 +70,12 @@ class WorkerActor:
         num_threads: int,
         heartbeat_key: str,
         progress_timeout_s: float,
+        environment: Mapping[str, str],
     ) -> None:
         """Prepare the process. With `progress_timeout_s` 0 no heartbeat is sent."""
+        # Before the worker's class is imported, and with it the libraries that read them. Not as a
+        # runtime environment of Ray, which its logs and its dashboard show: values may be secrets.
+        os.environ.update(environment)
         # Before the first import of torch, which reads these once. Ray would set them to the
         # actor's share of the bundle.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -62,13 +62,15 @@ class RayWorkerGroup:
         bundles: BundleSet = "policy",
         first_bundle: int = 0,
         progress_timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start the workers and construct `worker_class(context, **kwargs)` in each.
 
         `bundles` selects the reserved resources they use, from bundle `first_bundle` on;
         `anywhere` reserves none and spreads them over the nodes. `progress_timeout_s` is that of
-        calls after the construction; None is that of the cluster's config. Raises ClusterError if
-        they do not start, WorkerFailure if a constructor fails.
+        calls after the construction; None is that of the cluster's config. `environment` is added
+        to the environment of each process. Raises ClusterError if they do not start, WorkerFailure
+        if a constructor fails.
         """
         self.name = name
         self.parallel_layout = parallel_layout
@@ -84,7 +86,7 @@ class RayWorkerGroup:
             progress_timeout_s = config.progress_timeout_s
         self._monitor = ProgressMonitor(name, progress_timeout_s)
         self._actors = [
-            _start_actor(name, rank, bundle, num_threads, self._monitor)
+            _start_actor(name, rank, bundle, num_threads, self._monitor, environment or {})
             for rank, bundle in enumerate(bundle_of_rank)
         ]
         try:
@@ -427,6 +429,7 @@ def _start_actor(
     bundle: Bundle | None,
     num_threads: int,
     monitor: ProgressMonitor,
+    environment: Mapping[str, str],
 ) -> Any:
     """Start the process of one worker in its bundle, or on any node without one."""
     num_cpus = 0.0
@@ -453,6 +456,7 @@ def _start_actor(
         num_threads,
         monitor.key(rank),
         monitor.timeout_s,
+        dict(environment),
     )
 
 

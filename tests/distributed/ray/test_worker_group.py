@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError
 
@@ -65,6 +68,29 @@ def test_contexts_follow_the_nodes(group: RayWorkerGroup) -> None:
     }
     assert set(threads) == {"1"}
     assert len({location.pid for location in group.locations}) == 4
+
+
+def test_variables_reach_every_process_and_no_log(cluster: RayVirtualCluster) -> None:
+    secret = f"hf_{secrets.token_hex(16)}"
+    group = RayWorkerGroup(
+        cluster,
+        PlainWorker,
+        {},
+        name="policy",
+        parallel_layout=LAYOUT,
+        environment={"HF_TOKEN": secret, "NCCL_DEBUG": "WARN"},
+    )
+    seen = group.run_all_workers("variables", "HF_TOKEN", "NCCL_DEBUG")
+    assert seen == [(secret, "WARN")] * 4
+    with pytest.raises(WorkerError) as raised:
+        group.run_all_workers("fail_while_others_wait", 0)
+    assert secret not in str(raised.value)
+    group.shutdown()
+    session = Path(ray_worker._global_node.get_session_dir_path())  # type: ignore[union-attr]
+    logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
+    assert logs
+    for path in logs:
+        assert secret not in path.read_text(errors="replace"), path
 
 
 def test_results_come_in_rank_order_and_any_argument_name_is_free(group: RayWorkerGroup) -> None:

@@ -1,0 +1,95 @@
+"""Environment variables of workers: `cluster.env`, what the driver passes on, and the allocator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.sft.config import SftRunConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import ClusterConfig, RunConfig
+from nemo_like.progress import Progress
+from nemo_like.training.worker_environment import (
+    WorkerKind,
+    environment_variables,
+    worker_environment,
+)
+from nemo_like.training.workers import start_workers
+from tests.config.test_check import GRPO, SFT
+from tests.recipe import Recipe
+
+KINDS = get_args(WorkerKind)
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def with_cluster(config: RunConfig, **keys: Any) -> Any:
+    return replace(config, cluster=ClusterConfig(**keys))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_and_caches_of_the_driver_reach_every_worker(kind: WorkerKind) -> None:
+    passed_on = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "HF_HOME": "/cache"}
+    driver = passed_on | {"PATH": "/bin", "WANDB_API_KEY": "secret", "NOT_NCCL_X": "1"}
+    assert worker_environment(SFT, kind, driver) == passed_on
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_variables_replace_those_of_the_driver(kind: WorkerKind) -> None:
+    config = with_cluster(SFT, env={"NCCL_DEBUG": "WARN", "MY_VARIABLE": "1", "MY_TOKEN": None})
+    driver = {"NCCL_DEBUG": "INFO", "MY_TOKEN": "secret"}
+    expected = {"NCCL_DEBUG": "WARN", "MY_VARIABLE": "1", "MY_TOKEN": "secret"}
+    assert worker_environment(config, kind, driver) == expected
+
+
+def test_a_null_without_a_value_in_the_driver_is_refused() -> None:
+    config = with_cluster(SFT, env={"MY_TOKEN": None})
+    with pytest.raises(ConfigError, match=r"cluster\.env\.MY_TOKEN is null"):
+        worker_environment(config, "policy", {})
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_allocator_settings_reach_the_policy_only(name: str, is_own: bool) -> None:
+    setting = {name: "max_split_size_mb:512"}
+    config = with_cluster(GRPO, gpus_per_node=1, env=setting if is_own else {})
+    driver = {} if is_own else setting
+    assert worker_environment(config, "policy", driver) == setting
+    assert worker_environment(config, "generation", driver) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "has_segments"),
+    [
+        (with_cluster(SFT, gpus_per_node=1), True),
+        (with_cluster(SFT), False),
+        # Weights reach a colocated generator through CUDA IPC.
+        (with_cluster(GRPO, gpus_per_node=1), False),
+        (with_cluster(GRPO, gpus_per_node=1, generation_workers=1), True),
+    ],
+)
+def test_expandable_segments_are_the_default_of_gpus_without_ipc(
+    config: SftRunConfig | GrpoRunConfig, has_segments: bool
+) -> None:
+    expected = {ALLOCATOR: "expandable_segments:True"} if has_segments else {}
+    assert worker_environment(config, "policy", {}) == expected
+    assert worker_environment(config, "generation", {}) == {}
+
+
+def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_LIKE_A", "before")
+    monkeypatch.delenv("NEMO_LIKE_B", raising=False)
+    with environment_variables({"NEMO_LIKE_A": "inside", "NEMO_LIKE_B": "inside"}):
+        assert (os.environ["NEMO_LIKE_A"], os.environ["NEMO_LIKE_B"]) == ("inside", "inside")
+    assert os.environ["NEMO_LIKE_A"] == "before"
+    assert "NEMO_LIKE_B" not in os.environ
+
+
+def test_the_local_backend_has_them_during_the_run(recipe: Recipe) -> None:
+    config = recipe.sft("+cluster.env.NEMO_LIKE_C=1e3")
+    with start_workers(config, Progress()):
+        assert os.environ["NEMO_LIKE_C"] == "1e3"
+    assert "NEMO_LIKE_C" not in os.environ
