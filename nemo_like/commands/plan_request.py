@@ -272,7 +272,7 @@ def placement_of(config: RunConfig) -> Placement:
         precision=policy.precision,
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
-        chunk_size=policy.logprob_chunk_size,
+        chunk_size=policy.chunk_size("cuda"),
         has_reference=config.needs_reference,
     )
 

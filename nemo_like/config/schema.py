@@ -37,6 +37,12 @@ PackingName = Literal[
 ]
 
 
+CHUNK_TOKENS = 1024
+"""Default of `policy.logprob_chunk_size` on CPU."""
+CUDA_CHUNK_TOKENS = 4096
+"""The same on CUDA, where smaller products are limited by kernel launches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequencePackingConfig:
     """Sequence packing: microbatches of rows concatenated without padding between them. Excludes
@@ -152,9 +158,9 @@ class PolicyConfig:
     """Treatment of rows above `max_total_sequence_length`: `error` stops, `truncate` removes the
     end of a conversation or the beginning of a prompt, `drop` leaves the row out, `singleton` runs
     it as a microbatch of its own with a warning (needs sequence packing or dynamic batching)."""
-    logprob_chunk_size: Annotated[int, AtLeast(1)] = 1024
-    """Tokens per chunk in which logits are computed. The full [tokens, vocabulary] matrix is never
-    materialized."""
+    logprob_chunk_size: Annotated[int | None, AtLeast(1)] = None
+    """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
+    full [tokens, vocabulary] matrix is never materialized."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass instead of storing them: less
     memory, about one more forward pass."""
@@ -168,6 +174,12 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def chunk_size(self, device_type: str) -> int:
+        """Return `logprob_chunk_size`, or its default on a device type of torch."""
+        if self.logprob_chunk_size is not None:
+            return self.logprob_chunk_size
+        return CUDA_CHUNK_TOKENS if device_type == "cuda" else CHUNK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +250,10 @@ class PolicyGradientLossConfig:
     """Estimator of the reported KL divergence; the gradient is that of k2 for all three."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the entropy bonus."""
+    log_entropy: bool = False
+    """Log `policy/entropy`, the exact entropy over the complete vocabulary, which takes about three
+    more passes over the logits of each chunk. An entropy bonus logs it as well.
+    `policy/entropy_estimate` costs nothing and is always logged."""
     importance_correction: ImportanceCorrectionConfig = field(
         default_factory=ImportanceCorrectionConfig
     )

@@ -76,8 +76,8 @@ class ClippedPolicyGradientLoss:
 
     @property
     def needs_entropy(self) -> bool:
-        """True: the entropy is at least a metric."""
-        return True
+        """True if the loss has an entropy bonus or the entropy is a metric."""
+        return self.entropy_gradient or self.config.log_entropy
 
     @property
     def entropy_gradient(self) -> bool:
@@ -126,6 +126,8 @@ class ClippedPolicyGradientLoss:
         losses, per_token = self._surrogate(delta, inputs.per_token("advantages"))
         importance = importance_weights(correction, inputs, engine_logprobs, generation_logprobs)
         per_token |= importance.per_token
+        # The mean over samples of -log p, an unbiased estimate where the policy sampled them.
+        per_token["policy/entropy_estimate"] = -inputs.policy_logprobs.detach()
         if importance.weights is not None:
             losses = losses * importance.weights
         if self.config.reference_policy_kl_penalty > 0:

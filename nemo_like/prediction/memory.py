@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nemo_like.config.schema import CUDA_CHUNK_TOKENS
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, ParallelLayout
@@ -37,7 +38,7 @@ class Placement:
     precision: Precision = "bfloat16"
     activation_checkpointing: bool = False
     engine: EngineName = "dtensor"
-    chunk_size: int = 1024
+    chunk_size: int = CUDA_CHUNK_TOKENS
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
     """A frozen copy of the initial model is kept beside the policy."""

@@ -247,6 +247,33 @@ def test_masked_positions_with_infinities_leave_values_and_gradients_finite():
     assert all(math.isfinite(value) for value in metric_values(terms.metrics).values())
 
 
+def test_the_entropy_is_computed_only_where_it_is_read():
+    def needs_entropy(**keys: object) -> bool:
+        loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(**keys))  # type: ignore[arg-type]
+        return loss.needs_entropy
+
+    assert not needs_entropy()
+    assert needs_entropy(entropy_coefficient=0.01)
+    assert needs_entropy(log_entropy=True)
+
+
+def test_the_entropy_estimate_is_the_mean_of_minus_the_logprobs():
+    logprobs = torch.tensor([-1.0, -2.5, -40.0], requires_grad=True)
+    inputs = LossInputs(
+        policy_logprobs=logprobs,
+        token_mask=torch.tensor([True, True, False]),
+        row_ids=torch.zeros(3, dtype=torch.long),
+        row_num_tokens=torch.tensor([2.0]),
+        columns={
+            "advantages": torch.ones(3),
+            "prev_logprobs": logprobs.detach(),
+            "generation_logprobs": logprobs.detach(),
+        },
+    )
+    terms = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())(inputs)
+    assert metric_values(terms.metrics)["policy/entropy_estimate"] == 1.75
+
+
 def test_mismatch_metrics_are_zero_error_when_engines_agree():
     logprobs = -torch.rand(10)
     values = metric_values(mismatch_metrics(logprobs, logprobs, torch.ones(10, dtype=torch.bool)))

@@ -121,7 +121,7 @@ def build_model(
             name: ShardSpec(tuple(weight.shape))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
-    model = LogprobModel(causal_lm, config.logprob_chunk_size, groups)
+    model = LogprobModel(causal_lm, config.chunk_size(device.type), groups)
     if not is_sharded:
         model.to(device)
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must

@@ -92,7 +92,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             sharding,
             tp_rank,
             groups,
-            config.logprob_chunk_size,
+            config.chunk_size(device.type),
         )
         with open_model(config.model_name) as files:
             files.check(self.weight_shapes())
