@@ -35,6 +35,7 @@ JOIN_TIMEOUT_S = 60.0
 """Time for all members to join. They answered the driver just before."""
 
 _POLL_S = 0.0005
+_JOIN_POLL_S = 0.002
 _STORE_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
 
 
@@ -165,7 +166,7 @@ def _join(
     try:
         members.set(str(rank), "")
         # Before the group, whose constructor waits for `timeout_s`, longer than a join may take.
-        members.wait([str(other) for other in range(address.world_size)], _STORE_TIMEOUT)
+        _wait_for_members(members, address.world_size)
         group_store = PrefixStore("group", store)
         timeout = timedelta(seconds=timeout_s)
         if transport == "nccl":
@@ -182,6 +183,19 @@ def _join(
             f"not all of the {address.world_size} members of the broadcast group joined"
             f" (rank {rank}: {error})"
         ) from error
+
+
+def _wait_for_members(members: PrefixStore, world_size: int) -> None:
+    """Wait until all ranks have set their key. Raises RuntimeError after `JOIN_TIMEOUT_S`."""
+    keys = [str(rank) for rank in range(world_size)]
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    # Not `wait`, which blocks without progress: this member would be taken for a hung one if its
+    # progress deadline is shorter.
+    while not members.check(keys):
+        activity.note("joining a broadcast group")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"timed out after {JOIN_TIMEOUT_S:g} s")
+        time.sleep(_JOIN_POLL_S)
 
 
 def _nccl_group(

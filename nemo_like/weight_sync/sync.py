@@ -34,6 +34,9 @@ from nemo_like.weight_sync.channel import (
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 0.5
+"""Wait for the policy between two checks of the replicas that it may wait for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
@@ -233,7 +236,7 @@ class WeightSync:
             WeightTarget.open_weight_channel,
             {position: (spec, starts) for position, starts in first_index.items()},
         )
-        update.note_broken(self._policy.get(connecting))
+        update.note_broken(self._policy_results(connecting, live, [opening]))
         for answers in live.collect(opening).values():
             update.note_broken(answers)
 
@@ -265,7 +268,9 @@ class WeightSync:
             loading.append(live.submit(WeightTarget.load_bucket, BucketMessage(index)))
         # The policy first: a receiver that ends breaks its broadcast at once, and a failed gather
         # must not wait for receivers.
-        results: list[SentBucket] = [self._policy.get(calls)[0] for calls in sending]
+        results: list[SentBucket] = []
+        for calls in sending:
+            results.append(self._policy_results(calls, live, loading)[0])
         update.note_broken([sent.broken for sent in results])
         for sent, calls in zip(results, loading, strict=True):
             loaded = live.collect(calls)
@@ -274,6 +279,22 @@ class WeightSync:
             # The last member to come to a broadcast does not wait in it.
             durations = [each.transfer_s for ranks in loaded.values() for each in ranks]
             update.transfer_s += min([sent.transfer_s, *durations])
+
+    def _policy_results(
+        self,
+        calls: Sequence[Handle],
+        live: _Replicas,
+        running: Sequence[_Calls],
+    ) -> list[Any]:
+        """Return the results of calls of the policy that may wait for `running` calls of replicas.
+
+        A replica that hangs is killed at its own deadline, which ends its broadcast for all.
+        """
+        for call in calls:
+            while not self._policy.is_done([call]):
+                self._policy.wait_any([call], _WATCH_S)
+                live.check(running)
+        return self._policy.get(calls)
 
     def _abandon(self, live: _Replicas) -> None:
         """Have both sides release their buffers after a failure, without waiting for them."""
@@ -358,6 +379,14 @@ class _Replicas:
             except WorkerFailure as failure:
                 self._record(position, failure)
         return results
+
+    def check(self, running: Sequence[_Calls]) -> None:
+        """Leave out each replica of which a call failed or hangs; `running` is in start order."""
+        for position, group in list(self.live()):
+            try:
+                all(group.is_done(calls.get(position, [])) for calls in running)
+            except WorkerFailure as failure:
+                self._record(position, failure)
 
     def _record(self, position: int, failure: WorkerFailure) -> None:
         logger.info("replica %d did not get the weights: %s", position, failure)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.errors import WorkerDied, WorkerError
+from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
@@ -41,7 +41,10 @@ def start_policy(cluster: RayVirtualCluster, dtype: str = "float32") -> RayWorke
 
 
 def start_replica(
-    cluster: RayVirtualCluster, num_ranks: int = 1, dtype: str = "float32"
+    cluster: RayVirtualCluster,
+    num_ranks: int = 1,
+    dtype: str = "float32",
+    progress_timeout_s: float | None = None,
 ) -> RayWorkerGroup:
     return RayWorkerGroup(
         cluster,
@@ -50,6 +53,7 @@ def start_replica(
         name="generation",
         parallel_layout=ParallelLayout(dp=num_ranks),
         bundles="anywhere",
+        progress_timeout_s=progress_timeout_s,
     )
 
 
@@ -149,6 +153,32 @@ def test_a_killed_receiver_does_not_fail_the_others_and_is_replaced(
     assert list(report.failed) == [0]
     check_replicas(policy, [healthy, replacement], 5, "float32")
     for group in (policy, healthy, replacement):
+        group.shutdown()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_receiver_is_detected_at_its_own_deadline(
+    cluster: RayVirtualCluster, transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not when the broadcast times out, for which the others would have to wait."""
+    policy = start_policy(cluster)
+    stopped = start_replica(cluster, progress_timeout_s=4.0)
+    healthy = start_replica(cluster, progress_timeout_s=4.0)
+    stopped.run_all_workers("stop_in_bucket", 1)
+    sync = WeightSync(
+        policy,
+        dtype="float32",
+        max_bucket_bytes=MAX_BYTES,
+        transport=transport,
+        timeout_s=30.0,
+    )
+    with caplog.at_level("INFO", logger="nemo_like.weight_sync"):
+        report = sync.push([stopped, healthy], 4)
+    assert list(report.failed) == [0]
+    assert isinstance(report.failed[0], WorkerHung)
+    assert "took more than" not in caplog.text
+    check_replicas(policy, [healthy], 4, "float32")
+    for group in (policy, healthy):
         group.shutdown()
 
 

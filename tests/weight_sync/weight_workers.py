@@ -138,6 +138,7 @@ class GeneratorSide:
         self.num_buckets = 0
         self.kept: list[tuple[str, Tensor]] = []
         self.die_at = -1
+        self.fatal_signal = signal.SIGKILL
         self.keeps = False
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
@@ -154,7 +155,7 @@ class GeneratorSide:
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         if message.index == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.fatal_signal)
         self.num_buckets += 1
         return self.receiver.load(message, self._load, copy=self.keeps)
 
@@ -187,6 +188,11 @@ class GeneratorSide:
 
     def die_in_bucket(self, index: int) -> None:
         self.die_at = index
+
+    def stop_in_bucket(self, index: int) -> None:
+        """Stop this process (SIGSTOP) when it should load a bucket."""
+        self.die_at = index
+        self.fatal_signal = signal.SIGSTOP
 
     def state(self, dtype: str) -> tuple[int, str, int]:
         """Version, digest of the weights, buckets of the last update."""

@@ -196,11 +196,14 @@ class RayWorkerGroup:
     def is_done(self, handles: Sequence[Handle]) -> bool:
         self._raise_if_stopped()
         pending = _pending(handles)
-        # The silence of a worker counts from the first check of its running call.
-        new = pending.keys() - self._watched
+        new = list(pending.keys() - self._watched)
         if new:
-            self._monitor.start_waiting(_ranks({ref: pending[ref] for ref in new}))
-        self._watched |= new
+            # The silence of a worker counts from the first check of its running call. A call that
+            # has ended must not restart it.
+            _, running = ray.wait(new, num_returns=len(new), timeout=0)
+            if running:
+                self._monitor.start_waiting({pending[outcome].rank for outcome in running})
+            self._watched |= set(running)
         checked = set(pending)
         self._check(pending, timeout_s=0.0)
         self._watched -= checked - pending.keys()

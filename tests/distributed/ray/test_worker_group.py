@@ -257,6 +257,23 @@ def test_a_cause_of_death_is_reported_only_when_it_is_known(
     assert "its node left the cluster" in str(gone)
 
 
+def test_a_hung_worker_is_found_beside_calls_that_are_done(
+    cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated checks of an ended call do not restart the deadline."""
+    timeouts = dataclasses.replace(cluster.config, progress_timeout_s=3.0, collective_timeout_s=2.0)
+    monkeypatch.setattr(cluster, "config", timeouts)
+    group = plain_group(cluster, ParallelLayout())
+    done = group.submit_all("multiply", 1)
+    group.wait(done)
+    hanging = group.submit_all("sleep", 1000.0)
+    with pytest.raises(WorkerHung, match="hangs in `sleep`"):
+        for _ in range(200):
+            assert group.is_done(done)
+            assert not group.is_done(hanging)
+            time.sleep(0.1)
+
+
 def test_a_hung_worker_is_distinguished_from_a_slow_one(
     cluster: RayVirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
