@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Fixtures that several test packages share."""
 
 from __future__ import annotations
 
