@@ -2,7 +2,8 @@
 
 The order of a save, each line durable before the next begins:
 
-1. the caller and the policy's ranks write their files into `checkpoints/.writing_step_<N>`;
+1. the caller and the policy's ranks write their files into `checkpoints/.writing_step_<N>`, the
+   ranks possibly while training continues;
 2. the driver checks that it sees every file that the ranks report, with its size, and writes
    `manifest.json` last;
 3. the directory is renamed to `checkpoints/step_<N>`;
@@ -119,8 +120,17 @@ class Checkpoint:
 class OpenCheckpoint:
     """A checkpoint directory while it is written; report every rank's files with `add`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        *,
+        prunes: bool,
+    ) -> None:
         self.path = path
+        self.step = step
+        self.prunes = prunes
+        """Older checkpoints are removed, down to `keep_latest`, once this one is published."""
         self.reported: dict[str, FileRecord] = {}
 
     def add(self, subdirectory: str, reports: Sequence[Mapping[str, FileRecord]]) -> None:
@@ -160,11 +170,19 @@ class Checkpointer:
     def writing(self, step: int, *, prunes: bool = True) -> Iterator[OpenCheckpoint]:
         """Create an empty directory that becomes checkpoint `step` when the block ends.
 
-        All processes that write into the directory must have finished when the block ends, and
-        their files must be reported. If the block raises, the directory is removed. Raises
-        CheckpointError if a file cannot be written or differs from its report, and ValueError if
-        `latest` is this step; earlier checkpoints are unchanged in both cases. `prunes=False` keeps
-        the older checkpoints, whatever `keep_latest` is, until the next one that prunes.
+        See `begin` and `publish`. If the block raises, the directory is removed.
+        """
+        checkpoint = self.begin(step, prunes=prunes)
+        with self.discarding(checkpoint):
+            yield checkpoint
+        self.publish(checkpoint)
+
+    def begin(self, step: int, *, prunes: bool = True) -> OpenCheckpoint:
+        """Create the empty directory of a checkpoint, to be filled and then published.
+
+        `prunes=False` keeps the older checkpoints, whatever `keep_latest` is, until the next one
+        that prunes. Raises CheckpointError if the directory cannot be created, and ValueError if
+        `latest` is this step.
         """
         if self._is_latest(step):
             raise ValueError(
@@ -172,24 +190,39 @@ class Checkpointer:
                 f" should_save({step}) first"
             )
         directory = self.path / f"{_WRITING}step_{step}"
-        try:
+        checkpoint = OpenCheckpoint(directory, step, prunes=prunes)
+        with self.discarding(checkpoint):
             self.path.mkdir(parents=True, exist_ok=True)
             # Directories of saves that were interrupted; the lock of the run excludes others.
             self._remove(self.path.glob(f"{_WRITING}*"))
             directory.mkdir()
-            checkpoint = OpenCheckpoint(directory)
-            yield checkpoint
-            write_manifest(directory, step, checkpoint.reported)
-            self._publish(directory, step)
+        return checkpoint
+
+    def publish(self, checkpoint: OpenCheckpoint) -> None:
+        """Make the directory the checkpoint of its step and `latest`.
+
+        All processes that write into the directory must have finished, and their files must be
+        reported. Raises CheckpointError if a file cannot be written or differs from its report;
+        earlier checkpoints are unchanged then.
+        """
+        with self.discarding(checkpoint):
+            write_manifest(checkpoint.path, checkpoint.step, checkpoint.reported)
+            self._publish(checkpoint.path, checkpoint.step)
+        if checkpoint.prunes:
+            self._prune(checkpoint.step)
+
+    @contextmanager
+    def discarding(self, checkpoint: OpenCheckpoint) -> Iterator[None]:
+        """Remove the directory if the block raises. A failed write is raised as CheckpointError."""
+        try:
+            yield
         except BaseException as error:
             # Before the removal, which changes the free space that the message reports.
-            message = self._failure_message(error, step, directory)
-            shutil.rmtree(directory, ignore_errors=True)
+            message = self._failure_message(error, checkpoint.step, checkpoint.path)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
             if message is not None:
                 raise CheckpointError(message) from error
             raise
-        if prunes:
-            self._prune(step)
 
     def find_latest(self, check: Callable[[Path], str | None] | None = None) -> Checkpoint | None:
         """Return the checkpoint of `latest` if it is complete, else the newest complete one.

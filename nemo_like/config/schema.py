@@ -345,6 +345,9 @@ class CheckpointingConfig:
     """Save after every so many steps, and always at the end; 0 saves only at the end."""
     keep_latest: Annotated[int, AtLeast(1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
+    async_save: bool = True
+    """Write checkpoints while training continues. Every worker copies its weights and optimizer
+    state to host memory (12 bytes per parameter of its shard) and writes the copy."""
     export_hf: bool = True
     """Write a Hugging Face model to `<output_dir>/<run_name>/hf` at the end."""
 

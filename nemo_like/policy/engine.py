@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_like.files import FileRecord
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
@@ -153,10 +153,11 @@ class Engine(Protocol):
         """
         ...
 
-    def save(self, directory: Path) -> dict[str, FileRecord]:
+    def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """Write this rank's shard of weights and optimizer state.
 
-        Returns size and checksum of each file, by name.
+        With `in_background` a thread writes copies of them, and training may continue. The
+        checkpoint is complete after `PendingSave.finish`, which every rank calls.
         """
         ...
 

@@ -15,6 +15,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_export import write_hf
+from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
@@ -91,6 +92,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self._axes = groups
         self._optimizer: OptimizerT | None = None
         self._spec: ModelSpec | None = None
+        self.save_buffers = HostBuffers(pinned=device.type == "cuda")
+        """Host memory of checkpoints that are being written."""
 
     @property
     @abstractmethod

@@ -244,6 +244,21 @@ class Policy:
         """Save weights and optimizer state, each rank its shard; returns the files of each rank."""
         return call_all(self.group, PolicyWorkerProtocol.save, str(directory.resolve()))
 
+    def start_save(self, directory: Path) -> None:
+        """Copy weights and optimizer state to host memory; each rank writes in the background.
+
+        The tensors may change as soon as this returns. Call `finish_save` before the next save.
+        """
+        call_all(self.group, PolicyWorkerProtocol.start_save, str(directory.resolve()))
+
+    def is_save_written(self) -> bool:
+        """Return True if all ranks have written their files, or one failed."""
+        return all(call_all(self.group, PolicyWorkerProtocol.is_save_written))
+
+    def finish_save(self) -> list[dict[str, FileRecord]]:
+        """Wait for the files of `start_save`; returns the files of each rank, as `save` does."""
+        return call_all(self.group, PolicyWorkerProtocol.finish_save)
+
     def load(self, directory: Path) -> None:
         """Load what `save` wrote with any number of ranks."""
         call_all(self.group, PolicyWorkerProtocol.load, str(directory.resolve()))

@@ -20,6 +20,7 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
@@ -54,6 +55,7 @@ class PolicyWorker:
         self._logprobs = LogprobStore()
         self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
+        self._pending_save: PendingSave | None = None
 
     def device_info(self) -> DeviceInfo:
         """See `PolicyWorkerProtocol.device_info`."""
@@ -188,8 +190,31 @@ class PolicyWorker:
 
     def save(self, directory: str | Path) -> dict[str, FileRecord]:
         """See `PolicyWorkerProtocol.save`."""
+        self._start_save(directory, in_background=False)
+        return self.finish_save()
+
+    def start_save(self, directory: str | Path) -> None:
+        """See `PolicyWorkerProtocol.start_save`."""
+        self._start_save(directory, in_background=True)
+
+    def is_save_written(self) -> bool:
+        """See `PolicyWorkerProtocol.is_save_written`."""
+        return self._pending_save is None or self._pending_save.is_written()
+
+    def finish_save(self) -> dict[str, FileRecord]:
+        """See `PolicyWorkerProtocol.finish_save`."""
+        pending = self._pending_save
+        if pending is None:
+            raise RuntimeError("no save has been started; call start_save first")
+        # Also after an error: the next save starts from the beginning.
+        self._pending_save = None
+        return pending.finish()
+
+    def _start_save(self, directory: str | Path, *, in_background: bool) -> None:
+        if self._pending_save is not None:
+            raise RuntimeError("the previous save is not finished; call finish_save first")
         self._check_finite(with_moments=True)
-        return self._policy.save(Path(directory))
+        self._pending_save = self._policy.save(Path(directory), in_background=in_background)
 
     def load(self, directory: str | Path) -> None:
         """See `PolicyWorkerProtocol.load`."""

@@ -111,6 +111,24 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         """
         ...
 
+    def start_save(self, directory: str | Path) -> None:
+        """Copy this rank's shard to host memory and write it in a thread; see `save`.
+
+        Training may continue at once. Call `finish_save` before the next save.
+        """
+        ...
+
+    def is_save_written(self) -> bool:
+        """Return True if `finish_save` would not wait for this rank's files."""
+        ...
+
+    def finish_save(self) -> dict[str, FileRecord]:
+        """Wait until the checkpoint of `start_save` is complete; returns the files' records.
+
+        Raises WriteError if a file could not be written.
+        """
+        ...
+
     def load(self, directory: str | Path) -> None:
         """Read what `save` wrote with any number of ranks; the reference does not change.
 

@@ -47,6 +47,7 @@ from nemo_like.run_directory import (
 from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.run_warnings import precision_warnings
+from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.throughput import throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
@@ -54,9 +55,6 @@ from nemo_like.training.workers import RunWorkers, start_workers
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
-
-_POLICY = "policy"
-"""The policy's directory inside a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,16 @@ class TrainingRun:
     """Metrics of the step that is logged next."""
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    saver: CheckpointSaver = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
     last_logged_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
     """Consecutive skipped optimizer steps up to the latest step; see `skipped_steps`."""
+
+    def __post_init__(self) -> None:
+        self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
 
     @property
     def policy(self) -> Policy:
@@ -144,7 +146,7 @@ class TrainingRun:
         """Restore policy, loader and counters; return the step of the checkpoint."""
         state = checkpoint.state()
         with self.progress.phase(f"loading step {state.step}"), self.workers.policy_onloaded():
-            self.policy.load(checkpoint.path / _POLICY)
+            self.policy.load(policy_directory(checkpoint.path))
         try:
             loader.load_state_dict(state.loader)
         except (KeyError, TypeError, AttributeError) as error:
@@ -220,6 +222,8 @@ class TrainingRun:
         if plan is None:
             with self.timers("plan"):
                 plan = self.policy.plan(batch["length"], groups=groups)
+        # In GRPO the rollout is complete here, so a checkpoint is not kept waiting for the step.
+        self.saver.publish_if_written()
         if step == 0:
             write_text(self.directory.plan(step), plan.to_json() + "\n")
             self.progress.print_line(str(plan))
@@ -310,33 +314,42 @@ class TrainingRun:
         *,
         is_last: bool,
     ) -> None:
-        """Write a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
+        """Save a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
 
-        `position` is the loader, or its position after the rows of `step`.
+        `position` is the loader, or its position after the rows of `step`. With `is_last` this
+        waits until the checkpoint is written; otherwise, with `checkpointing.async_save`, it may be
+        written during the following steps. Call it after every step: it also publishes the earlier
+        checkpoint. Raises CheckpointError.
         """
+        if is_last:
+            # First, because the pending checkpoint may be of this step.
+            self.saver.finish()
+        else:
+            self.saver.publish_if_written()
         if self.checkpointer.should_save(step, is_last=is_last):
-            self.save(step, position)
+            in_background = self.config.checkpointing.async_save and not is_last
+            self._save(step, position, in_background=in_background)
 
-    def save(self, step: int, position: Position) -> None:
-        """Write the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
+    def _save(
+        self,
+        step: int,
+        position: Position,
+        *,
+        in_background: bool,
+    ) -> None:
+        """Save the checkpoint of `step`, whose metrics are logged. Raises CheckpointError."""
         # A resume removes the log records after the checkpoint's step. It must find those before,
         # so they are on disk first.
         self.tracker.sync()
         self.lengths.sync()
         # While steps are skipped the weights may already be useless: older checkpoints are kept.
         prunes = self.num_skipped_in_a_row == 0
-        with (
-            self.timers("checkpoint"),
-            self.workers.policy_onloaded(),
-            self.checkpointer.writing(step, prunes=prunes) as checkpoint,
-        ):
-            checkpoint.add(_POLICY, self.policy.save(checkpoint.path / _POLICY))
-            state = TrainingState(
-                step=step,
-                loader=position.state_dict(),
-                counters=dict(self.counters),
-            )
-            state.save(checkpoint.path)
+        state = TrainingState(
+            step=step,
+            loader=position.state_dict(),
+            counters=dict(self.counters),
+        )
+        self.saver.save(state, prunes=prunes, in_background=in_background)
 
     def stop_if_requested(self, step: int, position: Position) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
@@ -430,7 +443,9 @@ def open_training_run(
             logger.warning(warning)  # on the console and in driver.log
         resumed = None
         if config.resume:
-            resumed = checkpointer.find_latest(lambda path: checkpoint_problem(path / _POLICY))
+            resumed = checkpointer.find_latest(
+                lambda path: checkpoint_problem(policy_directory(path))
+            )
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:
@@ -442,7 +457,7 @@ def open_training_run(
             end_token_ids=encoder.end_token_ids,
         ) as workers:
             _check_workers(config, encoder, workers, directory, progress)
-            yield TrainingRun(
+            run = TrainingRun(
                 config=config,
                 directory=directory,
                 checkpointer=checkpointer,
@@ -455,6 +470,11 @@ def open_training_run(
                 resolved=plain,
                 stop=stop,
             )
+            try:
+                yield run
+            except Exception:
+                run.saver.finish_after_error()
+                raise
 
 
 def _check_workers(

@@ -12,20 +12,17 @@ needs from the blocks that contain them, bit by bit. `sharded_reader` reads it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_like.distributed import activity
 from nemo_like.files import (
     FileRecord,
-    finish_library_file,
     remove_file,
     reporting_write_errors,
     sync_directory,
@@ -38,6 +35,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     full_shapes,
     open_blocks,
 )
+from nemo_like.policy.checkpoint.staging import BackgroundWriter, HostBuffers, StagedFile
 
 _FILES = "rank_*.safetensors"
 _MAX_FILE_BYTES = 2 * 2**30
@@ -56,6 +54,35 @@ class Block(NamedTuple):
     tensor: Tensor
 
 
+class PendingSave:
+    """A checkpoint whose files this rank may still be writing; every rank calls `finish`."""
+
+    def __init__(
+        self,
+        writer: BackgroundWriter | None,
+        written: dict[str, FileRecord],
+        complete: Callable[[dict[str, FileRecord]], None],
+    ) -> None:
+        self._writer = writer
+        self._written = written
+        self._complete = complete
+
+    def is_written(self) -> bool:
+        """Return True if this rank's files are written or one failed: `finish` does not wait."""
+        return self._writer is None or self._writer.is_done()
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Wait for the files of all ranks; rank 0 writes the manifest.
+
+        Returns size and checksum of every file that this rank wrote, by name. Raises WriteError if
+        a file could not be written, CheckpointError for an incomplete partition.
+        """
+        if self._writer is not None:
+            self._written |= self._writer.finish()
+        self._complete(self._written)
+        return self._written
+
+
 def save(
     directory: Path,
     blocks: Iterable[Block],
@@ -65,17 +92,20 @@ def save(
     barrier: Callable[[], None],
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
-) -> dict[str, FileRecord]:
-    """Write this rank's blocks, and on rank 0 the manifest; every rank calls.
+    buffers: HostBuffers,
+    in_background: bool,
+) -> PendingSave:
+    """Copy this rank's blocks to host memory and write them to files; every rank calls.
 
     `shapes` are the full shapes of the weights. Together the ranks pass each element of every
-    weight, and with `has_moments` of both its moments, exactly once. Blocks are stored as float32
-    and are kept in memory only until a file is full. An earlier checkpoint in `directory` is
-    removed.
+    weight, and with `has_moments` of both its moments, exactly once. Blocks are stored as float32.
+    An earlier checkpoint in `directory` is removed.
 
-    Returns size and checksum of every file that this rank wrote, by name. Raises WriteError if a
-    file cannot be written, ValueError for a wrong block, CheckpointError for an incomplete
-    partition.
+    With `in_background` all blocks are copied to `buffers` and written by a thread while training
+    continues. Otherwise they are kept in memory only until a file is full, and all files are
+    written when this returns. In both cases the checkpoint is complete after `finish`.
+
+    Raises WriteError if a file cannot be written, ValueError for a wrong block.
     """
     if rank == 0:
         _clear(directory)
@@ -85,19 +115,33 @@ def save(
         directory.mkdir(parents=True, exist_ok=True)
     expected = full_shapes(shapes, has_moments)
     checked = (_check_block(block, expected) for block in blocks)
-    written = _write_blocks(directory, rank, checked)
-    # The manifest marks the checkpoint as complete, so it follows every rank's files.
-    barrier()
-    if rank == 0:
-        written[MANIFEST] = _write_manifest(
-            directory,
-            expected,
-            num_optimizer_steps,
-            has_moments,
-            shapes,
-        )
-    barrier()
-    return written
+    staged: list[StagedFile] = []
+    written: dict[str, FileRecord] = {}
+    for file in _stage(directory, rank, checked, buffers):
+        if in_background:
+            staged.append(file)
+            continue
+        buffers.wait_for_copies()
+        written[file.path.name] = file.write(partial(_note_progress, file.path.name))
+    writer = None
+    if staged:
+        buffers.wait_for_copies()
+        writer = BackgroundWriter(staged)
+
+    def complete(written: dict[str, FileRecord]) -> None:
+        # The manifest marks the checkpoint as complete, so it follows every rank's files.
+        barrier()
+        if rank == 0:
+            written[MANIFEST] = _write_manifest(
+                directory,
+                expected,
+                num_optimizer_steps,
+                has_moments,
+                shapes,
+            )
+        barrier()
+
+    return PendingSave(writer, written, complete)
 
 
 def _check_block(block: Block, expected: Mapping[str, tuple[int, ...]]) -> Block:
@@ -126,36 +170,29 @@ def _clear(directory: Path) -> None:
             remove_file(path)
 
 
-def _write_blocks(
+def _stage(
     directory: Path,
     rank: int,
     blocks: Iterable[Block],
-) -> dict[str, FileRecord]:
-    """Write the blocks to as many files as needed; returns the files' records by name."""
-    pending: list[Block] = []
-    written: dict[str, FileRecord] = {}
-    num_bytes = 0
-
-    def write() -> None:
-        path = directory / f"rank_{rank:05d}_{len(written):03d}.safetensors"
-        written[path.name] = _write_file(path, pending)
-
+    buffers: HostBuffers,
+) -> Iterator[StagedFile]:
+    """Copy the blocks to host memory; yield each file when it is full, and the last one."""
+    file: StagedFile | None = None
+    num_files = 0
     for block in blocks:
         for part in _split(block):
             size = 4 * part.tensor.numel()
-            if pending and num_bytes + size > _MAX_FILE_BYTES:
-                write()
-                pending = []
-                num_bytes = 0
-            # A copy, so that other views of the same storage are neither written nor able to change
-            # the block before the file is written.
-            copied = torch.empty(part.tensor.shape, dtype=torch.float32)
-            copied.copy_(part.tensor.detach())
-            pending.append(part._replace(tensor=copied))
-            num_bytes += size
-    if pending:
-        write()
-    return written
+            if file is not None and file.num_bytes + size > _MAX_FILE_BYTES:
+                yield file
+                file = None
+            if file is None:
+                name = f"rank_{rank:05d}_{num_files:03d}.safetensors"
+                file = StagedFile(directory / name, buffers)
+                num_files += 1
+            activity.note(f"copying {part.name} for a checkpoint")
+            file.add(part.name, part.offset, part.tensor)
+    if file is not None:
+        yield file
 
 
 def _split(block: Block) -> Iterator[Block]:
@@ -172,19 +209,9 @@ def _split(block: Block) -> Iterator[Block]:
         yield block._replace(offset=offset, tensor=tensor[start : start + num_rows])
 
 
-def _write_file(path: Path, blocks: list[Block]) -> FileRecord:
-    tensors: dict[str, Tensor] = {}
-    positions = {}
-    for block in blocks:
-        key = f"{block.name}@{','.join(map(str, block.offset))}"
-        if key in tensors:
-            raise ValueError(f"a rank passes two blocks with the same position: {key}")
-        tensors[key] = block.tensor
-        positions[key] = {"name": block.name, "offset": list(block.offset)}
-    activity.note(f"writing {path.name} of a checkpoint")
-    with reporting_write_errors(path):
-        save_file(tensors, path, metadata={"blocks": json.dumps(positions)})
-        return finish_library_file(path)
+def _note_progress(name: str, num_bytes: int) -> None:
+    """Note that this process has written `num_bytes` more bytes of the file `name`."""
+    activity.note(f"writing {name} of a checkpoint, {num_bytes} bytes")
 
 
 def _write_manifest(

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded import Block, PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import (
     MOMENTS,
     WEIGHT,
     CheckpointReader,
     open_checkpoint,
 )
+from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 
 
@@ -28,14 +28,18 @@ def save(
     rank: int,
     num_optimizer_steps: int,
     barrier: Callable[[], None],
-) -> dict[str, FileRecord]:
-    """Write the blocks that this rank owns; every rank calls. Returns this rank's files."""
+    buffers: HostBuffers,
+    in_background: bool,
+) -> PendingSave:
+    """Write the blocks that this rank owns; see `sharded.save`. Every rank calls."""
     return sharded_checkpoint.save(
         directory,
         _blocks(parameters, optimizer),
         rank=rank,
         num_optimizer_steps=num_optimizer_steps,
         barrier=barrier,
+        buffers=buffers,
+        in_background=in_background,
         has_moments=len(optimizer.state) > 0,
         shapes=_shapes(parameters),
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.files import FileRecord
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.model import (
@@ -153,7 +153,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             shard = shard.to(torch.bfloat16)
         return shard
 
-    def save(self, directory: Path) -> dict[str, FileRecord]:
+    def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
         return dtensor_checkpoint.save(
             directory,
@@ -162,6 +162,8 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
+            buffers=self.save_buffers,
+            in_background=in_background,
         )
 
     def load(self, directory: Path) -> None:

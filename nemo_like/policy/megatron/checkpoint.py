@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nemo_like.files import FileRecord
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block
+from nemo_like.policy.checkpoint.sharded import Block, PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT, open_checkpoint
+from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
@@ -26,8 +26,10 @@ def save(
     rank: int,
     num_optimizer_steps: int,
     barrier: Callable[[], None],
-) -> dict[str, FileRecord]:
-    """Write the blocks that this rank owns; every rank calls. Returns this rank's files.
+    buffers: HostBuffers,
+    in_background: bool,
+) -> PendingSave:
+    """Write the blocks that this rank owns; see `sharded.save`. Every rank calls.
 
     `shapes` are the full shapes of the weights by Hugging Face name.
     """
@@ -37,6 +39,8 @@ def save(
         rank=rank,
         num_optimizer_steps=num_optimizer_steps,
         barrier=barrier,
+        buffers=buffers,
+        in_background=in_background,
         has_moments=optimizer.has_moments,
         shapes=shapes,
     )

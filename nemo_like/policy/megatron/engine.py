@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.files import FileRecord
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.hf_reader import open_model
+from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
@@ -187,7 +187,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             local,
         )
 
-    def save(self, directory: Path) -> dict[str, FileRecord]:
+    def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
         return megatron_checkpoint.save(
             directory,
@@ -197,6 +197,8 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
+            buffers=self.save_buffers,
+            in_background=in_background,
         )
 
     def load(self, directory: Path) -> None:

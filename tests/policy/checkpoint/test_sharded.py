@@ -27,6 +27,7 @@ from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.sharded import Block, save
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem, open_checkpoint
+from nemo_like.policy.checkpoint.staging import HostBuffers
 
 SHAPES = {"embed.weight": (7, 4), "norm.weight": (5,)}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -52,16 +53,23 @@ def random_model(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tenso
 
 
 def save_blocks(directory: Path, ranks: Sequence[Iterable[Block]], **options: Any) -> None:
-    """`save` on as many ranks as there are lists of blocks."""
+    """`save` and `finish` on as many ranks as there are lists of blocks."""
     barrier = threading.Barrier(len(ranks), timeout=10)
 
     def wait() -> None:
         barrier.wait()
 
     def run(rank: int) -> None:
-        arguments = {"num_optimizer_steps": 3, "has_moments": True, "shapes": SHAPES, **options}
+        arguments = {
+            "num_optimizer_steps": 3,
+            "has_moments": True,
+            "shapes": SHAPES,
+            "buffers": HostBuffers(pinned=False),
+            "in_background": False,
+            **options,
+        }
         try:
-            save(directory, ranks[rank], rank=rank, barrier=wait, **arguments)
+            save(directory, ranks[rank], rank=rank, barrier=wait, **arguments).finish()
         except (ValueError, CheckpointError):
             barrier.abort()
             raise
@@ -98,15 +106,24 @@ def cut(block: Block, draw: Callable[..., Any]) -> Iterator[Block]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), num_ranks=st.integers(1, 3))
-def test_any_part_reads_back_to_the_bit_however_it_was_cut(tmp_path_factory, data, num_ranks):
+@given(
+    data=st.data(),
+    num_ranks=st.integers(1, 3),
+    in_background=st.booleans(),
+    chunk_bytes=st.sampled_from([4, 20, 1024]),
+)
+def test_any_part_reads_back_to_the_bit_however_it_was_cut(
+    tmp_path_factory, data, num_ranks, in_background, chunk_bytes
+):
     model = random_model()
     ranks: list[list[Block]] = [[] for _ in range(num_ranks)]
     for block in full_blocks(model):
         for part in cut(block, data.draw):
             ranks[data.draw(st.integers(0, num_ranks - 1))].append(part)
     directory = tmp_path_factory.mktemp("checkpoint")
-    save_blocks(directory, ranks)
+    # Each rank has buffers of its own in a run, but here they are not kept after a save.
+    buffers = HostBuffers(pinned=False, chunk_bytes=chunk_bytes)
+    save_blocks(directory, ranks, buffers=buffers, in_background=in_background)
     with open_checkpoint(directory) as reader:
         assert (reader.num_optimizer_steps, reader.has_moments, reader.shapes) == (3, True, SHAPES)
         reader.check_model(SHAPES)

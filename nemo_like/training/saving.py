@@ -1,0 +1,118 @@
+"""Saving the checkpoints of a run, with `checkpointing.async_save` while training continues."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_like.checkpoint import Checkpointer, OpenCheckpoint, TrainingState
+from nemo_like.metrics import Timers
+from nemo_like.training.workers import RunWorkers
+
+logger = logging.getLogger(__name__)
+
+_POLICY = "policy"
+"""The policy's directory inside a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that the policy's workers write while training continues."""
+
+    checkpoint: OpenCheckpoint
+    started_s: float
+    """`time.monotonic()` when the workers had copied their state."""
+
+
+def policy_directory(checkpoint: Path) -> Path:
+    """Return the directory of the policy's own files inside a checkpoint."""
+    return checkpoint / _POLICY
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of a run. At most one is being written at a time."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        workers: RunWorkers,
+        timers: Timers,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._workers = workers
+        self._timers = timers
+        self._pending: _Pending | None = None
+
+    def save(
+        self,
+        state: TrainingState,
+        *,
+        prunes: bool,
+        in_background: bool,
+    ) -> None:
+        """Save the policy and `state`, after the checkpoint that is being written.
+
+        With `in_background` the workers have copied the policy when this returns, and write it
+        while training continues; `publish_if_written` and `finish` make it the latest. Raises
+        CheckpointError if a checkpoint cannot be written.
+        """
+        policy = self._workers.policy
+        with self._timers("checkpoint"):
+            self.finish()
+            checkpoint = self._checkpointer.begin(state.step, prunes=prunes)
+            directory = policy_directory(checkpoint.path)
+            with self._checkpointer.discarding(checkpoint):
+                with self._workers.policy_onloaded():
+                    if in_background:
+                        policy.start_save(directory)
+                    else:
+                        checkpoint.add(_POLICY, policy.save(directory))
+                state.save(checkpoint.path)
+            if in_background:
+                self._pending = _Pending(checkpoint, time.monotonic())
+            else:
+                self._checkpointer.publish(checkpoint)
+
+    def publish_if_written(self) -> None:
+        """Publish the pending checkpoint if the workers have written it; does not wait for them.
+
+        Raises CheckpointError if a worker could not write its files.
+        """
+        if self._pending is not None and self._workers.policy.is_save_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the pending checkpoint, if any, and publish it. Raises CheckpointError."""
+        if self._pending is None:
+            return
+        pending = self._pending
+        # Also after an error: it cannot be finished a second time.
+        self._pending = None
+        with self._checkpointer.discarding(pending.checkpoint):
+            pending.checkpoint.add(_POLICY, self._workers.policy.finish_save())
+        self._checkpointer.publish(pending.checkpoint)
+        seconds = time.monotonic() - pending.started_s
+        step = pending.checkpoint.step
+        logger.info("the checkpoint of step %d was complete %.1f s after its copy", step, seconds)
+
+    def finish_after_error(self) -> None:
+        """Publish the pending checkpoint if the workers still can; a run ends with an error.
+
+        Otherwise its directory is removed and a warning is logged. The error of the run has
+        precedence, so this raises nothing.
+        """
+        if self._pending is None:
+            return
+        checkpoint = self._pending.checkpoint
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 (the run ends with another error)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            logger.warning(
+                "the checkpoint of step %d was being written and is lost: %s",
+                checkpoint.step,
+                error,
+            )
