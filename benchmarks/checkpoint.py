@@ -134,7 +134,7 @@ def measure(folder: Path, num_rounds: int, num_tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Seconds of a step after a save.")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--folder", default=None, help="parent of the checkpoints")

@@ -472,8 +472,8 @@ def open_training_run(
             )
             try:
                 yield run
-            except Exception:
-                run.saver.finish_after_error()
+            except Exception as error:
+                run.saver.finish_after_error(error)
                 raise
 
 

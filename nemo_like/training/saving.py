@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_like.checkpoint import Checkpointer, OpenCheckpoint, TrainingState
+from nemo_like.checkpoint import Checkpointer, CheckpointError, OpenCheckpoint, TrainingState
+from nemo_like.files import WriteError
 from nemo_like.metrics import Timers
 from nemo_like.training.workers import RunWorkers
 
@@ -98,21 +99,23 @@ class CheckpointSaver:
         step = pending.checkpoint.step
         logger.info("the checkpoint of step %d was complete %.1f s after its copy", step, seconds)
 
-    def finish_after_error(self) -> None:
-        """Publish the pending checkpoint if the workers still can; a run ends with an error.
+    def finish_after_error(self, error: Exception) -> None:
+        """Publish the pending checkpoint if the workers still can; the run ends with `error`.
 
-        Otherwise its directory is removed and a warning is logged. The error of the run has
-        precedence, so this raises nothing.
+        Otherwise its directory is removed and a warning is logged. Raises CheckpointError only if
+        `error` is a failed write as well: a checkpoint that fills the disk is the cause then.
         """
         if self._pending is None:
             return
         checkpoint = self._pending.checkpoint
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 (the run ends with another error)
+        except Exception as reason:
             shutil.rmtree(checkpoint.path, ignore_errors=True)
+            if isinstance(error, WriteError) and isinstance(reason, CheckpointError):
+                raise reason from error
             logger.warning(
                 "the checkpoint of step %d was being written and is lost: %s",
                 checkpoint.step,
-                error,
+                reason,
             )

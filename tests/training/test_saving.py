@@ -22,6 +22,7 @@ from nemo_like.config.schema import (
     SequencePackingConfig,
 )
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.files import WriteError
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Timers
 from nemo_like.models.presets import load_spec
@@ -144,7 +145,8 @@ def test_a_failed_write_is_one_message_and_keeps_the_earlier_checkpoint(policy, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with pytest.raises(CheckpointError) as caught:
-        saver.publish_if_written()
+        # The checkpoint is the cause if another write of the run failed first.
+        saver.finish_after_error(WriteError("metrics.jsonl cannot be written"))
     message = str(caught.value)
     for part in ("checkpoint of step 2", "rank_00000_000.safetensors", "ulimit -f", "step_1 is"):
         assert part in message
@@ -160,11 +162,11 @@ def test_after_an_error_of_the_run_the_pending_checkpoint_is_published(policy, t
     train_step(policy, 0)
     saver = open_saver(policy, tmp_path)
     save(saver, 1)
-    saver.finish_after_error()
+    saver.finish_after_error(ValueError("a bad row"))
     assert latest(tmp_path) == "step_1"
     save(saver, 2)
     policy.finish_save()  # so that it cannot be finished again, as after the loss of a worker
-    saver.finish_after_error()
+    saver.finish_after_error(ValueError("a bad row"))
     assert "the checkpoint of step 2 was being written and is lost" in caplog.text
     assert latest(tmp_path) == "step_1"
     assert not (tmp_path / "checkpoints/.writing_step_2").exists()
