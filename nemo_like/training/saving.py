@@ -44,7 +44,7 @@ class CheckpointSaver:
     ) -> None:
         self._checkpointer = checkpointer
         self._workers = workers
-        self._timers = timers
+        self.timers = timers
         self._pending: _Pending | None = None
 
     def save(
@@ -61,7 +61,7 @@ class CheckpointSaver:
         CheckpointError if a checkpoint cannot be written.
         """
         policy = self._workers.policy
-        with self._timers("checkpoint"):
+        with self.timers("checkpoint"):
             self.finish()
             checkpoint = self._checkpointer.begin(state.step, prunes=prunes)
             directory = policy_directory(checkpoint.path)
