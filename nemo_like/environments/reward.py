@@ -105,11 +105,6 @@ class RewardEnvironment:
         self._running: dict[int, tuple[list[int], Handle]] = {}
         """By rank of the worker: the keys of its samples, and its call."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Samples that were submitted and whose rewards were not returned."""
-        return len(self._waiting) + sum(len(keys) for keys, _ in self._running.values())
-
     def submit(self, keys: Sequence[int], samples: Sequence[RewardSample]) -> None:
         """Add samples; `collect` returns their rewards under these keys, in any order."""
         self._waiting += zip(keys, samples, strict=True)
@@ -134,25 +129,6 @@ class RewardEnvironment:
                 scored.append(ScoredSamples(keys, rewards, components))
         self._start()
         return scored
-
-    def score(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the rewards, float32 [B], and the unweighted values of each function, float32 [B].
-
-        No other sample may be unfinished.
-        """
-        if self.num_unfinished:
-            raise RuntimeError(
-                f"score was called while {self.num_unfinished} other samples are unfinished"
-            )
-        self.submit(range(len(samples)), samples)
-        rewards = np.zeros(len(samples), dtype=np.float32)
-        components = {name: np.zeros(len(samples), np.float32) for name in self._weights}
-        while self.num_unfinished:
-            for scored in self.collect(timeout_s=1.0):
-                rewards[scored.keys] = scored.rewards
-                for name, values in scored.components.items():
-                    components[name][scored.keys] = values
-        return rewards, components
 
     def shutdown(self) -> None:
         """Stop the reward workers."""
