@@ -37,6 +37,8 @@ class WorkerContext:
     collective_timeout_s: float
     num_threads: int
     """CPU threads of this worker."""
+    owns_process: bool = False
+    """The process has no other purpose than this worker, which may end it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_like.distributed import activity
+from nemo_like.distributed.process_end import end_worker
 from nemo_like.distributed.worker_group import WorkerContext
 
 
@@ -120,6 +121,9 @@ class PlainWorker:
         while self.context.rank == hanging_rank:
             time.sleep(0.2)
         return self.context.rank
+
+    def lose_child(self) -> None:
+        end_worker("Worker_TP1 of vLLM (pid 7) ended with exit code -9")
 
     def crash(self, rank: int) -> None:
         if self.context.rank == rank:

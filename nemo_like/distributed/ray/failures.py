@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_like.distributed.advice import SAVE_MEMORY, advise, advise_on_memory
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
+from nemo_like.distributed.process_end import reason_of_end
 from nemo_like.distributed.ray.actor import Location, Raised
 from nemo_like.distributed.ray.heartbeat import Silence
 from nemo_like.distributed.ray.processes import count_oom_kills, machine_id, process_state
@@ -208,6 +209,9 @@ def diagnose(
             cause = f"it crashed ({reason}), as happens when /dev/shm is full"
             return cause, "Give the container a larger /dev/shm."
         return f"it crashed ({reason})", _CRASH_ADVICE
+    reason = reason_of_end(evidence.log_tail) if evidence is not None else ""
+    if reason:
+        return f"it ended itself because {reason}", "Its log may have more."
     if "SIGTERM" in report:
         return (
             "it received SIGTERM",

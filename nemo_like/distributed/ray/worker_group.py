@@ -7,7 +7,6 @@ before writing to it.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,10 +14,15 @@ from typing import Any, NoReturn
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_like.distributed.errors import ClusterError, WorkerFailure
-from nemo_like.distributed.ray.actor import Location, Raised, WorkerActor
+from nemo_like.distributed.errors import WorkerFailure
+from nemo_like.distributed.ray.actor import Location, Raised
+from nemo_like.distributed.ray.actor_start import (
+    choose_bundles,
+    locate_actors,
+    start_actor,
+    worker_contexts,
+)
 from nemo_like.distributed.ray.failures import (
     Failure,
     explain,
@@ -28,8 +32,8 @@ from nemo_like.distributed.ray.failures import (
 )
 from nemo_like.distributed.ray.heartbeat import ProgressMonitor, Silence
 from nemo_like.distributed.ray.resources import BundleSet
-from nemo_like.distributed.ray.virtual_cluster import Bundle, RayVirtualCluster
-from nemo_like.distributed.worker_group import Handle, WorkerContext
+from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -79,21 +83,27 @@ class RayWorkerGroup:
         """Running calls that `is_done` has seen."""
         self._head = cluster.head
         config = cluster.config
-        bundle_of_rank = _choose_bundles(cluster, bundles, parallel_layout, name, first_bundle)
+        bundle_of_rank = choose_bundles(cluster, bundles, parallel_layout, name, first_bundle)
         num_threads = 1 if bundles == "anywhere" else max(1, int(config.cpus_per_worker))
         self._collective_timeout_s = config.collective_timeout_s
         if progress_timeout_s is None:
             progress_timeout_s = config.progress_timeout_s
         self._monitor = ProgressMonitor(name, progress_timeout_s)
         self._actors = [
-            _start_actor(name, rank, bundle, num_threads, self._monitor, environment or {})
+            start_actor(name, rank, bundle, num_threads, self._monitor, environment or {})
             for rank, bundle in enumerate(bundle_of_rank)
         ]
         try:
-            self._locations = _locate(self._actors, name, config.placement_timeout_s)
+            self._locations = locate_actors(self._actors, name, config.placement_timeout_s)
             # Loading a model may take much longer than the work between two notes of progress.
             self._monitor.timeout_s = config.progress_timeout_s
-            contexts = self._contexts(bundle_of_rank, num_threads, config.collective_timeout_s)
+            contexts = worker_contexts(
+                self._actors,
+                self._locations,
+                bundle_of_rank,
+                num_threads,
+                config.collective_timeout_s,
+            )
             kwargs_ref = ray.put(dict(kwargs))
             handles = []
             for rank, context in enumerate(contexts):
@@ -240,33 +250,6 @@ class RayWorkerGroup:
         """Process and node of every worker, in rank order."""
         return self._locations
 
-    def _contexts(
-        self,
-        bundles: Sequence[Bundle | None],
-        num_threads: int,
-        collective_timeout_s: float,
-    ) -> list[WorkerContext]:
-        """Return the context of each rank; the rendezvous is on the node of rank 0."""
-        address = self._locations[0].ip
-        port = ray.get(self._actors[0].choose_port.remote())
-        node_ids = [location.node_id for location in self._locations]
-        host = f"[{address}]" if ":" in address else address  # IPv6
-        contexts = []
-        for rank, bundle in enumerate(bundles):
-            has_gpu = bundle is not None and bundle.num_gpus > 0
-            context = WorkerContext(
-                rank=rank,
-                world_size=self.world_size,
-                local_rank=node_ids[:rank].count(node_ids[rank]),
-                # Ray makes only the worker's own GPU visible to it.
-                device="cuda:0" if has_gpu else "cpu",
-                init_method=f"tcp://{host}:{port}",
-                collective_timeout_s=collective_timeout_s,
-                num_threads=num_threads,
-            )
-            contexts.append(context)
-        return contexts
-
     def _call(
         self,
         rank: int,
@@ -397,26 +380,6 @@ class RayWorkerGroup:
         raise hung
 
 
-def _choose_bundles(
-    cluster: RayVirtualCluster,
-    bundles: BundleSet,
-    parallel_layout: ParallelLayout,
-    name: str,
-    first: int,
-) -> Sequence[Bundle | None]:
-    """Return the bundle of each rank; None for a worker without reserved resources."""
-    if bundles == "anywhere":
-        return [None] * parallel_layout.world_size
-    available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
-    available = available[first:]
-    if parallel_layout.world_size > len(available):
-        raise ValueError(
-            f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"
-            f" cluster has bundles for {len(available)}"
-        )
-    return available[: parallel_layout.world_size]
-
-
 def _pending(handles: Sequence[Handle]) -> _Pending:
     """Return the calls among `handles`; the others are values that were `put`."""
     return {handle.outcome: handle for handle in handles if handle.outcome is not None}
@@ -424,61 +387,3 @@ def _pending(handles: Sequence[Handle]) -> _Pending:
 
 def _ranks(pending: _Pending) -> set[int]:
     return {call.rank for call in pending.values()}
-
-
-def _start_actor(
-    name: str,
-    rank: int,
-    bundle: Bundle | None,
-    num_threads: int,
-    monitor: ProgressMonitor,
-    environment: Mapping[str, str],
-) -> Any:
-    """Start the process of one worker in its bundle, or on any node without one."""
-    num_cpus = 0.0
-    num_gpus = 0.0
-    strategy: Any = "SPREAD"
-    if bundle is not None:
-        num_cpus = bundle.num_cpus / bundle.num_groups
-        num_gpus = bundle.num_gpus / bundle.num_groups
-        strategy = PlacementGroupSchedulingStrategy(
-            bundle.placement_group, placement_group_bundle_index=bundle.index
-        )
-    actor_class = ray.remote(WorkerActor).options(
-        # Names are unique on a cluster, which several runs may share.
-        name=f"{name}-{rank}-{secrets.token_hex(4)}",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        # A restarted worker would have lost its state.
-        max_restarts=0,
-        scheduling_strategy=strategy,
-    )
-    label = f"{name}[{rank}]"
-    return actor_class.remote(
-        label,
-        num_threads,
-        monitor.key(rank),
-        monitor.timeout_s,
-        dict(environment),
-    )
-
-
-def _locate(
-    actors: Sequence[Any],
-    name: str,
-    timeout_s: float,
-) -> tuple[Location, ...]:
-    """Return the locations of the actors. Raises ClusterError if one does not start in time."""
-    locations = [actor.locate.remote() for actor in actors]
-    started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)
-    if missing:
-        raise ClusterError(
-            f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
-            f" {timeout_s:g} s (cluster.placement_timeout_s), although the resources are reserved;"
-            " the logs of the Ray nodes have the reason (in logs/ray of the run, or under"
-            " /tmp/ray/session_latest/logs on the nodes of a cluster that was joined)"
-        )
-    try:
-        return tuple(ray.get(locations))
-    except RayError as error:
-        raise ClusterError(f"a worker of the {name} group did not start: {error}") from error

@@ -222,6 +222,15 @@ def test_a_crash_is_named_with_the_last_lines_of_the_log(cluster: RayVirtualClus
     assert "\n" not in str(caught.value)
 
 
+def test_a_worker_that_ends_itself_is_lost_and_its_reason_reported(
+    cluster: RayVirtualCluster,
+) -> None:
+    """Not an exception: a new process can do the work."""
+    group = plain_group(cluster, ParallelLayout())
+    with pytest.raises(WorkerDied, match=r"itself because Worker_TP1 of vLLM \(pid 7\) ended with"):
+        group.run_all_workers("lose_child")
+
+
 def test_an_exception_of_one_rank_stops_those_that_wait_for_it(cluster: RayVirtualCluster) -> None:
     group = plain_group(cluster, ParallelLayout(dp=2))
     start = time.monotonic()

@@ -1,0 +1,127 @@
+"""The start of the actors of a `RayWorkerGroup`: their resources, and the contexts of workers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_like.distributed.errors import ClusterError
+from nemo_like.distributed.ray.actor import Location, WorkerActor
+from nemo_like.distributed.ray.heartbeat import ProgressMonitor
+from nemo_like.distributed.ray.resources import BundleSet
+from nemo_like.distributed.ray.virtual_cluster import Bundle, RayVirtualCluster
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.parallel_layout import ParallelLayout
+
+
+def choose_bundles(
+    cluster: RayVirtualCluster,
+    bundles: BundleSet,
+    parallel_layout: ParallelLayout,
+    name: str,
+    first: int,
+) -> Sequence[Bundle | None]:
+    """Return the bundle of each rank; None for a worker without reserved resources."""
+    if bundles == "anywhere":
+        return [None] * parallel_layout.world_size
+    available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
+    available = available[first:]
+    if parallel_layout.world_size > len(available):
+        raise ValueError(
+            f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"
+            f" cluster has bundles for {len(available)}"
+        )
+    return available[: parallel_layout.world_size]
+
+
+def start_actor(
+    name: str,
+    rank: int,
+    bundle: Bundle | None,
+    num_threads: int,
+    monitor: ProgressMonitor,
+    environment: Mapping[str, str],
+) -> Any:
+    """Start the process of one worker in its bundle, or on any node without one."""
+    num_cpus = 0.0
+    num_gpus = 0.0
+    strategy: Any = "SPREAD"
+    if bundle is not None:
+        num_cpus = bundle.num_cpus / bundle.num_groups
+        num_gpus = bundle.num_gpus / bundle.num_groups
+        strategy = PlacementGroupSchedulingStrategy(
+            bundle.placement_group, placement_group_bundle_index=bundle.index
+        )
+    actor_class = ray.remote(WorkerActor).options(
+        # Names are unique on a cluster, which several runs may share.
+        name=f"{name}-{rank}-{secrets.token_hex(4)}",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        # A restarted worker would have lost its state.
+        max_restarts=0,
+        scheduling_strategy=strategy,
+    )
+    label = f"{name}[{rank}]"
+    return actor_class.remote(
+        label,
+        num_threads,
+        monitor.key(rank),
+        monitor.timeout_s,
+        dict(environment),
+    )
+
+
+def locate_actors(
+    actors: Sequence[Any],
+    name: str,
+    timeout_s: float,
+) -> tuple[Location, ...]:
+    """Return the locations of the actors. Raises ClusterError if one does not start in time."""
+    locations = [actor.locate.remote() for actor in actors]
+    started, missing = ray.wait(locations, num_returns=len(locations), timeout=timeout_s)
+    if missing:
+        raise ClusterError(
+            f"only {len(started)} of the {len(actors)} workers of the {name} group started within"
+            f" {timeout_s:g} s (cluster.placement_timeout_s), although the resources are reserved;"
+            " the logs of the Ray nodes have the reason (in logs/ray of the run, or under"
+            " /tmp/ray/session_latest/logs on the nodes of a cluster that was joined)"
+        )
+    try:
+        return tuple(ray.get(locations))
+    except RayError as error:
+        raise ClusterError(f"a worker of the {name} group did not start: {error}") from error
+
+
+def worker_contexts(
+    actors: Sequence[Any],
+    locations: Sequence[Location],
+    bundles: Sequence[Bundle | None],
+    num_threads: int,
+    collective_timeout_s: float,
+) -> list[WorkerContext]:
+    """Return the context of each rank; the rendezvous is on the node of rank 0."""
+    address = locations[0].ip
+    port = ray.get(actors[0].choose_port.remote())
+    node_ids = [location.node_id for location in locations]
+    host = f"[{address}]" if ":" in address else address  # IPv6
+    contexts = []
+    for rank, bundle in enumerate(bundles):
+        has_gpu = bundle is not None and bundle.num_gpus > 0
+        context = WorkerContext(
+            rank=rank,
+            world_size=len(actors),
+            local_rank=node_ids[:rank].count(node_ids[rank]),
+            # Ray makes only the worker's own GPU visible to it.
+            device="cuda:0" if has_gpu else "cpu",
+            init_method=f"tcp://{host}:{port}",
+            collective_timeout_s=collective_timeout_s,
+            num_threads=num_threads,
+            owns_process=True,
+        )
+        contexts.append(context)
+    return contexts
