@@ -136,7 +136,7 @@ class GenerationProgress:
     num_unfinished: int
     """Requests of the replica that still run or wait."""
     num_tokens: int
-    """Tokens sampled in this poll, those of unfinished completions included."""
+    """Tokens sampled since the last poll, those of unfinished completions included."""
     busy_s: float
     """Seconds that the replica decoded in this poll."""
 

