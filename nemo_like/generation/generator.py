@@ -1,28 +1,23 @@
 """Driver side of generation: distributes requests over replicas and collects completions.
 
-Every replica is a worker group of its own, so that the failure of one does not stop the others. A
-replica whose process died or hung is restarted. Its unfinished requests go to other replicas, or
-wait until a restarted one has the current weights. An exception that a replica raises is not
-retried: it would be raised again.
+Unfinished requests of a replica that fails go to other replicas, or wait until a restarted one has
+the current weights.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.distributed.errors import ClusterError, WorkerDied, WorkerFailure, WorkerHung
-from nemo_like.distributed.worker_calls import submit_all
-from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.distributed.errors import WorkerFailure
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.generation.replica import Replica, assign_units
+from nemo_like.generation.replica_set import ReplicaSet, StartReplica
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -37,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.05
 """Wait between two checks while no replica can decode."""
-
-ResultT = TypeVar("ResultT")
-StartReplica = Callable[[int], WorkerGroup]
-"""Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
 
 class Generator:
@@ -58,32 +49,37 @@ class Generator:
 
         Raises what `start_replica` raises.
         """
-        self._start_replica = start_replica
-        self._max_restarts = max_restarts
-        self._report = report
+        self._set = ReplicaSet(
+            start_replica,
+            num_replicas,
+            max_restarts=max_restarts,
+            report=report,
+        )
         self._requests: dict[int, tuple[GenerationRequests, int]] = {}
         """Unfinished requests: id to the call of `submit` and the row in it."""
         self._waiting: list[int] = []
-        """Unfinished requests that no replica has."""
+        """Unfinished requests that no replica has, without those that a replica just lost."""
         self._num_requests = 0
-        self._starting: dict[int, Future[WorkerGroup]] = {}
         self.version = 0
         """Version of the current weights; 0 is the model as loaded."""
-        self.num_restarts = 0
         self._num_discarded_tokens = 0
         self._early: list[GenerationProgress] = []
         """Results of polls that were read outside of `collect`."""
-        if num_replicas == 1:
-            # In this thread, which a group in this process needs.
-            groups = [start_replica(0)]
-        else:
-            starts = [self._start_in_thread(index) for index in range(num_replicas)]
-            # All of them, so that no replica is starting when the failure of another is raised.
-            wait(starts)
-            groups = [start.result() for start in starts]
-        self.replicas = [
-            Replica(index, group, has_weights=True) for index, group in enumerate(groups)
-        ]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All replicas, by index; those that are starting again are as they were."""
+        return self._set.replicas
+
+    @property
+    def live_replicas(self) -> list[Replica]:
+        """Replicas whose process runs."""
+        return self._set.live
+
+    @property
+    def replicas_without_weights(self) -> list[Replica]:
+        """Restarted replicas that need the current weights before they get requests."""
+        return [replica for replica in self._set.live if not replica.has_weights]
 
     @property
     def num_unfinished(self) -> int:
@@ -94,20 +90,6 @@ class Generator:
     def num_running(self) -> int:
         """Unfinished requests that a replica has; the others wait for one."""
         return sum(len(replica.costs) for replica in self.replicas)
-
-    @property
-    def replicas_without_weights(self) -> list[Replica]:
-        """Restarted replicas that need the current weights before they get requests."""
-        return [
-            replica
-            for replica in self.replicas
-            if not replica.has_weights and replica.index not in self._starting
-        ]
-
-    @property
-    def live_replicas(self) -> list[Replica]:
-        """Replicas whose process runs."""
-        return [replica for replica in self.replicas if replica.index not in self._starting]
 
     def submit(
         self,
@@ -148,11 +130,11 @@ class Generator:
         Waits up to `timeout_s` for one. Restarts replicas that failed; raises WorkerFailure when
         that is no longer allowed, or if a replica raised an exception.
         """
-        self._finish_restarts()
+        self._set.finish_restarts()
         self._assign()
         polls: list[Handle] = []
         for replica in self.live_replicas:
-            with self._replacing(replica):
+            with self._set.replacing(replica):
                 replica.start_polls()
             if replica.polls:
                 polls += replica.polls[0]
@@ -184,7 +166,7 @@ class Generator:
         rows: list[int] = []
         parts = [Completions.from_rows([], [], [], [])]
         while self._requests:
-            if not self.num_running and not self._starting and not self._waiting_is_served():
+            if not self.num_running and not self._set.is_starting and not self._waiting_is_served():
                 raise RuntimeError(
                     f"{self.num_unfinished} requests wait for replicas without the weights of"
                     f" version {self.version}"
@@ -200,13 +182,15 @@ class Generator:
 
     def start_rollout(self) -> None:
         """Make the next requests independent of earlier ones; see `GenerationWorkerProtocol`."""
-        idle = [replica for replica in self.live_replicas if not replica.costs]
-        self._call(idle, GenerationWorkerProtocol.start_rollout)
+        for replica in self.live_replicas:
+            if not replica.costs:
+                with self._set.replacing(replica):
+                    replica.start(GenerationWorkerProtocol.start_rollout)
 
     def restart_unfinished(self) -> None:
         """Discard what was sampled for unfinished requests; they start again from their prompt."""
         for replica in self.live_replicas:
-            with self._replacing(replica):
+            with self._set.replacing(replica):
                 replica.read_polls(self._early, wait=True)
                 request_ids, num_tokens = replica.abort()
                 self._num_discarded_tokens += num_tokens
@@ -217,7 +201,7 @@ class Generator:
 
         They compute at the same time. See `GenerationWorkerProtocol.score`.
         """
-        return self._call(replicas, GenerationWorkerProtocol.score, rows)
+        return self._set.call(replicas, GenerationWorkerProtocol.score, rows)
 
     def set_version(self, replicas: Sequence[Replica], version: int) -> None:
         """Record that `replicas` have the weights of `version`, which is the current one now."""
@@ -230,37 +214,11 @@ class Generator:
 
     def replace(self, replica: Replica, failure: WorkerFailure) -> None:
         """Restart a replica that failed. Raises WorkerFailure if that is not possible."""
-        if replica.index in self._starting:
-            # Several calls of a replica fail when it dies.
-            return
-        if not isinstance(failure, WorkerDied | WorkerHung):
-            raise failure
-        self._restart(replica, failure)
-
-    def _restart(self, replica: Replica, failure: WorkerFailure | ClusterError) -> None:
-        """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""
-        if self.num_restarts >= self._max_restarts:
-            raise WorkerFailure(
-                f"a replica of the generator failed and {self.num_restarts} restarts were made,"
-                f" which is all that policy.generation.max_restarts={self._max_restarts} allows:"
-                f" {failure}",
-                group=f"generation-{replica.index}",
-                rank=0,
-                method="restart",
-            ) from failure
-        self.num_restarts += 1
-        self._waiting += replica.costs
-        replica.costs = {}
-        replica.polls.clear()
-        replica.has_weights = False
-        self._report(
-            f"replica {replica.index} of the generator failed and is restarted (restart"
-            f" {self.num_restarts} of at most {self._max_restarts}): {failure}"
-        )
-        self._starting[replica.index] = self._start_in_thread(replica.index)
+        self._set.replace(replica, failure)
 
     def pop_metrics(self, wall_s: float) -> Metrics:
         """Return counters since the last call, which was `wall_s` seconds ago."""
+        self._requeue_lost()
         num_replicas = len(self.replicas)
         busy_s = sum(replica.busy_s for replica in self.replicas)
         num_tokens = sum(replica.num_tokens for replica in self.replicas)
@@ -268,7 +226,7 @@ class Generator:
             "timing/generator_busy_s": Mean(busy_s, num_replicas),
             "timing/generator_idle_s": Mean(max(0.0, wall_s * num_replicas - busy_s), num_replicas),
             "generation/num_discarded_tokens": Sum(float(self._num_discarded_tokens)),
-            "generation/num_restarts": Mean(float(self.num_restarts)),
+            "generation/num_restarts": Mean(float(self._set.num_restarts)),
         }
         if busy_s > 0:
             metrics["performance/generation_tokens_per_s"] = Mean(
@@ -281,71 +239,34 @@ class Generator:
         return metrics
 
     def offload(self) -> None:
-        """Move the weights of every replica to host memory."""
-        self._call(self.live_replicas, GenerationWorkerProtocol.offload)
+        """Move the weights of every replica to host memory; see `ReplicaSet.offload`."""
+        self._set.offload()
 
     @contextmanager
     def onloaded(self) -> Iterator[None]:
         """Keep the weights on the device inside the block, and in host memory after it."""
-        self._call(self.live_replicas, GenerationWorkerProtocol.onload)
+        self._set.onload()
         yield
         # Not after an exception: the run has ended then.
-        self.offload()
+        self._set.offload()
+
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Keep the weights in host memory inside the block; requests wait, and go on after it."""
+        self._set.offload()
+        yield
+        self._set.onload()
 
     def shutdown(self) -> None:
         """Stop the replicas."""
-        for replica in self.live_replicas:
-            replica.group.shutdown()
-
-    def _start_in_thread(self, index: int) -> Future[WorkerGroup]:
-        """Start a replica; its group, or the exception, is the result of the future."""
-        future: Future[WorkerGroup] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._start_replica(index))
-            except BaseException as error:  # noqa: BLE001 (raised where the result is read)
-                future.set_exception(error)
-
-        # A daemon, so that a run that ends does not wait for a replica that is starting.
-        thread = threading.Thread(target=run, name=f"start-replica-{index}", daemon=True)
-        thread.start()
-        return future
-
-    def _call(
-        self,
-        replicas: Sequence[Replica],
-        method: Callable[..., ResultT],
-        *args: Any,
-    ) -> dict[int, ResultT]:
-        """Call `method` on replicas at the same time; return the results by replica index.
-
-        A replica that fails is replaced and has no result.
-        """
-        running: list[tuple[Replica, list[Handle]]] = []
-        for replica in replicas:
-            with self._replacing(replica):
-                running.append((replica, submit_all(replica.group, method, *args)))
-        results: dict[int, ResultT] = {}
-        for replica, handles in running:
-            with self._replacing(replica):
-                results[replica.index] = replica.group.get(handles)[0]
-        return results
-
-    @contextmanager
-    def _replacing(self, replica: Replica) -> Iterator[None]:
-        """Replace `replica` if a call in the block shows that it failed."""
-        try:
-            yield
-        except WorkerFailure as failure:
-            self.replace(replica, failure)
+        self._set.shutdown()
 
     def _read_polls(self) -> tuple[list[int], Completions]:
         """Return the finished requests of all polls that are done."""
         results = self._early
         self._early = []
         for replica in self.live_replicas:
-            with self._replacing(replica):
+            with self._set.replacing(replica):
                 replica.read_polls(results)
         finished: list[int] = []
         parts = [Completions.from_rows([], [], [], [])]
@@ -358,6 +279,7 @@ class Generator:
 
     def _assign(self) -> None:
         """Send waiting requests to the replicas with weights; rows of a prompt stay together."""
+        self._requeue_lost()
         ready = [replica for replica in self.live_replicas if replica.has_weights]
         if not self._waiting or not ready:
             return
@@ -393,13 +315,18 @@ class Generator:
         return units
 
     def _send(self, replica: Replica, request_ids: Sequence[int]) -> None:
-        """Send requests to a replica; they wait again if it fails."""
+        """Send requests to a replica; they wait again if it has failed."""
         for requests, ids, rows in self._by_call(request_ids):
-            # Not in `replica.costs` yet, where `replace` would find them.
-            self._waiting += ids
-            with self._replacing(replica):
+            with self._set.replacing(replica):
                 replica.submit(requests.take(rows))
-                del self._waiting[len(self._waiting) - len(ids) :]
+                continue
+            self._waiting += ids
+
+    def _requeue_lost(self) -> None:
+        """Let the requests of replicas that failed wait for another replica."""
+        request_ids, num_tokens = self._set.take_lost()
+        self._waiting += request_ids
+        self._num_discarded_tokens += num_tokens
 
     def _by_call(
         self, request_ids: Sequence[int]
@@ -418,18 +345,3 @@ class Generator:
         requests, row = self._requests[request_id]
         length = int(requests.prompt_ids.lengths[row])
         return min(length + requests.sampling.max_new_tokens, requests.max_total_length)
-
-    def _finish_restarts(self) -> None:
-        """Take over replicas whose restart is done; one that died meanwhile is started again."""
-        for index, start in list(self._starting.items()):
-            if not start.done():
-                continue
-            del self._starting[index]
-            try:
-                group = start.result()
-            except (WorkerFailure, ClusterError) as failure:
-                # Its node may be gone, or its memory taken; other replicas work meanwhile.
-                self._restart(self.replicas[index], failure)
-                continue
-            # Also at version 0, so that its weights are verified before it samples.
-            self.replicas[index] = Replica(index, group, has_weights=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,11 @@ _POLLS_AHEAD = 2
 
 @dataclass(eq=False)
 class Replica:
-    """A worker group that decodes requests. Rank 0 is its leader, whose results count."""
+    """A worker group that decodes requests. Rank 0 is its leader, whose results count.
+
+    A replica runs its calls in the order in which they were started. Only `abort`, and `read_polls`
+    with `wait`, wait for it: a replica that hangs must not hold up the driver.
+    """
 
     index: int
     group: WorkerGroup
@@ -32,17 +38,25 @@ class Replica:
     """Seconds of decoding since the last `Generator.pop_metrics`."""
     num_tokens: int = 0
     """Tokens sampled since then."""
+    num_unfinished_tokens: int = 0
+    """Tokens sampled for unfinished requests, as of the last poll that was read."""
     polls: deque[list[Handle]] = field(default_factory=deque)
     """Polls that were started and whose result has not been read, oldest first."""
+    started: deque[list[Handle]] = field(default_factory=deque)
+    """Calls without a result that were started and are not known to have ended, oldest first."""
 
     @property
     def cost(self) -> int:
         """Max tokens of all unfinished requests."""
         return sum(self.costs.values())
 
+    def start(self, method: Callable[..., None], *args: Any) -> None:
+        """Start a call without a result; `read_polls` raises its failure."""
+        self.started.append(submit_all(self.group, method, *args))
+
     def submit(self, requests: GenerationRequests) -> None:
-        """Add requests."""
-        call_all(self.group, GenerationWorkerProtocol.submit, requests)
+        """Add requests. Returns at once."""
+        self.start(GenerationWorkerProtocol.submit, requests)
         costs = (requests.prompt_ids.lengths + requests.max_new_tokens()).tolist()
         self.costs |= dict(zip(requests.request_ids.tolist(), costs, strict=True))
 
@@ -54,12 +68,16 @@ class Replica:
     def read_polls(self, results: list[GenerationProgress], *, wait: bool = False) -> None:
         """Append the results of the polls that are done, or of all polls with `wait`.
 
-        Raises WorkerFailure for a poll that failed; `results` has those before it.
+        Raises WorkerFailure for a call that failed; `results` has the polls before it.
         """
+        while self.started and (wait or self.group.is_done(self.started[0])):
+            self.group.get(self.started.popleft())
         while self.polls and (wait or self.group.is_done(self.polls[0])):
             progress = self.group.get(self.polls.popleft())[0]
             self.busy_s += progress.busy_s
             self.num_tokens += progress.num_tokens
+            num_finished = len(progress.completions.token_ids.values)
+            self.num_unfinished_tokens += progress.num_tokens - num_finished
             for request_id in progress.request_ids.tolist():
                 del self.costs[request_id]
             results.append(progress)
@@ -70,9 +88,16 @@ class Replica:
         Call after `read_polls(wait=True)`.
         """
         num_tokens = call_all(self.group, GenerationWorkerProtocol.abort)[0]
+        return self.forget(), num_tokens
+
+    def forget(self) -> list[int]:
+        """Return the ids of the unfinished requests, which the replica is not asked for again."""
         request_ids = list(self.costs)
         self.costs = {}
-        return request_ids, num_tokens
+        self.num_unfinished_tokens = 0
+        self.polls.clear()
+        self.started.clear()
+        return request_ids
 
 
 def assign_units(

@@ -199,9 +199,10 @@ class TrainingRun:
         """Generate and score until `job` is done. Restarted replicas get the current weights."""
         generator = self.workers.rollout.generator
         while not job.is_done:
-            replicas = generator.replicas_without_weights
-            if replicas:
-                with self.workers.policy_onloaded():
+            if generator.replicas_without_weights:
+                # The policy must not be loaded beside a generator on the same devices.
+                with self.workers.generator_offloaded(), self.workers.policy_onloaded():
+                    replicas = generator.replicas_without_weights
                     self.generator_weights.update(generator.version, replicas)
                 self.generator_weights.verify()
             self.rollouts.advance()

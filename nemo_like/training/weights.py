@@ -13,7 +13,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.replica import Replica
-from nemo_like.metrics import Metrics, Timers
+from nemo_like.metrics import Metrics, Timers, merge_metrics
 from nemo_like.policy.policy import Policy
 from nemo_like.weight_sync.check import LogprobCheck, probe_rows
 from nemo_like.weight_sync.sync import WeightSync
@@ -51,15 +51,19 @@ class GeneratorWeights:
         """The policy's log-probs of the probe rows, until the generator was compared."""
         self._unverified: list[Replica] = []
         """The replicas to compare with them."""
+        self._metrics: list[Metrics] = []
+        """Of updates that no call has returned yet."""
         self._max_length = config.policy.max_total_sequence_length - 1
 
     def update(self, version: int, replicas: Sequence[Replica] | None = None) -> Metrics:
         """Send the policy's weights to `replicas` as `version`, and check them.
 
-        None means every replica. A replica that fails is restarted. Returns the metrics of the
-        update. Call while the policy is on its devices. Raises WeightSyncError if a replica
+        None means every replica, and returns the metrics of this update and of those of single
+        replicas since the last such call; otherwise none are returned. A replica that fails is
+        restarted. Call while the policy is on its devices. Raises WeightSyncError if a replica
         computes other log-probs than the policy; if they share devices, `verify` raises it.
         """
+        is_complete = replicas is None
         if replicas is None:
             replicas = self._generator.live_replicas
         previous_transport = self._sync.transport
@@ -78,7 +82,12 @@ class GeneratorWeights:
             else:
                 self._generator.replace(replica, failure)
         self._generator.set_version(updated, version)
-        return report.metrics() | self.start_check(updated)
+        self._metrics.append(report.metrics() | self.start_check(updated))
+        if not is_complete:
+            return {}
+        metrics = merge_metrics(self._metrics)
+        self._metrics = []
+        return metrics
 
     def start_check(self, replicas: Sequence[Replica] | None = None) -> Metrics:
         """Score the probe rows with the policy, and with `replicas` unless they share devices.

@@ -81,6 +81,10 @@ class RunWorkers:
         """Return a context in which the generator is on its devices."""
         return self.rollout.generator.onloaded() if self.is_colocated else nullcontext()
 
+    def generator_offloaded(self) -> AbstractContextManager[None]:
+        """Return a context in which the generator is in host memory, if it shares devices."""
+        return self.rollout.generator.offloaded() if self.is_colocated else nullcontext()
+
 
 @contextmanager
 def start_workers(
