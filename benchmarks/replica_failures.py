@@ -3,8 +3,12 @@
     python -m benchmarks.replica_failures --config CONFIG [KEY=VALUE ...] --kills 20
 
 One replica is killed (SIGKILL) after a random time in each step of the run, or stopped (SIGSTOP)
-with `--signal stop`. Afterwards the rollout of every step must have each row exactly once, with
-tokens of allowed weight versions, and the run must have ended normally.
+with `--signal stop`, or both in turn with `--signal both`. It may be one that is idle, that decodes
+or that gets weights. Any backend may be chosen (policy.generation.backend=vllm).
+
+Afterwards the run must have ended normally with all of its steps, the rollout of every step must
+have the prompts that the data loader gives to that step, each answered exactly once, and all tokens
+must be of allowed weight versions.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.data import open_source
 from nemo_like.algorithms.registry import load_config
 
 _LOCATION = re.compile(r"worker 0 of the (generation-\d+) group: pid (\d+)")
+_RESTART = "of the generator failed and is restarted"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_KINDS = {"kill": ("kill",), "stop": ("stop",), "both": ("kill", "stop")}
 
 
 @dataclass
@@ -105,34 +111,38 @@ def run_with_failures(
     return outcome
 
 
+def expected_prompts(config: GrpoRunConfig) -> list[list[str]]:
+    """Return the prompts of every step, in the order of the data loader."""
+    source = open_source(config)
+    with closing(source.rows):
+        loader = source.loader()
+        steps = []
+        for _ in range(config.grpo.max_num_steps):
+            steps.append([prompt.text for prompt in next(loader)])
+        return steps
+
+
 def rollout_problems(config: GrpoRunConfig, run: Path) -> list[str]:
     """Return what is wrong with the rollouts of a finished run."""
     problems = []
-    seen: list[str] = []
     group_size = config.grpo.num_generations_per_prompt
-    for step in range(1, config.grpo.max_num_steps + 1):
+    if num_steps(run) != config.grpo.max_num_steps:
+        problems.append(f"{num_steps(run)} of {config.grpo.max_num_steps} steps were logged")
+    for step, prompts in enumerate(expected_prompts(config), start=1):
         path = run / "rollouts" / f"step_{step}.jsonl"
         if not path.exists():
             problems.append(f"step {step} has no rollout")
             continue
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        groups: dict[int, list[str]] = {}
-        for row in rows:
-            groups.setdefault(row["group"], []).append(row["prompt"])
-            oldest = step - 1 - config.grpo.max_staleness
-            for version in row["weight_versions"]:
-                if not max(0, oldest) <= version <= step - 1:
-                    problems.append(f"step {step} has tokens of weight version {version}")
-        sizes = {len(prompts) for prompts in groups.values()}
-        distinct = {len(set(prompts)) for prompts in groups.values()}
-        if sizes != {group_size} or distinct != {1} or len(rows) != config.rows_per_step:
-            problems.append(f"step {step} has {len(rows)} rows in groups of {sorted(sizes)}")
-        seen += [prompts[0] for prompts in groups.values()]
-    rows = Path(str(config.data.train_path)).read_text(encoding="utf-8").splitlines()
-    available = Counter(json.loads(row)["prompt"] for row in rows)
-    too_often = Counter(seen) - available
-    if too_often:
-        problems.append(f"{len(too_often)} prompts were trained more often than the file has them")
+        expected = [prompt for prompt in prompts for _ in range(group_size)]
+        if [row["prompt"] for row in rows] != expected:
+            problems.append(f"step {step} has {len(rows)} rows that are not those of its prompts")
+        if any(row["completion_tokens"] == 0 for row in rows):
+            problems.append(f"step {step} has prompts without a completion")
+        oldest = max(0, step - 1 - config.grpo.max_staleness)
+        versions = {version for row in rows for version in row["weight_versions"]}
+        if not versions <= set(range(oldest, step)):
+            problems.append(f"step {step} has tokens of weight versions {sorted(versions)}")
     return problems
 
 
@@ -140,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--signal", choices=sorted(_SIGNALS), default="kill")
+    parser.add_argument("--signal", choices=sorted(_KINDS), default="kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-delay-s", type=float, default=2.0)
     parser.add_argument("--timeout-s", type=float, default=1800.0)
@@ -155,16 +165,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*command, *arguments.overrides],
         run,
         kills=arguments.kills,
-        kinds=[arguments.signal],
+        kinds=_KINDS[arguments.signal],
         seed=arguments.seed,
         max_delay_s=arguments.max_delay_s,
         timeout_s=arguments.timeout_s,
     )
     outcome.problems += rollout_problems(config, run)
+    if outcome.num_signals < arguments.kills:
+        outcome.problems.append(
+            f"only {outcome.num_signals} of {arguments.kills} signals were sent"
+        )
+    if outcome.exit_code:
+        outcome.problems.append(f"the run failed: {outcome.output[-2000:]}")
     print(
-        f"{outcome.num_signals} replicas were sent SIG{arguments.signal.upper()} in"
-        f" {time.monotonic() - start:.0f} s; exit code {outcome.exit_code}, steps"
-        f" {num_steps(run)} of {config.grpo.max_num_steps}"
+        f"{outcome.num_signals} signals ({arguments.signal}) to replicas,"
+        f" {outcome.output.count(_RESTART)} restarts, {num_steps(run)} of"
+        f" {config.grpo.max_num_steps} steps in {time.monotonic() - start:.0f} s, exit code"
+        f" {outcome.exit_code}"
     )
     for problem in outcome.problems:
         print(f"problem: {problem}")
