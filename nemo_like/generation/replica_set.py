@@ -20,6 +20,8 @@ from nemo_like.generation.replica import Replica
 from nemo_like.generation.worker_protocol import GenerationWorkerProtocol
 
 ResultT = TypeVar("ResultT")
+_START_ENDS_S = 60.0
+"""Max wait for a replica that is starting when the run ends."""
 StartReplica = Callable[[int], WorkerGroup]
 """Starts the worker group of a replica, given its index; blocks until the model is loaded."""
 
@@ -162,9 +164,14 @@ class ReplicaSet:
         self.call(self.live, GenerationWorkerProtocol.onload)
 
     def shutdown(self) -> None:
-        """Stop the replicas."""
+        """Stop the replicas; may wait for those that are starting."""
         for replica in self.live:
             replica.group.shutdown()
+        starting = [start for start in self._starting.values() if start is not None]
+        # A start that outlives the cluster would connect to a new one.
+        for start in wait(starting, _START_ENDS_S).done:
+            if start.exception() is None:
+                start.result().shutdown()
 
     def _restart(self, replica: Replica, failure: WorkerFailure | ClusterError) -> None:
         """Start a new process for a replica. Raises WorkerFailure beyond `max_restarts`."""

@@ -45,6 +45,7 @@ class LocalStarts:
 
     def __init__(self, model_directory: Path) -> None:
         self.indices: list[int] = []
+        self.groups: list[Any] = []
         self.allowed = threading.Event()
         self.allowed.set()
         self._model_name = str(model_directory)
@@ -57,7 +58,9 @@ class LocalStarts:
             self.indices.append(index)
             kwargs = {"model_name": self._model_name, "batch_size": 4}
             context = local_context(num_threads=1)
-            return LocalGroup(TrackedWorker, kwargs, context, name=f"generation-{index}")
+            group = LocalGroup(TrackedWorker, kwargs, context, name=f"generation-{index}")
+            self.groups.append(group)
+            return group
 
 
 def _worker(replica: Replica) -> Any:
@@ -155,6 +158,20 @@ def test_offloading_waits_for_replicas_that_are_starting(model_directory: Path) 
         assert all(_worker(replica).is_offloaded for replica in generator.replicas)
         assert [replica.index for replica in generator.replicas_without_weights] == [1]
     assert not any(_worker(replica).is_offloaded for replica in generator.replicas)
+
+
+def test_a_replica_that_is_starting_at_the_end_of_the_run_is_stopped(
+    model_directory: Path,
+) -> None:
+    starts = LocalStarts(model_directory)
+    generator = Generator(starts, 2, max_restarts=3)
+    starts.allowed.clear()
+    generator.replace(generator.replicas[1], LOST)
+    threading.Timer(0.3, starts.allowed.set).start()
+    generator.shutdown()
+    assert sorted(starts.indices) == [0, 1, 1]
+    # The group that was replaced is still open here; the process of a lost replica is gone.
+    assert [group._worker is None for group in starts.groups].count(True) == 2
 
 
 def test_requests_go_on_after_the_generator_was_offloaded(model_directory: Path) -> None:

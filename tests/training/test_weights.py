@@ -1,0 +1,29 @@
+"""Updates of the generator's weights, and the metrics of a step that has several."""
+
+from __future__ import annotations
+
+from nemo_like.metrics import Sum, Timers
+from nemo_like.progress import Progress
+from nemo_like.training.weights import GeneratorWeights
+from nemo_like.training.workers import start_workers
+from tests.recipe import Recipe
+
+
+def test_updates_of_restarted_replicas_add_to_the_metrics_of_the_step(recipe: Recipe) -> None:
+    config = recipe.grpo()
+    with start_workers(config, Progress()) as workers:
+        generator = workers.rollout.generator
+        lines: list[str] = []
+        weights = GeneratorWeights(config, workers.policy, generator, Timers(), lines.append)
+        alone = weights.update(1)
+        assert weights.update(1, generator.live_replicas) == {}
+        assert weights.update(1, generator.live_replicas) == {}
+        together = weights.update(2)
+        again = weights.update(3)
+    num_bytes = alone["weight_sync/bytes"].value
+    assert num_bytes > 0
+    assert together["weight_sync/bytes"] == Sum(3 * num_bytes)
+    assert again["weight_sync/bytes"] == Sum(num_bytes)
+    assert together["weight_sync/seconds"].value > 0
+    assert "weight_sync/check_max_error" in together
+    assert len(lines) == 1 and "over in_process" in lines[0]
