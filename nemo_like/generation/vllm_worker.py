@@ -252,7 +252,7 @@ class VLLMGenerationWorker:
         """Run one engine step and keep the completions that it finishes."""
         activity.note(f"decoding, {self._engine.get_num_unfinished_requests()} unfinished rows")
         with self._children.explaining():
-            outputs = self._engine.step()
+            outputs: list[Any] = self._engine.step()
         for output in outputs:
             if not output.finished:
                 continue
