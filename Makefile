@@ -13,7 +13,7 @@ CONSTRAINTS ?= constraints.txt
 # uv does not read pip's configuration; a machine that keeps wheels in a local folder is served all the same.
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
-.PHONY: setup constraints demo test test-gpu lint docs smollm2 clean
+.PHONY: setup constraints demo test test-gpu gpu-report lint docs smollm2 clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,14 @@ test: lint docs
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu
+
+# Checks and measurements of one GPU, see benchmarks/gpu/README.md. It runs from source on a machine without the
+# environment of `make setup`, as long as $(PYTHON) has torch, transformers, numba, pytest and hypothesis.
+GPU_PARTS  ?= A,B,C,D
+GPU_OUT    ?= runs/gpu
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-report:
+	$(GPU_PYTHON) -m benchmarks.gpu.report --parts $(GPU_PARTS) --out $(GPU_OUT) $(GPU_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

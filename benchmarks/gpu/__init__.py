@@ -1,0 +1,1 @@
+"""Measurements of one GPU: `python -m benchmarks.gpu.report`, described in README.md."""

@@ -1,0 +1,98 @@
+"""Speed of the attention kernel and of the output head alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.cells import SkipCell, require_modules
+from benchmarks.gpu.training_steps import time_calls
+from nemo_like.models.spec import ModelSpec
+from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.logprobs import token_logprobs
+
+
+def time_attention(
+    spec: ModelSpec,
+    lengths: np.ndarray,
+    device: str,
+    *,
+    flash_attention_3: bool = False,
+) -> Mapping[str, Any]:
+    """Time one layer's attention, forward and backward, on rows of `lengths` int64 [B]."""
+    if flash_attention_3:
+        require_modules("flash_attn_interface")
+        from torch.nn import attention
+
+        activate = getattr(attention, "activate_flash_attention_impl", None)
+        if activate is None:
+            raise SkipCell("this torch cannot choose a flash attention implementation")
+        activate("FA3")
+    num_tokens = int(lengths.sum())
+    shapes = (
+        (num_tokens, spec.num_heads, spec.head_dim),
+        (num_tokens, spec.num_kv_heads, spec.head_dim),
+        (num_tokens, spec.num_kv_heads, spec.head_dim),
+    )
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    )
+    bounds = [0, *accumulate(lengths.tolist())]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+
+    def forward() -> torch.Tensor:
+        return varlen_attention(q, k, v, cu_seqlens, int(lengths.max()), scale=spec.head_dim**-0.5)
+
+    upstream = torch.randn_like(forward())
+    with torch.no_grad():
+        forward_s = time_calls(forward, device, 10, 3)["median_s"]
+
+    def both() -> None:
+        torch.autograd.grad(forward(), (q, k, v), upstream)
+
+    both_s = time_calls(both, device, 10, 3)["median_s"]
+    # Two products of L^2 / 2 x width multiplications and additions, causal.
+    width = spec.num_heads * spec.head_dim
+    flops = 2.0 * float((lengths.astype(np.float64) ** 2).sum()) * width
+    return {
+        "num_tokens": num_tokens,
+        "longest_row": int(lengths.max()),
+        "forward_ms": forward_s * 1e3,
+        "backward_ms": (both_s - forward_s) * 1e3,
+        "forward_tflops": flops / forward_s / 1e12,
+        "both_tflops": 3.5 * flops / both_s / 1e12,
+    }
+
+
+def time_head(
+    spec: ModelSpec,
+    num_tokens: int,
+    chunk_size: int,
+    device: str,
+    *,
+    with_entropy: bool,
+) -> Mapping[str, Any]:
+    """Time log-probs of `num_tokens` tokens, forward and backward."""
+    hidden = torch.randn(num_tokens, spec.hidden_size, device=device, dtype=torch.bfloat16)
+    weight = 0.02 * torch.randn(
+        spec.vocab_size, spec.hidden_size, device=device, dtype=torch.bfloat16
+    )
+    labels = torch.randint(spec.vocab_size, (num_tokens,), device=device)
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+
+    def both() -> None:
+        outputs = token_logprobs(*leaves, labels, chunk_size=chunk_size, with_entropy=with_entropy)
+        loss = outputs.logprobs.sum()
+        if outputs.entropy is not None:
+            loss = loss + 0.01 * outputs.entropy.sum()
+        torch.autograd.grad(loss, leaves)
+
+    seconds = time_calls(both, device, 5, 2)["median_s"]
+    # Logits twice (the backward recomputes them), and both gradients.
+    flops = 4 * 2.0 * num_tokens * spec.vocab_size * spec.hidden_size
+    return {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12}

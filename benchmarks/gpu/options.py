@@ -1,0 +1,254 @@
+"""Part B2: each option by itself, profiles, kernels alone, and the loops of transformers.
+
+Options are found in the configuration's schema: every key with a few values, each value that is not
+its default. So a key that is added later is measured without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.arguments import PartArguments
+from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.kernel_speed import time_attention, time_head
+from benchmarks.gpu.models import model_folder
+from benchmarks.gpu.policies import Options, PolicyHolder, option_defaults, policy_config
+from benchmarks.gpu.profile import profile_call
+from benchmarks.gpu.rows import full_lengths, random_rows
+from benchmarks.gpu.training_steps import StepCase, time_loss, time_steps
+from benchmarks.gpu.transformers_loops import LoopCase, time_loop
+from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
+from nemo_like.models.presets import load_spec
+
+_NO_OPTIONS = (
+    "policy.engine",
+    "policy.precision",
+    "policy.oversize_rows",
+    "parallel.sequence",
+)
+"""Keys with a few values that are not measured here: other parts, or more than one GPU."""
+_EXPECTED_KEYS = ("policy.compile", "policy.activation_checkpointing")
+"""Recorded as skipped where the schema has no such key."""
+_CHUNK_SIZES = (1024, 2048, 4096, 8192)
+_COMPILED_WARMUP_STEPS = 3
+"""The first steps compile; later ones must not."""
+
+
+def make_cells(arguments: PartArguments) -> tuple[Iterator[Cell], Callable[[], None]]:
+    """Return the cells, and a function that closes the policy that they share."""
+    holder = PolicyHolder(arguments.device)
+    return _Part(arguments, holder).cells(), holder.close
+
+
+def option_sets() -> dict[str, Options]:
+    """Return name -> options of each value that is not the default of its key."""
+    found: dict[str, Options] = {}
+    defaults = option_defaults()
+    for key in _EXPECTED_KEYS:
+        if key not in defaults:
+            found[f"{key}=layers"] = {key: "layers"}
+    for key, (default, values) in defaults.items():
+        if key in _NO_OPTIONS:
+            continue
+        for value in values:
+            if value != default:
+                found[f"{key}={value}"] = {key: value}
+    return found
+
+
+class _Part:
+    """The cells of the part, which share the arguments and the open policy."""
+
+    def __init__(self, arguments: PartArguments, holder: PolicyHolder) -> None:
+        self._arguments = arguments
+        self._size = arguments.size
+        self._holder = holder
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield cells in the order of importance."""
+        yield self._step("baseline 1b", "1b", {}, expected_s=30.0)
+        yield self._cell("profile 1b", partial(self._profile, "1b", {}), 25.0)
+        yield self._loop("padded", "sdpa", "bfloat16")
+        yield from self._packed_loops()
+        for name, options in option_sets().items():
+            is_compiled = any("compile" in key for key in options)
+            expected_s = 60.0 if is_compiled else 20.0
+            yield self._step(name, "1b", options, expected_s=expected_s)
+            if is_compiled:
+                yield self._cell(f"profile {name}", partial(self._profile, "1b", options), 25.0)
+        yield self._cell("policy gradient with entropy", self._policy_gradient, 20.0)
+        yield from self._chunks()
+        yield from self._kernels()
+        yield self._loop("padded", "sdpa", "float32")
+        for model in ("8b-6-layers", "1b"):
+            for name, options in self._full_row_options().items():
+                yield self._step(
+                    f"{model} full rows, {name}", model, options, expected_s=60.0, rows="full"
+                )
+
+    def _full_row_options(self) -> dict[str, Options]:
+        """Return the defaults, and each option of compilation with rows of equal length."""
+        compiled = {name: value for name, value in option_sets().items() if "compile" in name}
+        return {"defaults": {}, **compiled}
+
+    def _packed_loops(self) -> Iterator[Cell]:
+        for attention in ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"):
+            yield self._loop("packed", attention, "bfloat16")
+
+    def _chunks(self) -> Iterator[Cell]:
+        for chunk in _CHUNK_SIZES:
+            options = {"policy.logprob_chunk_size": chunk}
+            yield self._step(f"policy.logprob_chunk_size={chunk}", "1b", options, expected_s=20.0)
+
+    def _kernels(self) -> Iterator[Cell]:
+        for rows in ("mixed", "full"):
+            for flash_attention_3 in (False, True):
+                name = f"attention alone, {rows} rows{', FA3' if flash_attention_3 else ''}"
+                measure = partial(self._attention, rows, flash_attention_3)
+                yield self._cell(name, measure, 8.0)
+        for with_entropy in (False, True):
+            for chunk in _CHUNK_SIZES:
+                name = f"head alone, chunk {chunk}{', entropy' if with_entropy else ''}"
+                yield self._cell(name, partial(self._head, chunk, with_entropy), 8.0)
+
+    def _cell(
+        self,
+        name: str,
+        measure: Callable[[], Mapping[str, Any]],
+        expected_s: float,
+        **settings: Any,
+    ) -> Cell:
+        return Cell(
+            name=name,
+            measure=measure,
+            settings={"model": "1b", "budget": self._size.main_budget, **settings},
+            expected_s=expected_s,
+            limit_s=180.0,
+        )
+
+    def _step(
+        self,
+        name: str,
+        model: str,
+        options: Options,
+        *,
+        expected_s: float,
+        rows: Literal["mixed", "full"] = "mixed",
+    ) -> Cell:
+        measure = partial(self._measure_step, model, options, rows)
+        settings = {"model": model, "options": dict(options), "rows": rows}
+        return self._cell(name, measure, expected_s, **settings)
+
+    def _loop(
+        self,
+        layout: Literal["padded", "packed"],
+        attention: str,
+        master: Literal["bfloat16", "float32"],
+    ) -> Cell:
+        name = f"transformers {layout} {attention} {master} weights"
+        return self._cell(
+            name,
+            partial(self._measure_loop, layout, attention, master),
+            30.0,
+            layout=layout,
+            attention=attention,
+            weights=master,
+        )
+
+    def _folder(self, model: str) -> Path:
+        arguments = self._arguments
+        settings = self._size.models[model]
+        return model_folder(arguments.work, model, settings, arguments.device)
+
+    def _case(self, model: str, options: Options, rows: str) -> StepCase:
+        size = self._size
+        lengths = self._arguments.draw_lengths(size.min_step_tokens, size.longest)
+        if rows == "full":
+            lengths = full_lengths(size.min_step_tokens, size.longest)
+        is_compiled = any("compile" in key for key in options)
+        return StepCase(
+            folder=self._folder(model),
+            lengths=lengths,
+            budget=size.main_budget,
+            longest=size.longest,
+            options=options,
+            num_steps=size.num_steps,
+            num_warmup_steps=_COMPILED_WARMUP_STEPS if is_compiled else 1,
+        )
+
+    def _measure_step(
+        self, model: str, options: Options, rows: Literal["mixed", "full"]
+    ) -> Mapping[str, Any]:
+        case = self._case(model, options, rows)
+        return time_steps(case, self._holder, self._arguments.device)
+
+    def _measure_loop(
+        self,
+        layout: Literal["padded", "packed"],
+        attention: str,
+        master: Literal["bfloat16", "float32"],
+    ) -> Mapping[str, Any]:
+        # The loop needs the memory of the policy.
+        self._holder.close()
+        size = self._size
+        case = LoopCase(
+            folder=self._folder("1b"),
+            layout=layout,
+            attention=attention,
+            master=master,
+            lengths=self._arguments.draw_lengths(size.min_step_tokens, size.longest),
+            budget=size.main_budget,
+            num_steps=size.num_steps,
+        )
+        return time_loop(case, self._arguments.device)
+
+    def _policy_gradient(self) -> Mapping[str, Any]:
+        loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
+        case = self._case("1b", {}, "mixed")
+        return time_loss(case, self._holder, self._arguments.device, loss.for_num_steps(1))
+
+    def _profile(self, model: str, options: Options) -> Mapping[str, Any]:
+        case = self._case(model, options, "mixed")
+        config = policy_config(
+            case.folder,
+            budget=case.budget,
+            num_rows=len(case.lengths),
+            longest=case.longest,
+            options=options,
+        )
+        policy = self._holder.get(config, options=options)
+        batch = random_rows(case.lengths, policy.model.vocab_size)
+        plan = policy.plan(batch["length"])
+        sharded = policy.shard(batch, plan)
+        for _ in range(case.num_warmup_steps):
+            policy.train(sharded, None, NllLoss())
+        return profile_call(
+            lambda: policy.train(sharded, None, NllLoss()),
+            plan.metrics()["packing/num_microbatches"],
+            is_cuda=self._arguments.is_cuda,
+        )
+
+    def _attention(self, rows: str, flash_attention_3: bool) -> Mapping[str, Any]:
+        size = self._size
+        lengths = full_lengths(size.main_budget, size.longest)
+        if rows == "mixed":
+            lengths = self._arguments.draw_lengths(size.main_budget, size.longest)
+        return time_attention(
+            load_spec(str(self._folder("1b"))),
+            lengths,
+            self._arguments.device,
+            flash_attention_3=flash_attention_3,
+        )
+
+    def _head(self, chunk_size: int, with_entropy: bool) -> Mapping[str, Any]:
+        return time_head(
+            load_spec(str(self._folder("1b"))),
+            self._size.main_budget,
+            chunk_size,
+            self._arguments.device,
+            with_entropy=with_entropy,
+        )
