@@ -136,8 +136,14 @@ class Recorder:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file under a temporary name and rename it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=1, default=_plain)
+    temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number of a scalar of NumPy or torch."""
+    return value.item()
 
 
 def read_record(path: Path) -> dict[str, Any]:

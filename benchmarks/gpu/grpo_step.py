@@ -73,7 +73,7 @@ def time_grpo_steps(
         require_modules("vllm")
     config = grpo_config(folder, device, size, backend)
     start = time.perf_counter()
-    with Progress() as progress, start_workers(config, progress) as workers:
+    with start_workers(config, Progress()) as workers:
         start_s = time.perf_counter() - start
         step = _GrpoStep(config, workers, device, size)
         results = [step.run(index) for index in range(num_steps)]
@@ -110,6 +110,7 @@ def grpo_config(
     )
     reward = RewardFunctionConfig(path=f"{__name__}.{completion_reward.__name__}")
     return GrpoRunConfig(
+        run_name="gpu-report",
         policy=policy,
         data=DataConfig(train_path="none"),
         cluster=ClusterConfig(backend="local", gpus_per_node=1 if device.startswith("cuda") else 0),

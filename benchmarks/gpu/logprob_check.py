@@ -47,7 +47,7 @@ def check_logprobs(
     weight = (weight * (_LOGIT_STD / width**0.5)).to(dtype).to(device)
     labels = torch.randint(size.vocab_size, (num_tokens,), generator=generator).to(device)
     upstream = torch.randn(num_tokens, generator=generator).to(device)
-    found_inputs = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+    found_inputs = (hidden.detach().requires_grad_(), weight.detach().requires_grad_())
     outputs = token_logprobs(
         *found_inputs,
         labels,

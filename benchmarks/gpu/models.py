@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.gpu.cells import free_memory
+
 
 def model_folder(
     root: Path,
@@ -30,6 +32,8 @@ def model_folder(
         model = new_model(settings, torch.bfloat16, device)
         model.save_pretrained(folder)
         write_tokenizer(folder)
+        del model
+        free_memory()
     return folder
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.models import model_folder
 from benchmarks.gpu.policies import Options, PolicyHolder, option_defaults, policy_config
 from benchmarks.gpu.profile import profile_call
 from benchmarks.gpu.rows import full_lengths, random_rows
-from benchmarks.gpu.training_steps import StepCase, time_loss, time_steps
+from benchmarks.gpu.training_steps import COMPILE, StepCase, time_loss, time_steps
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 from nemo_like.config.schema import PolicyGradientLossConfig
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
@@ -31,11 +31,11 @@ _NO_OPTIONS = (
     "parallel.sequence",
 )
 """Keys with a few values that are not measured here: other parts, or more than one GPU."""
-_EXPECTED_KEYS = ("policy.compile", "policy.activation_checkpointing")
+_EXPECTED_KEYS = (COMPILE, "policy.activation_checkpointing")
 """Recorded as skipped where the schema has no such key."""
 _CHUNK_SIZES = (1024, 2048, 4096, 8192)
-_COMPILED_WARMUP_STEPS = 3
-"""The first steps compile; later ones must not."""
+_EXPERTS = ("expert", "moe", "grouped")
+"""Parts of keys without effect on dense models, which part D measures."""
 
 
 def make_cells(arguments: PartArguments) -> tuple[Iterator[Cell], Callable[[], None]]:
@@ -75,10 +75,12 @@ class _Part:
         yield self._loop("padded", "sdpa", "bfloat16")
         yield from self._packed_loops()
         for name, options in option_sets().items():
-            is_compiled = any("compile" in key for key in options)
-            expected_s = 60.0 if is_compiled else 20.0
+            if any(part in name for part in _EXPERTS):
+                continue
+            changes_compilation = COMPILE in options
+            expected_s = 60.0 if changes_compilation else 20.0
             yield self._step(name, "1b", options, expected_s=expected_s)
-            if is_compiled:
+            if changes_compilation:
                 yield self._cell(f"profile {name}", partial(self._profile, "1b", options), 25.0)
         yield self._cell("policy gradient with entropy", self._policy_gradient, 20.0)
         yield from self._chunks()
@@ -89,10 +91,14 @@ class _Part:
                 yield self._step(
                     f"{model} full rows, {name}", model, options, expected_s=60.0, rows="full"
                 )
+        # Last: the implementation stays chosen in this process.
+        for rows in ("mixed", "full"):
+            measure = partial(self._attention, rows, True)
+            yield self._cell(f"attention alone, {rows} rows, FA3", measure, 8.0)
 
     def _full_row_options(self) -> dict[str, Options]:
         """Return the defaults, and each option of compilation with rows of equal length."""
-        compiled = {name: value for name, value in option_sets().items() if "compile" in name}
+        compiled = {name: value for name, value in option_sets().items() if COMPILE in value}
         return {"defaults": {}, **compiled}
 
     def _packed_loops(self) -> Iterator[Cell]:
@@ -106,10 +112,8 @@ class _Part:
 
     def _kernels(self) -> Iterator[Cell]:
         for rows in ("mixed", "full"):
-            for flash_attention_3 in (False, True):
-                name = f"attention alone, {rows} rows{', FA3' if flash_attention_3 else ''}"
-                measure = partial(self._attention, rows, flash_attention_3)
-                yield self._cell(name, measure, 8.0)
+            measure = partial(self._attention, rows, False)
+            yield self._cell(f"attention alone, {rows} rows", measure, 8.0)
         for with_entropy in (False, True):
             for chunk in _CHUNK_SIZES:
                 name = f"head alone, chunk {chunk}{', entropy' if with_entropy else ''}"
@@ -169,7 +173,6 @@ class _Part:
         lengths = self._arguments.draw_lengths(size.min_step_tokens, size.longest)
         if rows == "full":
             lengths = full_lengths(size.min_step_tokens, size.longest)
-        is_compiled = any("compile" in key for key in options)
         return StepCase(
             folder=self._folder(model),
             lengths=lengths,
@@ -177,7 +180,6 @@ class _Part:
             longest=size.longest,
             options=options,
             num_steps=size.num_steps,
-            num_warmup_steps=_COMPILED_WARMUP_STEPS if is_compiled else 1,
         )
 
     def _measure_step(

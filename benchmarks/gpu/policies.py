@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.gpu.cells import SkipCell
+from benchmarks.gpu.cells import SkipCell, free_memory
 from nemo_like.config.schema import (
     OptimizerConfig,
     ParallelConfig,
@@ -34,7 +34,11 @@ def policy_config(
     options: Options,
     precision: Literal["float32", "bfloat16"] = "bfloat16",
 ) -> PolicyConfig:
-    """Return the configuration of a packed policy with `budget` tokens per microbatch."""
+    """Return the configuration of a packed policy with `budget` tokens per microbatch.
+
+    Raises SkipCell for options that this version does not have.
+    """
+    check_options(options)
     packing = SequencePackingConfig(enabled=True, train_mb_tokens=budget, logprob_mb_tokens=budget)
     config = PolicyConfig(
         model_name=str(folder),
@@ -110,7 +114,10 @@ class PolicyHolder:
             group = LocalGroup(
                 worker_class(self._worker),
                 {"config": config, "parallel": parallel_config(options)},
-                local_context(device=self._device),
+                # On a CPU the sizes are tiny, and threads would only wait for each other.
+                local_context(
+                    device=self._device, num_threads=1 if self._device == "cpu" else None
+                ),
                 name="policy",
             )
             self._policy = Policy(group, config, load_spec(config.model_name))
@@ -125,6 +132,9 @@ class PolicyHolder:
         self._key = None
         if policy is not None:
             policy.shutdown()
+            del policy
+            # The next policy needs the memory.
+            free_memory()
 
 
 def worker_class(engine: str) -> Any:
@@ -140,17 +150,21 @@ def worker_class(engine: str) -> Any:
     return MegatronPolicyWorker
 
 
-def predicted_peak_gb(config: PolicyConfig, engine: Literal["dtensor", "megatron"]) -> float:
+def predicted_peak_gb(
+    config: PolicyConfig,
+    engine: Literal["dtensor", "megatron"],
+    device: str,
+) -> float:
     """Return the peak that `nemo-like plan` predicts for one GPU, in GB."""
     names = {field.name for field in dataclasses.fields(Placement)}
     settings: dict[str, Any] = {
         "precision": config.precision,
         "engine": engine,
-        "chunk_size": config.logprob_chunk_size,
+        "chunk_size": config.chunk_size(device.partition(":")[0]),
     }
-    # Settings of other names appear in both classes under the same name.
+    # Further settings have the same name in both classes.
     for field in dataclasses.fields(PolicyConfig):
-        if field.name in names:
+        if field.name in names - settings.keys():
             settings[field.name] = getattr(config, field.name)
     model = MemoryModel(load_spec(config.model_name), Placement(**settings))
     return model.peak(config.sequence_packing.train_mb_tokens) / 1e9

@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.policies import Options, PolicyHolder, policy_config, predicted_peak_gb
+from benchmarks.gpu.policies import (
+    Options,
+    PolicyHolder,
+    option_defaults,
+    policy_config,
+    predicted_peak_gb,
+)
 from benchmarks.gpu.rows import random_rows
 from nemo_like.data.planning.cost import train_flops
 from nemo_like.losses import Loss, NllLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.device_flops import peak_flops
+
+COMPILE = "policy.compile"
+"""Key of the compilation of layers, in versions that have it."""
 
 
 class OutOfMemory(RuntimeError):
@@ -37,8 +46,12 @@ class StepCase:
     options: Options
     num_steps: int
     """Timed steps."""
-    num_warmup_steps: int = 1
     engine: Any = "dtensor"
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the timed ones: with compilation the first few compile."""
+        return 3 if is_compiled(self.options) else 1
 
 
 def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, Any]:
@@ -50,7 +63,7 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         longest=case.longest,
         options=case.options,
     )
-    predicted = predicted_peak_gb(config, case.engine)
+    predicted = predicted_peak_gb(config, case.engine, device)
     start = time.perf_counter()
     try:
         policy = holder.get(config, options=case.options)
@@ -65,12 +78,12 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
             metrics = policy.train(sharded, None, NllLoss())[0]
 
         seconds = time_calls(step, device, case.num_steps, case.num_warmup_steps)
+        packing = plan.metrics()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"out of memory; the predicted peak is {predicted:.1f} GB") from None
     values = throughput(case.folder, case.lengths, seconds["median_s"], device)
-    packing = plan.metrics()
     values |= {
         "load_s": round(load_s, 2),
         "first_step_s": seconds["first_s"],
@@ -87,6 +100,12 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         values["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
         values["predicted_over_measured"] = round(predicted / float(peak.value), 3)
     return values
+
+
+def is_compiled(options: Options) -> bool:
+    """Return True if a policy with these options compiles a part of the model."""
+    default, _ = option_defaults().get(COMPILE, ("none", ()))
+    return options.get(COMPILE, default) not in (None, False, "none")
 
 
 def time_loss(

@@ -49,12 +49,13 @@ def time_loop(case: LoopCase, device: str) -> dict[str, Any]:
     require_modules(*_MODULES.get(case.attention, ()))
     if case.attention == "flex_attention" and not device.startswith("cuda"):
         raise SkipCell("flex attention is compiled for a GPU")
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         case.folder,
         dtype=getattr(torch, case.master),
         attn_implementation=case.attention,
         local_files_only=True,
-    ).to(device)
+    )
+    model.to(device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.startswith("cuda"))
     rows = [ids.astype(np.int64) for ids in _token_rows(case)]

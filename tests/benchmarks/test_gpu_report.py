@@ -33,7 +33,7 @@ import sys
 for name in {hidden!r}:
     sys.modules[name] = None
 import torch
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 from benchmarks.gpu import part
 for name in sys.argv[1].split(","):
     code = part.main([name, "--seconds", "400", "--device", "cpu", "--size", "tiny", *sys.argv[2:]])
