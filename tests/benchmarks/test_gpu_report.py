@@ -51,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = RUN_PARTS.format(hidden=HIDDEN)
     command = [sys.executable, "-c", script, ",".join(part.MODULES)]
     command += ["--out", str(out), "--work", str(work)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
