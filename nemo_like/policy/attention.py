@@ -7,18 +7,17 @@ causal attention a real token never sees the padding after it.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.policy.context_parallel import gather_keys_values, plan_exchange
 from nemo_like.policy.segment_attention import Spans, sdpa, segment_attention
+from nemo_like.policy.varlen_kernels import varlen_kernel
 
 IMPLEMENTATION = "nemo_like"
 """The `attn_implementation` of Hugging Face models that use `attention_forward`."""
@@ -40,11 +39,11 @@ def varlen_attention(
 
     `cu_seqlens`, int32 [R+1], covers all T positions. `window` is the number of positions that a
     token attends to, itself included; None means its entire past. In half precision on CUDA this is
-    flash-attn where installed and `torch.nn.attention.varlen` otherwise; elsewhere SDPA, segment by
-    segment.
+    a kernel of `varlen_kernels`, elsewhere SDPA, segment by segment. That is correct but slow in
+    float32 on CUDA, where each call also waits for the device: it is meant for tests.
 
     With a `cp_group` of c > 1 ranks, `q`, `k`, `v` and the result are this rank's share of T/c
-    positions (`model_inputs.cp_shard_positions`), while `cu_seqlens` and `max_seqlen` describe all
+    positions (`segments.cp_shard_positions`), while `cu_seqlens` and `max_seqlen` describe all
     ranks' positions. `cu_seqlens` must not be modified after a call: results derived from it are
     cached for the lifetime of the tensor.
     """
@@ -65,8 +64,8 @@ def varlen_attention(
             exchange.max_seqlen_q,
             exchange.max_seqlen_k,
         )
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _flash_varlen(q, k, v, spans, scale, window, causal)
+    if _has_varlen_kernel(q):
+        return varlen_kernel()(q, k, v, spans, scale=scale, window=window, causal=causal)
     return segment_attention(q, k, v, spans, scale, window, causal)
 
 
@@ -80,9 +79,19 @@ def padded_attention(
 ) -> Tensor:
     """Return causal attention [B, H, S, D] of `q` [B, H, S, D] and `k`, `v` [B, H_kv, S, D].
 
-    Rows are padded on the right.
+    Rows are padded on the right. In half precision on CUDA they are segments of equal lengths for
+    the kernel of packed rows: SDPA needs a mask [S, S] for a window, and has no fast kernel with
+    one.
     """
-    return sdpa(q, k, v, scale, window, causal=True)
+    if not _has_varlen_kernel(q):
+        return sdpa(q, k, v, scale, window, causal=True)
+    num_rows, _, length, _ = q.shape
+    # From the shape, and on the device, so that the host does not wait.
+    bounds = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=q.device)
+    # [B, H, S, D] to [T, H, D] with T = B x S.
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
+    out = varlen_attention(q, k, v, bounds, length, scale=scale, window=window)
+    return out.unflatten(0, (num_rows, length)).transpose(1, 2)
 
 
 def attention_forward(
@@ -130,10 +139,17 @@ def attention_forward(
 
 
 def register() -> None:
-    """Register `attn_implementation="nemo_like"` with transformers."""
+    """Register `attn_implementation="nemo_like"` with transformers.
+
+    Without a mask function transformers builds no mask: the bounds of the rows are an argument of
+    each call. With one it would also search the positions for packed rows, and wait for the device.
+    """
     AttentionInterface.register(IMPLEMENTATION, attention_forward)  # type: ignore[arg-type]
-    # No mask: the bounds of the rows are an argument of each call.
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+
+
+def _has_varlen_kernel(q: Tensor) -> bool:
+    """Return True for queries of any shape in half precision on CUDA."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def _check_supported(
@@ -161,51 +177,3 @@ def _check_supported(
             " does not support; policy.model_name must be a plain causal model such as Llama, Qwen2"
             " or Qwen3"
         )
-
-
-@cache
-def _flash_attn_func() -> Any | None:
-    try:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
-
-
-def _flash_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans,
-    scale: float,
-    window: int | None,
-    causal: bool,
-) -> Tensor:
-    """Return [T_q, H, D] by a varlen kernel; half precision on CUDA."""
-    # Both kernels align the ends of queries and keys. Their window is the number of positions
-    # before the token itself, -1 for all of them.
-    left = -1 if window is None else window - 1
-    window_size = (left, 0 if causal else left)
-    flash_attn = _flash_attn_func()
-    if flash_attn is not None:
-        return flash_attn(
-            q,
-            k,
-            v,
-            *spans,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window_size,
-        )
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        *spans,
-        scale=scale,
-        window_size=window_size,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    # It returns a tuple only with auxiliary outputs.
-    assert isinstance(out, Tensor)
-    return out

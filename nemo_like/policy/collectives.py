@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.policy.torch_features import first_available
+
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+# The second names are those of torch 2.11.
+_all_gather_single = first_available(dist, "all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = first_available(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def copy_to(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
@@ -111,7 +116,7 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [n x T, ...], the ranks' `tensor` [T, ...] in rank order."""
     num_rows = group.size() * tensor.shape[0]
     gathered = tensor.new_empty(num_rows, *tensor.shape[1:])
-    dist.all_gather_single(gathered, tensor.contiguous(), group=group)
+    _all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
@@ -119,5 +124,5 @@ def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's [T / n, ...] of the sum of the ranks' `tensor` [T, ...]."""
     num_rows = tensor.shape[0] // group.size()
     shard = tensor.new_empty(num_rows, *tensor.shape[1:])
-    dist.reduce_scatter_single(shard, tensor.contiguous(), group=group)
+    _reduce_scatter_single(shard, tensor.contiguous(), group=group)
     return shard

@@ -1,0 +1,199 @@
+"""Kernels of packed rows on CUDA: keywords of every release of torch and flash-attn, and the shapes
+of a forward on fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nemo_like.policy import attention
+from nemo_like.policy.attention import attention_forward, padded_attention, varlen_attention
+from nemo_like.policy.segment_attention import Spans, segment_attention
+from nemo_like.policy.torch_features import first_available, keyword_names
+from nemo_like.policy.varlen_kernels import VarlenKernel, varlen_kernel
+from tests.policy.test_attention import boundaries, random_qkv
+
+LENGTHS = [7, 1, 12, 5]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Any, ...], scale: float, window: Any):
+    """The result of every stub: (left, 0) is the number of earlier positions, -1 for all."""
+    left, right = window
+    assert right == 0, "causal"
+    return segment_attention(q, k, v, Spans(*spans), scale, None if left < 0 else left + 1, True)
+
+
+def torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    assert scale is not None
+    return attend(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
+
+
+def torch_2_13(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    assert enable_gqa or query.shape[1] == key.shape[1], "torch refuses this"
+    assert scale is not None
+    assert num_splits == (1 if torch_2_13.is_fa3 else None)  # type: ignore[attr-defined]
+    return attend(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
+
+
+def flash_attn_2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    assert causal and softmax_scale is not None
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    spans = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, spans, softmax_scale, window_size)
+
+
+KERNELS: dict[str, Callable[[], VarlenKernel]] = {
+    "torch 2.11": lambda: VarlenKernel.of_torch(torch_2_11, is_fa3=False),
+    "torch 2.13": lambda: VarlenKernel.of_torch(torch_2_13, is_fa3=False),
+    "torch 2.13, FA3": lambda: VarlenKernel.of_torch(torch_2_13, is_fa3=True),
+    "flash-attn 2": lambda: VarlenKernel.of_flash_attn(flash_attn_2),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
+    """A kernel that runs on the CPU, in the place of that of CUDA."""
+    kernel = KERNELS[request.param]()
+    torch_2_13.is_fa3 = kernel.is_fa3  # type: ignore[attr-defined]
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda q: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_every_release_is_called_with_what_it_has(
+    kernel: VarlenKernel, kv_heads: int, window: int | None
+) -> None:
+    q, k, v = (part.detach() for part in random_qkv(sum(LENGTHS), kv_heads=kv_heads))
+    cu_seqlens = boundaries(LENGTHS)
+    out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), scale=0.3, window=window)
+    spans = Spans(cu_seqlens, cu_seqlens, max(LENGTHS), max(LENGTHS))
+    assert torch.equal(out, segment_attention(q, k, v, spans, 0.3, window, True))
+
+
+def test_deterministic_algorithms_reach_flash_attn() -> None:
+    q, k, v = (part.detach() for part in random_qkv(4))
+    spans = Spans(boundaries([4]), boundaries([4]), 4, 4)
+    torch.use_deterministic_algorithms(True)
+    try:
+        KERNELS["flash-attn 2"]()(q, k, v, spans, scale=0.3, window=None, causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_padded_rows_are_segments_of_the_kernel(kernel: VarlenKernel, window: int | None) -> None:
+    shape = (3, 10)
+    q, k, v = (
+        part.detach().view(*shape, -1, 8).transpose(1, 2).requires_grad_()
+        for part in random_qkv(shape[0] * shape[1])
+    )
+    upstream = torch.randn(3, 4, 10, 8)
+    out = padded_attention(q, k, v, scale=0.3, window=window)
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+    expected = attention.sdpa(q, k, v, 0.3, window, causal=True)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_a_forward_on_cuda_passes_the_checks_of_torch(
+    dtype: torch.dtype, window: int | None, kv_heads: int
+) -> None:
+    """Fake tensors run the Python code and the shape functions of the real operators."""
+    with FakeTensorMode():
+        layer = nn.Linear(1, 1)
+
+        def heads(num: int, rows: int, length: int) -> Tensor:
+            return torch.empty(rows, num, length, 64, dtype=dtype, device="cuda")
+
+        packed = (heads(8, 1, 30), heads(kv_heads, 1, 30), heads(kv_heads, 1, 30))
+        cu_seqlens = torch.empty(5, dtype=torch.int32, device="cuda")
+        out, _ = attention_forward(
+            layer, *packed, None, cu_seqlens=cu_seqlens, max_seqlen=20, sliding_window=window
+        )
+        assert (out.shape, out.dtype, out.device.type) == ((1, 30, 8, 64), dtype, "cuda")
+        padded = (heads(8, 3, 10), heads(kv_heads, 3, 10), heads(kv_heads, 3, 10))
+        out, _ = attention_forward(layer, *padded, None, sliding_window=window)
+        assert (out.shape, out.dtype, out.device.type) == ((3, 10, 8, 64), dtype, "cuda")
+
+
+def test_the_installed_torch_has_a_kernel() -> None:
+    kernel = varlen_kernel()
+    assert {"window_size"} <= kernel.keywords
+    assert varlen_kernel() is kernel, "chosen and logged once"
+
+
+def test_names_of_earlier_releases_are_found() -> None:
+    torch_2_11 = SimpleNamespace(__name__="torch.distributed", all_gather_into_tensor=1)
+    torch_2_13 = SimpleNamespace(
+        __name__="torch.distributed", all_gather_into_tensor=1, all_gather_single=2
+    )
+    names = ("all_gather_single", "all_gather_into_tensor")
+    assert first_available(torch_2_11, *names) == 1
+    assert first_available(torch_2_13, *names) == 2
+    with pytest.raises(AttributeError, match=r"torch.distributed .*has none of all_gather_single"):
+        first_available(SimpleNamespace(__name__="torch.distributed"), *names)
+    assert first_available(dist, "all_gather_into_tensor") is dist.all_gather_into_tensor
+
+
+def test_keywords_are_those_that_can_be_named() -> None:
+    def function(a: int, /, b: int, *rest: int, c: int, **others: int) -> None: ...
+
+    assert keyword_names(function) == {"b", "c"}
