@@ -7,10 +7,12 @@ import os
 import socket
 import struct
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -51,8 +53,24 @@ def init_process_group(context: WorkerContext) -> torch.device:
 
 
 def build_device_mesh(parallel_layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """Return the mesh of all ranks, [pp, dp, cp, tp]; `mesh["dp"]` is the mesh of one axis."""
+    """Return the mesh of all ranks, [pp, dp, cp, tp]; `mesh["dp"]` is the mesh of one axis.
+
+    Its groups have torch's timeout until `share_timeout` is called.
+    """
     return init_device_mesh(device_type, tuple(parallel_layout.shape), mesh_dim_names=AXES)
+
+
+def share_timeout() -> None:
+    """Give all process groups of this process the collective timeout of the default group.
+
+    torch gives a group that is created later, such as those of a mesh, 10 or 30 minutes.
+    """
+    default = c10d._get_default_group()
+    # Every default group of `init_process_group` has gloo for CPU tensors.
+    backend: Any = default._get_backend(torch.device("cpu"))
+    timeout = backend.options._timeout
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(timeout, group)
 
 
 def is_joined() -> bool:

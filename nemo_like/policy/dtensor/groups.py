@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_like.distributed.process_groups import build_device_mesh
+from nemo_like.distributed.process_groups import build_device_mesh, share_timeout
 from nemo_like.parallel_layout import LayoutError, ParallelLayout, engine_problems
 from nemo_like.policy.dtensor.parallel import TensorParallel
 
@@ -53,6 +53,7 @@ class Groups:
             dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         else:
             dp_cp = mesh["cp" if parallel_layout.cp > 1 else "dp"]
+        share_timeout()
         has_replicas = parallel_layout.dp * parallel_layout.cp > 1
         # FSDP implements mixed precision, so one process in mixed precision has a mesh of one rank.
         needs_fsdp = has_replicas or mixed_precision

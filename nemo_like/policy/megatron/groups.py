@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
+from nemo_like.distributed.process_groups import share_timeout
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.megatron import cpu as megatron_cpu
 
@@ -59,6 +60,8 @@ class Groups:
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )
+        # In seconds, where Megatron-Core takes minutes; and for groups to which it passes none.
+        share_timeout()
         # Nothing draws random numbers: weights are read from files and dropout is off. The
         # inference tracker keeps no CUDA generator states, which do not exist on the CPU.
         model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
