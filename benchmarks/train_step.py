@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import tempfile
 import time
@@ -185,16 +186,22 @@ def measure(model: Path, rows: np.ndarray, arguments: argparse.Namespace) -> lis
         return [
             _result(name, mode, seconds[name], losses[name], 0.0) for name, mode in modes.items()
         ]
-    results = []
-    for name, opener in openers.items():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        mode, times, values = opener(), [], []
-        for _ in range(arguments.steps + 1):
-            _timed_step(mode, times, values)
-        results.append(_result(name, mode, times, values, torch.cuda.max_memory_allocated() / 1e9))
-        mode.close()
-    return results
+    return [_measure_alone(name, opener, arguments.steps) for name, opener in openers.items()]
+
+
+def _measure_alone(name: str, opener: Callable[[], Mode], num_steps: int) -> Result:
+    """Measure one mode with the device's memory to itself."""
+    torch.cuda.reset_peak_memory_stats()
+    mode, times, values = opener(), [], []
+    for _ in range(num_steps + 1):
+        _timed_step(mode, times, values)
+    result = _result(name, mode, times, values, torch.cuda.max_memory_allocated() / 1e9)
+    mode.close()
+    del mode
+    # A model's hooks refer to the model, so that only the garbage collector frees it.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
 
 
 def _timed_step(mode: Mode, seconds: list[float], losses: list[float]) -> None:
