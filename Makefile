@@ -42,7 +42,7 @@ test: lint docs
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest --confcutdir=tests/gpu tests/gpu
 
 # Checks and measurements of one GPU, see benchmarks/gpu/README.md. It runs from source on a machine without the
 # environment of `make setup`, as long as $(PYTHON) has torch, transformers, numba, pytest and hypothesis.
