@@ -2,13 +2,18 @@
 
 from nemo_like.losses.likelihood import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
-from nemo_like.losses.reduce import GlobalCounts, Loss, LossInputs, LossTerms
+from nemo_like.losses.reduce import GlobalCounts, HostRows, Loss, LossInputs, LossTerms
+from nemo_like.losses.tensor_metrics import LossMetrics, TensorMean, fetch_metrics
 
 __all__ = [
     "ClippedPolicyGradientLoss",
     "GlobalCounts",
+    "HostRows",
     "Loss",
     "LossInputs",
+    "LossMetrics",
     "LossTerms",
     "NllLoss",
+    "TensorMean",
+    "fetch_metrics",
 ]

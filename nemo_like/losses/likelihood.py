@@ -13,7 +13,7 @@ from nemo_like.losses.reduce import (
     Normalization,
     token_weights,
 )
-from nemo_like.metrics import Mean
+from nemo_like.losses.tensor_metrics import TensorMean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,4 @@ class NllLoss:
         losses = torch.where(inputs.token_mask, -inputs.policy_logprobs, 0.0)
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
-        # One transfer from the device for both numbers.
-        total, weight = torch.stack([loss_sum.detach(), weights.sum()]).tolist()
-        return LossTerms(loss_sum, {"policy/loss": Mean(total, weight)})
+        return LossTerms(loss_sum, {"policy/loss": TensorMean(loss_sum.detach(), weights.sum())})

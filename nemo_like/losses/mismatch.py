@@ -9,8 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_like.losses.reduce import mean_metrics
-from nemo_like.metrics import Max, Mean, Metrics, Sum
+from nemo_like.losses.tensor_metrics import (
+    LossMetric,
+    TensorMax,
+    TensorMean,
+    TensorSum,
+    mean_metrics,
+)
 
 MAX_EXPONENT = 20.0
 """Limit of a log-prob difference: exp(20) is finite in float32, and a larger difference is no
@@ -42,7 +47,7 @@ def mismatch_metrics(
     generation_logprobs: Tensor,
     mask: Tensor,
     version_gap: Tensor | None = None,
-) -> Metrics:
+) -> dict[str, LossMetric]:
     """Compare the training engine's log-probs of the sampled tokens with the sampler's, [T] each.
 
     Usual values: `gen_kl_k3` of 1e-4 to 1e-3, `token_mult_prob_error` = mean exp|difference| below
@@ -66,11 +71,8 @@ def mismatch_metrics(
     largest = log_weight.new_zeros(())
     if log_weight.numel():
         largest = log_weight.abs().max()
-    num_nonfinite = (mask & ~is_finite).sum().to(largest.dtype)
-    # Together, so that the device is waited for once.
-    max_difference, nonfinite_count = torch.stack([largest, num_nonfinite]).tolist()
-    metrics["mismatch/logprob_diff_max"] = Max(max_difference)
-    metrics["mismatch/num_nonfinite"] = Sum(nonfinite_count)
+    metrics["mismatch/logprob_diff_max"] = TensorMax(largest)
+    metrics["mismatch/num_nonfinite"] = TensorSum((mask & ~is_finite).sum())
     if version_gap is not None:
         metrics |= version_gap_metrics(kl_k3, weight, version_gap, measured)
     return metrics
@@ -81,15 +83,13 @@ def version_gap_metrics(
     weight: Tensor,
     version_gap: Tensor,
     mask: Tensor,
-) -> Metrics:
+) -> dict[str, LossMetric]:
     """Return `staleness/*`, and the means of `kl_k3` and `weight` of the tokens of each gap.
 
     `version_gap` is the number of weight versions between the sampling of a token and the version
-    that is trained. The names are `mismatch/gap_<g>/...` with g in 0 to 4 and
+    that is trained, at least 0. The names are `mismatch/gap_<g>/...` with g in 0 to 4 and
     `mismatch/gap_5_or_more/...`; a gap without tokens has no metrics. `kl_k3`, `weight` and
     `version_gap` are float32 [T], `mask` is bool [T].
-
-    Raises ValueError for a negative gap.
     """
     if version_gap.numel() == 0:
         return {}
@@ -101,26 +101,15 @@ def version_gap_metrics(
     counts = is_in_group.sum(dim=0).float()
     kl_sums = torch.where(is_in_group, kl_k3[:, None], 0.0).sum(dim=0)
     weight_sums = torch.where(is_in_group, weight[:, None], 0.0).sum(dim=0)
-    totals = torch.stack([gap.sum(), gap.max(), gap.min()])
-    # Together, so that the device is waited for once.
-    values = torch.cat([counts, kl_sums, weight_sums, totals]).tolist()
-    total_gap, max_gap, min_gap = values[3 * NUM_GAPS :]
-    if min_gap < 0:
-        raise ValueError(
-            f"version_gap has the value {min_gap:g}; it must be at least 0: a token cannot be"
-            " sampled with weights newer than those that train on it"
-        )
-    metrics: Metrics = {
-        "staleness/mean": Mean(total_gap, sum(values[:NUM_GAPS])),
-        "staleness/max": Max(max_gap),
+    metrics: dict[str, LossMetric] = {
+        "staleness/mean": TensorMean(gap.sum(), counts.sum()),
+        "staleness/max": TensorMax(gap.max()),
     }
     for group in range(NUM_GAPS):
-        count = values[group]
-        if count == 0:
-            continue
         name = f"gap_{group}" if group < NUM_GAPS - 1 else f"gap_{group}_or_more"
-        kl_sum = values[NUM_GAPS + group]
-        weight_sum = values[2 * NUM_GAPS + group]
-        metrics[f"mismatch/{name}/gen_kl_k3"] = Mean(kl_sum, count)
-        metrics[f"mismatch/{name}/importance_ratio_mean"] = Mean(weight_sum, count)
+        count = counts[group]
+        metrics[f"mismatch/{name}/gen_kl_k3"] = TensorMean(kl_sums[group], count, is_optional=True)
+        metrics[f"mismatch/{name}/importance_ratio_mean"] = TensorMean(
+            weight_sums[group], count, is_optional=True
+        )
     return metrics

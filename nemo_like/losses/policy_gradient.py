@@ -22,10 +22,9 @@ from nemo_like.losses.reduce import (
     LossInputs,
     LossTerms,
     Normalization,
-    mean_metrics,
     token_weights,
 )
-from nemo_like.metrics import Mean, Metrics
+from nemo_like.losses.tensor_metrics import LossMetric, TensorMean, mean_metrics
 
 _MAX_KL = 10.0
 """Limit of the magnitude of a token's KL estimate, and separately of its derivative."""
@@ -149,11 +148,8 @@ class ClippedPolicyGradientLoss:
                 losses = losses - self.config.entropy_coefficient * entropy
         shares = token_weights(inputs, self.normalization)
         loss_sum = (shares * losses).sum()
-        # Together, so that the device is waited for once.
-        totals = torch.stack([loss_sum.detach(), shares.sum()])
-        loss_total, loss_weight = totals.tolist()
-        metrics: Metrics = {
-            "policy/loss": Mean(loss_total, loss_weight),
+        metrics: dict[str, LossMetric] = {
+            "policy/loss": TensorMean(loss_sum.detach(), shares.sum()),
             **mean_metrics(per_token, mask),
             # Every context-parallel rank counts every row, which leaves the mean as it is.
             **mean_metrics(importance.per_row, inputs.row_num_tokens > 0),

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_like.metrics import Mean, Metrics
+from nemo_like.losses.tensor_metrics import LossMetrics, fetch_metrics
+from nemo_like.metrics import Metrics
 
 Normalization = Literal["token", "sequence"]
 
@@ -22,6 +24,16 @@ Normalization = Literal["token", "sequence"]
 def _identity(values: Tensor) -> Tensor:
     """Return `values`, such as the sums [R] of rows, unchanged."""
     return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRows:
+    """Values of the R rows of a microbatch in host memory, where reading them does not wait."""
+
+    num_tokens: np.ndarray
+    """float32 [R]: `LossInputs.row_num_tokens`."""
+    columns: Mapping[str, np.ndarray]
+    """[R, ...] each: `LossInputs.row_columns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,8 @@ class LossInputs:
     """float32 [T] each: columns per token, such as `prev_logprobs` and `reference_logprobs`."""
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[R] each: columns per row, such as `advantages`."""
+    host_rows: HostRows | None = None
+    """The values per row in host memory, where they are known."""
     entropy: Tensor | None = None
     """float32 [T]: entropy of the policy's unfiltered distribution, with gradient if the loss needs
     it.
@@ -62,6 +76,17 @@ class LossInputs:
         if name in self.columns:
             return self.columns[name]
         return self.row_columns[name].float()[self.row_ids]
+
+    def rows_on_host(self, *names: str) -> HostRows:
+        """Return the row columns `names` and the number of tokens [R] in host memory.
+
+        Waits for the device if `host_rows` does not have them.
+        """
+        known = self.host_rows
+        if known is not None and all(name in known.columns for name in names):
+            return known
+        columns = {name: self.row_columns[name].cpu().numpy() for name in names}
+        return HostRows(num_tokens=self.row_num_tokens.cpu().numpy(), columns=columns)
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sum `values` [T] over the trained tokens of each row, [R], over all cp ranks.
@@ -81,7 +106,12 @@ class LossTerms:
 
     loss_sum: Tensor
     """float32 [], with gradient."""
-    metrics: Metrics
+    metrics: LossMetrics
+    """Numbers of a microbatch; as tensors, so that the host does not wait for the device."""
+
+    def fetch_metrics(self) -> Metrics:
+        """Return the metrics as numbers; waits for the device."""
+        return fetch_metrics([self.metrics])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +178,3 @@ def token_weights(inputs: LossInputs, normalization: Normalization) -> Tensor:
     # Padding has row 0, and rows without trained tokens have weight 0 anyway.
     row_num_tokens = inputs.row_num_tokens.clamp(min=1.0)
     return weights / row_num_tokens[inputs.row_ids]
-
-
-def mean_metrics(values: Mapping[str, Tensor], mask: Tensor) -> Metrics:
-    """Return token means of [T] tensors where `mask`, fetched from the device in one transfer."""
-    if not values:
-        return {}
-    sums = []
-    for value in values.values():
-        # where() and not a product: an infinity at a masked position must not become NaN.
-        masked = torch.where(mask, value.detach().float(), 0.0)
-        sums.append(masked.sum())
-    sums.append(mask.to(torch.float32).sum())
-    *totals, count = torch.stack(sums).tolist()
-    metrics: Metrics = {}
-    for name, total in zip(values, totals, strict=True):
-        metrics[name] = Mean(total, count)
-    return metrics

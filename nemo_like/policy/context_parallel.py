@@ -100,9 +100,11 @@ def _make_exchange(
     chunk_lengths = starts.diff() // num_chunks
     # int64 [2R]: two queries per segment, each as long as a chunk.
     lengths_q = chunk_lengths[:, None].expand(-1, 2).flatten()
-    # Query chunk r sees r + 1 chunks, query chunk 2c-1-r sees 2c-r.
-    num_chunks_k = torch.tensor([rank + 1, num_chunks - rank], device=device)
-    lengths_k = (chunk_lengths[:, None] * num_chunks_k).flatten()
+    # Query chunk r sees r + 1 chunks, query chunk 2c-1-r sees 2c-r. Factors from the host are
+    # arguments of kernels, where a tensor of them would be a copy that waits for the device.
+    lengths_of_first = chunk_lengths * (rank + 1)
+    lengths_of_second = chunk_lengths * (num_chunks - rank)
+    lengths_k = torch.stack((lengths_of_first, lengths_of_second), dim=1).flatten()
     bounds_k = _bounds(lengths_k)
     # The sum of `lengths_k`, computed on the host so as not to wait for the device: each segment
     # contributes 2c + 1 of its chunks.

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_like.distributed import activity
-from nemo_like.losses import Loss, LossInputs
-from nemo_like.metrics import Metrics
+from nemo_like.losses import HostRows, Loss, LossInputs, LossMetrics
 from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.model_inputs import ModelInputs
-from nemo_like.policy.shard_rows import NUM_TRAINED
+from nemo_like.policy.model_inputs import NUM_TRAINED, ModelInputs
 
 
 @dataclass
@@ -31,7 +29,7 @@ class LossStep:
         self,
         inputs: ModelInputs,
         outputs: TokenLogprobs,
-    ) -> tuple[Tensor, tuple[Metrics, LossInputs]]:
+    ) -> tuple[Tensor, tuple[LossMetrics, LossInputs]]:
         """Return (loss float32 [] with gradient, (metrics, detached loss inputs [T]))."""
         activity.note(f"loss of a microbatch of {inputs.num_tokens} tokens")
         entropy = outputs.entropy
@@ -45,6 +43,10 @@ class LossStep:
             row_num_tokens=inputs.row_columns[NUM_TRAINED],
             columns=_loss_columns(inputs),
             row_columns=inputs.row_columns,
+            host_rows=HostRows(
+                num_tokens=inputs.host_row_columns[NUM_TRAINED],
+                columns=inputs.host_row_columns,
+            ),
             entropy=entropy,
             sum_over_cp=self.sum_over_cp,
         )

@@ -17,7 +17,7 @@ stays global.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,16 @@ from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.device_transfer import tensor_to_device, to_device
+from nemo_like.policy.segments import (
+    cp_shard_positions,
+    segment_lengths,
+    segment_positions,
+    segment_starts,
+)
+
+NUM_TRAINED = "num_trained_tokens"
+"""Row column of training inputs: float32 [R], trained tokens of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +45,8 @@ class ModelInputs:
 
     Example: rows [5, 6, 7] and [8, 9] packed with `padded_lengths` (4, 2) and `num_tokens` 6:
     `input_ids` [[5, 6, 7, 0, 8, 9]], `position_ids` [[0, 1, 2, 3, 0, 1]], `cu_seqlens` [0, 4, 6],
-    `labels` [6, 7, 0, 0, 9, 0], `label_mask` [1, 1, 0, 0, 1, 0], `row_ids` [0, 0, 0, 0, 1, 1].
+    `labels` [6, 7, 0, 0, 9, 0], `label_mask` [1, 1, 0, 0, 1, 0], `label_positions` [0, 1, 4],
+    `row_ids` [0, 0, 0, 0, 1, 1].
     """
 
     input_ids: Tensor
@@ -51,13 +62,21 @@ class ModelInputs:
     labels: Tensor
     """int64 [T]: the next token, 0 where there is none."""
     label_mask: Tensor
-    """bool [T]: True where the position predicts a real token of its row."""
+    """bool [T]: True where the position predicts a real token of its row; in training, a trained
+    token.
+    """
+    label_positions: Tensor
+    """int64 [N]: the indices where `label_mask` is True, in order. Found on the host, because a
+    search on the device waits for it.
+    """
     row_ids: Tensor
     """int64 [T]: index of the row in the microbatch; 0 on padding."""
     columns: dict[str, Tensor]
     """[T, ...] token columns, 0 where there is no label; a name that ends in `_mask` is bool."""
     row_columns: dict[str, Tensor]
     """[R, ...] row columns. A dummy has one row of zeros, so that `row_ids` are valid indices."""
+    host_row_columns: dict[str, np.ndarray]
+    """The values of `row_columns` in host memory, but for those that were given as tensors."""
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
     num_tokens: int
@@ -93,67 +112,110 @@ def build_inputs(
     pad_token_id: int = 0,
     cp_rank: int = 0,
     device: str | torch.device = "cpu",
+    num_trained: np.ndarray | None = None,
 ) -> ModelInputs:
     """Build the tensors of `microbatch`, whose `rows` index the columns of `shard`.
 
     `input_ids` is Jagged; any other Jagged is a token column; any array or tensor [n, ...] of
     numbers is a row column. Other columns (texts) are ignored. Raises ValueError where a token
     column is shorter than its row.
+
+    `num_trained`, int64 [R] ([1] for a dummy), are the trained tokens of each row over all
+    context-parallel ranks. With it only trained tokens have a label: those with `token_mask` in
+    rows that have some. The counts become the row column `NUM_TRAINED`, float32 [R].
+
+    The host does not wait for the device.
     """
     grid = _Grid.of(microbatch, spec, cp_rank)
-    shape = grid.shape
-    is_real = grid.position < grid.length
-    has_label = grid.position < grid.length - 1
-    input_ids = grid.gather(
-        "input_ids",
-        shard["input_ids"],
-        0,
-        is_real,
-        pad_token_id,
-    )
     # Shift 1: the label of a position is the next token of its row.
-    labels = grid.gather(
-        "input_ids",
-        shard["input_ids"],
-        1,
-        has_label,
-        0,
+    has_label = grid.position < grid.length - 1
+    columns, row_columns, row_tensors = _split_columns(shard, grid, has_label, device)
+    if num_trained is not None:
+        row_columns[NUM_TRAINED] = num_trained.astype(np.float32)
+        is_trained_row = num_trained > 0
+        # Logits are computed only where there is a label, so a narrow mask saves memory.
+        has_label = has_label & columns["token_mask"] & is_trained_row[grid.row_ids]
+    tensors = to_device(
+        {
+            **_position_arrays(grid, shard["input_ids"], pad_token_id),
+            "label_mask": has_label,
+            "label_positions": np.flatnonzero(has_label),
+            **{f"column/{name}": values for name, values in columns.items()},
+            **{f"row/{name}": values for name, values in row_columns.items()},
+        },
+        device,
     )
-    columns: dict[str, Tensor] = {}
-    row_columns: dict[str, Tensor] = {}
-    for name, column in shard.items():
-        if name == "input_ids":
-            continue
-        if isinstance(column, Jagged):
-            values = grid.gather(name, column, 1, has_label, 0)
-            is_mask = name.endswith("_mask")
-            columns[name] = _tensor(values, device, is_mask=is_mask)
-        elif _is_row_column(column):
-            row_columns[name] = _row_column(column, grid.rows, device)
-    # Token ids are stored as int32; embedding and gather need int64.
-    input_ids = input_ids.astype(np.int64, copy=False).reshape(shape)
-    labels = labels.astype(np.int64, copy=False)
-    row_ids = np.where(is_real, grid.segment, 0)
-    cu_seqlens = None
-    if grid.is_packed:
-        # int32, as the attention kernels require.
-        cu_seqlens = _tensor(grid.bounds.astype(np.int32), device)
     return ModelInputs(
-        input_ids=_tensor(input_ids, device),
-        position_ids=_tensor(grid.position.reshape(shape), device),
-        cu_seqlens=cu_seqlens,
+        input_ids=tensors["input_ids"],
+        position_ids=tensors["position_ids"],
+        cu_seqlens=tensors.get("cu_seqlens"),
         max_seqlen=int(np.diff(grid.bounds).max()),
-        labels=_tensor(labels, device),
-        label_mask=_tensor(has_label, device),
-        row_ids=_tensor(row_ids, device),
-        columns=columns,
-        row_columns=row_columns,
+        labels=tensors["labels"],
+        label_mask=tensors["label_mask"],
+        label_positions=tensors["label_positions"],
+        row_ids=tensors["row_ids"],
+        columns={name: tensors[f"column/{name}"] for name in columns},
+        row_columns={name: tensors[f"row/{name}"] for name in row_columns} | row_tensors,
+        host_row_columns=row_columns,
         lengths=microbatch.lengths,
         padded_lengths=microbatch.padded_lengths,
         num_tokens=microbatch.num_tokens,
         layout=spec.layout,
         cp_size=spec.cp_size,
     )
+
+
+def _position_arrays(
+    grid: _Grid,
+    token_ids: Jagged,
+    pad_token_id: int,
+) -> dict[str, np.ndarray]:
+    """Return ids, positions and labels of the T positions, and `cu_seqlens` of a packed layout.
+
+    The shapes and dtypes are those of `ModelInputs`.
+    """
+    is_real = grid.position < grid.length
+    has_next = grid.position < grid.length - 1
+    input_ids = grid.gather("input_ids", token_ids, 0, is_real, pad_token_id)
+    labels = grid.gather("input_ids", token_ids, 1, has_next, 0)
+    # Token ids are stored as int32; embedding and gather need int64.
+    arrays = {
+        "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
+        "position_ids": grid.position.reshape(grid.shape),
+        "labels": labels.astype(np.int64, copy=False),
+        "row_ids": grid.row_ids,
+    }
+    if grid.is_packed:
+        # int32, as the attention kernels require.
+        arrays["cu_seqlens"] = grid.bounds.astype(np.int32)
+    return arrays
+
+
+def _split_columns(
+    shard: Mapping[str, Any],
+    grid: _Grid,
+    has_label: np.ndarray,
+    device: str | torch.device,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, Tensor]]:
+    """Return (token columns [T, ...], row columns [R, ...], row columns that are tensors [R, ...]).
+
+    `has_label` is bool [T]; elsewhere a token column is 0.
+    """
+    columns: dict[str, np.ndarray] = {}
+    row_columns: dict[str, np.ndarray] = {}
+    row_tensors: dict[str, Tensor] = {}
+    for name, column in shard.items():
+        if name == "input_ids":
+            continue
+        if isinstance(column, Jagged):
+            values = grid.gather(name, column, 1, has_label, 0)
+            columns[name] = values.astype(bool) if name.endswith("_mask") else values
+        elif isinstance(column, Tensor):
+            row_tensors[name] = _row_tensor(column, grid.rows, device)
+        elif isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+            # Booleans, integers and floats; not texts or objects.
+            row_columns[name] = _row_array(column, grid.rows)
+    return columns, row_columns, row_tensors
 
 
 def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
@@ -173,7 +235,7 @@ def unpack_tokens(values: Tensor, inputs: ModelInputs) -> Jagged:
     flat = values.detach().to("cpu", torch.float32).numpy()
     lengths = np.array(inputs.lengths, dtype=np.int64)
     # Rows start at padded offsets here, and at unpadded ones in the result.
-    starts = _starts(inputs.padded_lengths)[:-1]
+    starts = segment_starts(inputs.padded_lengths)[:-1]
     row, token = segment_positions(lengths)
     result = np.zeros(len(token), dtype=np.float32)
     is_predicted = token > 0
@@ -201,71 +263,6 @@ def num_predicted_tokens(token_mask: Jagged, microbatch: Microbatch) -> np.ndarr
     return counts.astype(np.int64)
 
 
-def segment_positions(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment of each position and position within it, for consecutive segments.
-
-    Both are int64 [sum(lengths)]. Example: lengths [2, 3] give segments [0, 0, 1, 1, 1] and
-    positions [0, 1, 0, 1, 2].
-    """
-    segments = np.arange(len(lengths), dtype=np.int64)
-    segment = np.repeat(segments, lengths)
-    starts = _starts(lengths)
-    position = np.arange(len(segment), dtype=np.int64)
-    return segment, position - starts[segment]
-
-
-def cp_shard_positions(
-    padded_lengths: Sequence[int] | np.ndarray,
-    cp_size: int,
-    cp_rank: int,
-) -> np.ndarray:
-    """Return the positions of the pack on `cp_rank`, int64 [sum(padded_lengths) / cp_size].
-
-    Example: one row of 8 positions on 2 ranks has chunks 01|23|45|67; rank 0 gets [0, 1, 6, 7],
-    rank 1 [2, 3, 4, 5]. Raises ValueError for a padded length that is not a multiple of 2 x cp_size
-    or a rank outside the axis.
-    """
-    padded = np.asarray(padded_lengths, dtype=np.int64)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank {cp_rank} is not in 0..{cp_size - 1}")
-    if cp_size == 1:
-        return np.arange(padded.sum(), dtype=np.int64)
-    num_chunks = 2 * cp_size
-    if (padded % num_chunks).any():
-        raise ValueError(
-            f"padded lengths {padded.tolist()} are not all multiples of 2 x cp_size = {num_chunks}"
-        )
-    chunk_lengths = padded // num_chunks
-    row, position = segment_positions(2 * chunk_lengths)
-    chunk_length = chunk_lengths[row]
-    is_second = position >= chunk_length
-    # A rank's first chunk is number r. Its second is number 2c-1-r, at the start of which
-    # `position` has already advanced by one chunk.
-    num_skipped_chunks = np.where(is_second, num_chunks - 2 - cp_rank, cp_rank)
-    row_start = _starts(padded)[row]
-    return row_start + position + num_skipped_chunks * chunk_length
-
-
-def cp_gather_positions(padded_lengths: Sequence[int] | np.ndarray, cp_size: int) -> np.ndarray:
-    """Return the inverse of `cp_shard_positions`, int64 [sum(padded_lengths)].
-
-    `concat(shares of rank 0, 1, ...)[result]` is the pack in order.
-    """
-    shares = [cp_shard_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)]
-    gathered = np.concatenate(shares)
-    inverse = np.empty_like(gathered)
-    inverse[gathered] = np.arange(len(gathered), dtype=np.int64)
-    return inverse
-
-
-def segment_lengths(padded_lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the padded length of every segment: the rows, then trailing padding if any."""
-    trailing = num_tokens - sum(padded_lengths)
-    if trailing == 0:
-        return tuple(padded_lengths)
-    return (*padded_lengths, trailing)
-
-
 @dataclass(frozen=True)
 class _Grid:
     """Index arrays of the T positions on this rank, built once per microbatch."""
@@ -286,6 +283,11 @@ class _Grid:
     length: np.ndarray
     """int64 [T]: real tokens of the position's segment."""
 
+    @property
+    def row_ids(self) -> np.ndarray:
+        """int64 [T]: row of each position, 0 on padding."""
+        return np.where(self.position < self.length, self.segment, 0)
+
     @classmethod
     def of(
         cls,
@@ -294,7 +296,7 @@ class _Grid:
         cp_rank: int,
     ) -> _Grid:
         segments = segment_lengths(microbatch.padded_lengths, microbatch.num_tokens)
-        bounds = _starts(segments)
+        bounds = segment_starts(segments)
         positions = cp_shard_positions(segments, spec.cp_size, cp_rank)
         # Every context-parallel rank has an equal share of every segment.
         share_lengths = np.array(segments) // spec.cp_size
@@ -350,45 +352,21 @@ class _Grid:
         return gathered
 
 
-def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the bounds of consecutive segments, int64 [n+1]."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+def _row_array(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the rows [R, ...] of `column` [n, ...]; one row of zeros for a dummy."""
+    if len(rows) == 0:
+        return np.zeros((1, *column.shape[1:]), dtype=column.dtype)
+    # Indexing copies. An array from shared memory is read-only, which torch cannot represent.
+    return column[rows]
 
 
-def _tensor(
-    array: np.ndarray,
-    device: str | torch.device,
-    *,
-    is_mask: bool = False,
-) -> Tensor:
-    """Copy an array to `device`, with the same shape; a mask becomes bool."""
-    array = array.astype(bool) if is_mask else np.ascontiguousarray(array)
-    tensor = torch.from_numpy(array)
-    return tensor.to(device, non_blocking=True)
-
-
-def _is_row_column(column: Any) -> bool:
-    if isinstance(column, np.ndarray):
-        # Booleans, integers and floats; not texts or objects.
-        return column.dtype.kind in "biuf"
-    return isinstance(column, Tensor)
-
-
-def _row_column(
-    column: np.ndarray | Tensor,
+def _row_tensor(
+    column: Tensor,
     rows: np.ndarray,
     device: str | torch.device,
 ) -> Tensor:
-    """Return the rows [R, ...] of `column` on `device`; one row of zeros for a dummy."""
-    if isinstance(column, np.ndarray):
-        # Indexing copies. An array from shared memory is read-only, which torch cannot represent.
-        taken = torch.from_numpy(column[rows])
-    else:
-        index = torch.from_numpy(rows).to(column.device)
-        taken = column[index]
+    """Return the rows [R, ...] of `column` [n, ...] on `device`; one row of zeros for a dummy."""
     if len(rows) == 0:
-        shape = (1, *column.shape[1:])
-        return taken.new_zeros(shape, device=device)
-    return taken.to(device)
+        return column.new_zeros((1, *column.shape[1:]), device=device)
+    index = tensor_to_device(torch.from_numpy(rows), column.device)
+    return tensor_to_device(column[index], device)

@@ -56,6 +56,8 @@ def _select_rows(inputs: LossInputs, is_selected: Tensor) -> LossInputs:
         token_mask=inputs.token_mask[positions],
         row_ids=inputs.row_ids[positions],
         row_num_tokens=torch.where(is_selected, inputs.row_num_tokens, 0.0),
+        # It has the tokens of all rows.
+        host_rows=None,
         columns={name: column[positions] for name, column in inputs.columns.items()},
         entropy=_select(inputs.entropy, positions),
     )

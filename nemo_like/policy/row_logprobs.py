@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
+from nemo_like.device_transfer import tensor_to_device
 from nemo_like.policy.engine import Engine, TokenLogprobs
-from nemo_like.policy.model_inputs import (
-    ModelInputs,
-    cp_gather_positions,
-    segment_lengths,
-    unpack_tokens,
-)
+from nemo_like.policy.model_inputs import ModelInputs, unpack_tokens
+from nemo_like.policy.segments import cp_gather_positions, segment_lengths
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -31,18 +28,30 @@ def compute_row_logprobs(
     Every rank calls. The list is empty on all pipeline stages but the last.
     """
 
-    def to_rows(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[Tensor | None, Jagged]:
-        """Return None as loss, and the log-probs as rows, gathered from each rank's share [T]."""
-        in_order = _gather_in_order(engine, inputs, outputs.logprobs)
-        return None, unpack_tokens(in_order, inputs)
+    def in_order(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, _Outputs]:
+        """Return None as loss, and the log-probs gathered from each rank's share [T]."""
+        return None, _Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
 
-    return engine.run(
+    parts = engine.run(
         microbatches,
-        to_rows,
+        in_order,
         backward=False,
         temperature=temperature,
         token_filter=token_filter,
     )
+    if not parts:
+        return []
+    # After the last microbatch, so that the device is waited for once.
+    values = torch.cat([part.values for part in parts]).to("cpu", torch.float32)
+    shares = values.split([part.inputs.num_tokens for part in parts])
+    return [unpack_tokens(share, part.inputs) for share, part in zip(shares, parts, strict=True)]
+
+
+class _Outputs(NamedTuple):
+    """Log-probs [num_tokens] of one microbatch, in the order of the pack."""
+
+    inputs: ModelInputs
+    values: Tensor
 
 
 def _gather_in_order(
@@ -55,5 +64,6 @@ def _gather_in_order(
         return values
     # Context parallelism splits each segment, trailing padding included, in zig-zag order.
     segments = segment_lengths(inputs.padded_lengths, inputs.num_tokens)
-    positions = torch.from_numpy(cp_gather_positions(np.array(segments), inputs.cp_size))
-    return engine.gather_over_cp(values)[positions.to(values.device)]
+    positions = cp_gather_positions(segments, inputs.cp_size)
+    index = tensor_to_device(torch.from_numpy(positions), values.device)
+    return engine.gather_over_cp(values).index_select(0, index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,6 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.distributed import activity
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
-
-NUM_TRAINED = "num_trained_tokens"
-"""Row column of `ShardRows.inputs`: float32 [R], trained tokens of each row."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +53,14 @@ class ShardRows:
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Build model inputs whose `label_mask` is True for trained tokens only."""
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
-        inputs = build_inputs(
+        return build_inputs(
             self.columns,
             microbatch,
             self.spec,
             cp_rank=self.cp_rank,
             device=self.device,
+            num_trained=self.num_trained_tokens(microbatch),
         )
-        counts = torch.from_numpy(self.num_trained_tokens(microbatch))
-        counts = counts.to(self.device, torch.float32)
-        is_trained_row = counts > 0
-        # Logits are computed only where the label mask is True, so a narrow mask saves memory.
-        is_trained = inputs.columns["token_mask"] & is_trained_row[inputs.row_ids]
-        mask = inputs.label_mask & is_trained
-        row_columns = {**inputs.row_columns, NUM_TRAINED: counts}
-        return dataclasses.replace(inputs, label_mask=mask, row_columns=row_columns)
 
     def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
         """Reorder `parts`, one Jagged [T] per microbatch, to the rows of the shard: float32 [T].

@@ -1,7 +1,7 @@
 """Names and keywords that differ between releases of a library, chosen by what is installed.
 
-The releases of torch are 2.11 to 2.13. A test for a name or keyword also holds for a nightly build,
-where a version number says little.
+Supported are torch 2.11 to 2.13. Names are tested and not versions, so that nightly builds work as
+well.
 """
 
 from __future__ import annotations

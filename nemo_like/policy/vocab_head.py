@@ -28,7 +28,7 @@ def label_logprobs(
     `bias` [V] this rank's rows of the output embedding. See `token_logprobs` for the rest.
     """
     # Only positions with a label meet the vocabulary: in RL most of a row is prompt.
-    positions = inputs.label_mask.nonzero().squeeze(1)
+    positions = inputs.label_positions
     outputs = token_logprobs(
         hidden.index_select(0, positions),
         weight,

@@ -18,7 +18,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec, RankPlan
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
-from nemo_like.losses import GlobalCounts, Loss, LossInputs
+from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
@@ -156,7 +156,7 @@ class PolicyWorker:
             backward=False,
             **self._logprob_options(loss),
         )
-        local_metrics = merge_metrics(metrics for metrics, _ in results)
+        local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         return merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
 
     def probe_isolation(self) -> IsolationReport:
@@ -305,7 +305,7 @@ class PolicyWorker:
         if is_skipped:
             loss_inputs = [each for _, each in results]
             self._record_skipped(index, grad_norm, loss, microbatches, loss_inputs)
-        local_metrics = merge_metrics(metrics for metrics, _ in results)
+        local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         gathered = engine.gather_over_dp_cp((local_metrics, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
         metrics["policy/grad_norm"] = Mean(grad_norm)

@@ -80,11 +80,17 @@ class Rollout:
     def version_gaps(self, version: int) -> Jagged:
         """Return `version` minus the weight version of each completion token, float32.
 
-        Over the tokens of the rows; 0 on prompts.
+        Over the tokens of the rows; 0 on prompts. Raises ValueError for weights newer than
+        `version`.
         """
         gaps = np.zeros(len(self.batch["input_ids"].values), dtype=np.float32)
         is_completion = self.batch["token_mask"].values.astype(bool)
         gaps[is_completion] = version - self.completions.weight_versions.values
+        if gaps.min(initial=0.0) < 0:
+            raise ValueError(
+                f"version_gap has the value {gaps.min():g}; it must be at least 0: a token cannot"
+                " be sampled with weights newer than those that train on it"
+            )
         return Jagged(gaps, self.batch["input_ids"].offsets)
 
     def records(self, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_like.config.schema import PolicyGradientLossConfig
-from nemo_like.losses import ClippedPolicyGradientLoss, GlobalCounts, Loss, LossInputs, NllLoss
+from nemo_like.losses import (
+    ClippedPolicyGradientLoss,
+    GlobalCounts,
+    Loss,
+    LossInputs,
+    NllLoss,
+    fetch_metrics,
+)
 from nemo_like.losses.mismatch import mismatch_metrics
 from nemo_like.losses.policy_gradient import reference_kl
 from nemo_like.losses.reduce import Normalization
@@ -65,7 +72,7 @@ def loss_and_grad(
         value = terms.loss_sum / loss.denominator(counts)
         value.backward()
         total += float(value.detach())
-        parts.append(terms.metrics)
+        parts.append(terms.fetch_metrics())
     return total, torch.cat([grad_of(leaf) for leaf in leaves]), metric_values(merge_metrics(parts))
 
 
@@ -138,7 +145,11 @@ def single(
     )
     terms = ClippedPolicyGradientLoss(config=config)(inputs)
     terms.loss_sum.backward()
-    return float(terms.loss_sum.detach()), float(grad_of(leaf)), metric_values(terms.metrics)
+    return (
+        float(terms.loss_sum.detach()),
+        float(grad_of(leaf)),
+        metric_values(terms.fetch_metrics()),
+    )
 
 
 def test_clip_stops_the_gradient_only_on_the_side_that_gains():
@@ -244,7 +255,7 @@ def test_masked_positions_with_infinities_leave_values_and_gradients_finite():
     terms = loss(inputs)
     terms.loss_sum.backward()
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad[1] == 0
-    assert all(math.isfinite(value) for value in metric_values(terms.metrics).values())
+    assert all(math.isfinite(value) for value in metric_values(terms.fetch_metrics()).values())
 
 
 def test_the_entropy_is_computed_only_where_it_is_read():
@@ -271,12 +282,14 @@ def test_the_entropy_estimate_is_the_mean_of_minus_the_logprobs():
         },
     )
     terms = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())(inputs)
-    assert metric_values(terms.metrics)["policy/entropy_estimate"] == 1.75
+    assert metric_values(terms.fetch_metrics())["policy/entropy_estimate"] == 1.75
 
 
 def test_mismatch_metrics_are_zero_error_when_engines_agree():
     logprobs = -torch.rand(10)
-    values = metric_values(mismatch_metrics(logprobs, logprobs, torch.ones(10, dtype=torch.bool)))
+    values = metric_values(
+        fetch_metrics([mismatch_metrics(logprobs, logprobs, torch.ones(10, dtype=torch.bool))])[0]
+    )
     assert values["mismatch/gen_kl_k3"] == 0.0 and values["mismatch/token_mult_prob_error"] == 1.0
     assert values["mismatch/logprob_diff_max"] == 0.0
 

@@ -67,7 +67,7 @@ def test_value_gradient_and_metrics(lengths: list[tuple[int, int]], seed: int, n
         value = terms.loss_sum / loss.denominator(counts)
         value.backward()
         total += float(value.detach())
-        parts.append(terms.metrics)
+        parts.append(terms.fetch_metrics())
     assert total == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-6)
     for leaf, right in zip(leaves, exact, strict=True):
         assert leaf.grad is not None and right.grad is not None

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.policy.model_inputs import (
+    NUM_TRAINED,
     ModelInputs,
     build_inputs,
-    cp_gather_positions,
-    cp_shard_positions,
     num_predicted_tokens,
-    segment_lengths,
     unpack_tokens,
 )
+from nemo_like.policy.segments import cp_gather_positions, cp_shard_positions, segment_lengths
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -322,3 +321,32 @@ def test_unpack_refuses_one_share() -> None:
     inputs = build_inputs(make_shard([4]), Microbatch((0,), (4,), (4,), 4), spec_of("packed", 2))
     with pytest.raises(ValueError, match="2 values for a microbatch of 4 positions"):
         unpack_tokens(torch.zeros(2), inputs)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_only_trained_tokens_of_trained_rows_have_a_label(layout: str) -> None:
+    shard = make_shard([5, 4, 6], seed=3)
+    microbatch = (
+        packed([2, 0, 1], [6, 5, 4]) if layout == "packed" else padded([2, 0, 1], [6, 5, 4])
+    )
+    counts = num_predicted_tokens(shard["token_mask"], microbatch)  # type: ignore[arg-type]
+    counts[1] = 0
+    plain = build_inputs(shard, microbatch, spec_of(layout))
+    inputs = build_inputs(shard, microbatch, spec_of(layout), num_trained=counts)
+    expected = plain.label_mask & plain.columns["token_mask"] & (plain.row_ids != 1)
+    assert torch.equal(inputs.label_mask, expected)
+    assert torch.equal(inputs.label_positions, expected.nonzero().squeeze(1))
+    assert torch.equal(plain.label_positions, plain.label_mask.nonzero().squeeze(1))
+    assert torch.equal(inputs.labels, plain.labels)
+    assert inputs.row_columns[NUM_TRAINED].tolist() == counts.tolist()
+    assert inputs.row_columns[NUM_TRAINED].dtype == torch.float32
+    assert inputs.host_row_columns[NUM_TRAINED].tolist() == counts.tolist()
+
+
+def test_a_row_column_may_be_a_tensor_of_any_dtype() -> None:
+    shard = make_shard([3, 2]) | {"scale": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)}
+    inputs = build_inputs(shard, packed([1, 0], [2, 3]), spec_of("packed"))
+    assert inputs.row_columns["scale"].tolist() == [2.5, 1.5]
+    assert "scale" not in inputs.host_row_columns
+    dummy = build_inputs(shard, Microbatch((), (), (), 4), spec_of("packed"))
+    assert dummy.row_columns["scale"].tolist() == [0.0]

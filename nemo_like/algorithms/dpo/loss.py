@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_like.algorithms.dpo.config import PreferenceLossConfig
-from nemo_like.losses import GlobalCounts, LossInputs, LossTerms
-from nemo_like.metrics import Mean, Metrics
+from nemo_like.device_transfer import to_device
+from nemo_like.losses import GlobalCounts, LossInputs, LossMetrics, LossTerms, TensorMean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,25 +103,29 @@ def _pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
     A dummy microbatch has no pairs. Raises ValueError for an incomplete pair.
     """
+    # On the host: the number of pairs is a shape, and reading it would wait for the device.
+    host = inputs.rows_on_host("pair", "is_chosen")
     # A dummy has one row without tokens.
-    rows = inputs.row_num_tokens.nonzero().squeeze(1)
-    pair = inputs.row_columns["pair"][rows]
-    is_chosen = inputs.row_columns["is_chosen"][rows].bool()
+    rows = np.flatnonzero(host.num_tokens)
+    pair = host.columns["pair"][rows]
+    is_chosen = host.columns["is_chosen"][rows].astype(bool)
     # Both sorted by pair, so that position i of the two belongs to the same pair.
     chosen = rows[is_chosen][pair[is_chosen].argsort()]
     rejected = rows[~is_chosen][pair[~is_chosen].argsort()]
-    pairs = inputs.row_columns["pair"]
-    if len(chosen) != len(rejected) or not torch.equal(pairs[chosen], pairs[rejected]):
+    pairs = host.columns["pair"]
+    if not np.array_equal(pairs[chosen], pairs[rejected]):
         raise ValueError(
             "a microbatch has one row of a preference pair without the other; plan the batch with"
             " groups=batch['pair']"
         )
-    return chosen, rejected
+    rows_of_pairs = {"chosen": chosen, "rejected": rejected}
+    tensors = to_device(rows_of_pairs, inputs.row_num_tokens.device)
+    return tensors["chosen"], tensors["rejected"]
 
 
-def _means(values: dict[str, Tensor]) -> Metrics:
-    """Return the means over pairs of [P] tensors, fetched from the device in one transfer."""
-    names = list(values)
-    count = len(values[names[0]])
-    totals = torch.stack([values[name].detach().float().sum() for name in names]).tolist()
-    return {name: Mean(total, count) for name, total in zip(names, totals, strict=True)}
+def _means(values: dict[str, Tensor]) -> LossMetrics:
+    """Return the means over pairs of [P] tensors."""
+    metrics = {}
+    for name, value in values.items():
+        metrics[name] = TensorMean(value.detach().float().sum(), float(len(value)))
+    return metrics

@@ -1,0 +1,158 @@
+"""At most one wait for the device per microbatch, in training and in log-prob passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_like.algorithms.dpo.config import PreferenceLossConfig
+from nemo_like.algorithms.dpo.loss import PreferenceLoss
+from nemo_like.config.importance_correction import ImportanceCorrectionConfig
+from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.planning.plan import plan_batch
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from tests.policy.host_waits import HostWaits
+from tests.policy.preferences import pair_batch
+from tests.policy.test_worker import DYNAMIC, PACKED
+from tests.policy.tiny import context
+
+LOSSES: dict[str, Loss] = {
+    "sft": NllLoss(),
+    "grpo": ClippedPolicyGradientLoss(
+        config=PolicyGradientLossConfig(
+            reference_policy_kl_penalty=0.1, ratio_clip_c=3.0, entropy_coefficient=0.01
+        )
+    ),
+    "grpo, corrected": ClippedPolicyGradientLoss(
+        config=PolicyGradientLossConfig(
+            normalization="sequence",
+            importance_correction=ImportanceCorrectionConfig(kind="sequence_mask", upper=2.0),
+        )
+    ),
+    "dpo": PreferenceLoss(config=PreferenceLossConfig(sft_loss_weight=0.5)),
+}
+
+
+def batch_of(num_microbatches: int) -> BatchedDataDict:
+    """Pairs of rows with all columns; each pair fills a packed microbatch of 48 tokens."""
+    lengths = [24, 20] * num_microbatches
+    batch = pair_batch(lengths)
+    batch["version_gap"] = Jagged.from_lengths(
+        np.arange(sum(lengths), dtype=np.float32) % 3, np.asarray(lengths)
+    )
+    return batch
+
+
+def shard_of(worker: DTensorPolicyWorker, num_microbatches: int) -> SlicedDataDict:
+    batch = batch_of(num_microbatches)
+    spec = plan_spec(
+        worker.config,
+        purpose="train",
+        parallel_layout=ParallelLayout(),
+        model=load_spec(worker.config.model_name),
+    )
+    spec = dataclasses.replace(spec, global_batch_size=len(batch["length"]))
+    plan = plan_batch(batch["length"], spec, groups=batch["pair"])
+    shard = batch.shard(plan)[0]
+    assert shard.plan is not None
+    assert len(shard.plan.microbatches) == num_microbatches
+    return shard
+
+
+def waits_per_microbatch(counted: dict[int, HostWaits]) -> float:
+    """Waits that each further microbatch adds; a step has some of its own."""
+    (few, waits_of_few), (many, waits_of_many) = sorted(counted.items())
+    return (len(waits_of_many.places) - len(waits_of_few.places)) / (many - few)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_window"])
+def worker(request: pytest.FixtureRequest, model_dir: Any) -> DTensorPolicyWorker:
+    config = dataclasses.replace(
+        PACKED, model_name=model_dir(request.param), activation_checkpointing=True
+    )
+    return DTensorPolicyWorker(context(), config=config, needs_reference=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_waits_at_the_end_of_a_step_only(worker: DTensorPolicyWorker, name: str) -> None:
+    counted = {}
+    for num_microbatches in (2, 6):
+        shard = shard_of(worker, num_microbatches)
+        with HostWaits() as counted[num_microbatches]:
+            worker.train(shard, None, LOSSES[name])
+    assert counted[2].places, "the norm of a step is read"
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_evaluation_waits_at_its_end_only(worker: DTensorPolicyWorker, name: str) -> None:
+    counted = {}
+    for num_microbatches in (2, 6):
+        shard = shard_of(worker, num_microbatches)
+        with HostWaits() as counted[num_microbatches]:
+            worker.evaluate(shard, LOSSES[name])
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+
+
+def test_log_prob_passes_wait_at_their_end_only(worker: DTensorPolicyWorker) -> None:
+    counted = {}
+    for num_microbatches in (2, 6):
+        shard = shard_of(worker, num_microbatches)
+        with HostWaits() as counted[num_microbatches]:
+            worker.compute_logprobs(shard)
+    # One transfer for each of policy and reference.
+    assert len(counted[2].places) == 2, counted[2].places
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+
+
+def test_padded_microbatches_do_not_wait_either(model_dir: Any) -> None:
+    config = dataclasses.replace(DYNAMIC, model_name=model_dir("llama"))
+    config = dataclasses.replace(
+        config, dynamic_batching=dataclasses.replace(config.dynamic_batching, train_mb_tokens=48)
+    )
+    worker = DTensorPolicyWorker(context(), config=config)
+    counted = {}
+    for num_microbatches in (2, 6):
+        shard = shard_of(worker, num_microbatches)
+        with HostWaits() as counted[num_microbatches]:
+            worker.train(shard, None, NllLoss())
+    assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
+
+
+def test_the_counter_sees_every_kind_of_wait() -> None:
+    values = torch.arange(4.0)
+    operations = {
+        "item": values[0].item,
+        "float": lambda: float(values[0]),
+        "bool": lambda: bool(values[0] > 0),
+        "tolist": values.tolist,
+        "nonzero": values.nonzero,
+        "numpy": values.numpy,
+        "cpu": values.cpu,
+        "mask": lambda: values[values > 1],
+        "equal": lambda: torch.equal(values, values),
+        "unique": values.unique,
+        "repeats": lambda: values.repeat_interleave(torch.tensor([1, 2, 3, 4])),
+        "built": lambda: torch.tensor([1.0], device="cpu"),
+    }
+    for name, operation in operations.items():
+        with HostWaits() as waits:
+            operation()
+        assert len(waits.places) == 1, name
+        assert waits.places[0].startswith("test_host_waits.py"), name
+    with HostWaits() as waits:
+        fetched = values.add(1).to("cpu")
+        fetched.numpy()
+        fetched[1:].tolist()
+        values.index_select(0, torch.arange(2)).mul(2)
+    assert len(waits.places) == 1
