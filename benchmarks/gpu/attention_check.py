@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.cells import Cell
 from nemo_like.policy import attention
 from nemo_like.policy.segment_attention import Spans, segment_attention
+from nemo_like.policy.varlen_kernels import varlen_kernel
 
 LENGTHS = (100, 1, 37, 400, 64, 1)
 """Rows of the check; a row of one token is its own context."""
@@ -162,11 +163,10 @@ def _engine_attention(
             q, k, v, cu_seqlens, max(lengths_q), scale=scale, window=case.window
         )
     spans = Spans(cu_seqlens, _bounds(lengths_k, q.device), max(lengths_q), max(lengths_k))
-    kernel = segment_attention
+    # Not `varlen_attention`, which would gather the keys of real ranks.
     if q.is_cuda:
-        # The kernel below `varlen_attention`, which would gather the keys of real ranks.
-        kernel = getattr(attention, "flash_varlen", None) or attention._flash_varlen
-    return kernel(q, k, v, spans, scale, case.window, True)
+        return varlen_kernel()(q, k, v, spans, scale=scale, window=case.window, causal=True)
+    return segment_attention(q, k, v, spans, scale, case.window, True)
 
 
 def _exact_attention(
