@@ -72,8 +72,9 @@ class _Part:
         """Yield cells in the order of importance."""
         yield self._step("baseline 1b", "1b", {}, expected_s=30.0)
         yield self._cell("profile 1b", partial(self._profile, "1b", {}), 25.0)
-        yield self._loop("padded", "sdpa", "bfloat16")
+        yield self._loop("padded", "sdpa", "bfloat16", num_rows=4)
         yield from self._packed_loops()
+        yield self._loop("padded", "sdpa", "bfloat16", num_rows=1)
         for name, options in option_sets().items():
             if any(part in name for part in _EXPERTS):
                 continue
@@ -82,15 +83,17 @@ class _Part:
             yield self._step(name, "1b", options, expected_s=expected_s)
             if changes_compilation:
                 yield self._cell(f"profile {name}", partial(self._profile, "1b", options), 25.0)
-        yield self._cell("policy gradient with entropy", self._policy_gradient, 20.0)
-        yield from self._chunks()
-        yield from self._kernels()
-        yield self._loop("padded", "sdpa", "float32")
         for model in ("8b-6-layers", "1b"):
             for name, options in self._full_row_options().items():
                 yield self._step(
                     f"{model} full rows, {name}", model, options, expected_s=60.0, rows="full"
                 )
+        yield self._cell("policy gradient with entropy", self._policy_gradient, 20.0)
+        yield from self._chunks()
+        yield from self._kernels()
+        yield self._loop("padded", "sdpa", "float32", num_rows=4)
+        # Compiled for every shape, which may take minutes.
+        yield self._loop("packed", "flex_attention", "bfloat16")
         # Last: the implementation stays chosen in this process.
         for rows in ("mixed", "full"):
             measure = partial(self._attention, rows, True)
@@ -102,7 +105,7 @@ class _Part:
         return {"defaults": {}, **compiled}
 
     def _packed_loops(self) -> Iterator[Cell]:
-        for attention in ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"):
+        for attention in ("sdpa", "flash_attention_2", "flash_attention_3"):
             yield self._loop("packed", attention, "bfloat16")
 
     def _chunks(self) -> Iterator[Cell]:
@@ -152,11 +155,13 @@ class _Part:
         layout: Literal["padded", "packed"],
         attention: str,
         master: Literal["bfloat16", "float32"],
+        *,
+        num_rows: int = 1,
     ) -> Cell:
-        name = f"transformers {layout} {attention} {master} weights"
+        shown = f"padded, {num_rows} at a time," if layout == "padded" else layout
         return self._cell(
-            name,
-            partial(self._measure_loop, layout, attention, master),
+            f"transformers {shown} {attention} {master} weights",
+            partial(self._measure_loop, layout, attention, master, num_rows),
             30.0,
             layout=layout,
             attention=attention,
@@ -193,6 +198,7 @@ class _Part:
         layout: Literal["padded", "packed"],
         attention: str,
         master: Literal["bfloat16", "float32"],
+        num_rows: int,
     ) -> Mapping[str, Any]:
         # The loop needs the memory of the policy.
         self._holder.close()
@@ -200,6 +206,7 @@ class _Part:
         case = LoopCase(
             folder=self._folder("1b"),
             layout=layout,
+            num_rows=num_rows,
             attention=attention,
             master=master,
             lengths=self._arguments.draw_lengths(size.min_step_tokens, size.longest),

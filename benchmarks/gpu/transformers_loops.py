@@ -1,6 +1,6 @@
 """Training loops of plain transformers, for comparison: padded rows and packed rows in bfloat16.
 
-`padded` takes as many rows at a time as fit into the budget at the longest row, in the given order.
+`padded` takes a fixed number of rows at a time, in the given order, padded to their longest.
 `packed` concatenates rows up to the budget and restarts the position ids, as transformers supports
 it; the attention is the named implementation of transformers.
 """
@@ -34,6 +34,8 @@ class LoopCase:
 
     folder: Path
     layout: Literal["padded", "packed"]
+    num_rows: int
+    """Rows of a padded microbatch."""
     attention: str
     """`attn_implementation` of transformers."""
     master: Literal["bfloat16", "float32"]
@@ -41,6 +43,7 @@ class LoopCase:
     lengths: np.ndarray
     """int64 [B]"""
     budget: int
+    """Max tokens of a packed microbatch."""
     num_steps: int
 
 
@@ -59,7 +62,7 @@ def time_loop(case: LoopCase, device: str) -> dict[str, Any]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.startswith("cuda"))
     rows = [ids.astype(np.int64) for ids in _token_rows(case)]
-    microbatches = padded(rows, case.budget)
+    microbatches = padded(rows, case.num_rows)
     if case.layout == "packed":
         microbatches = packed(rows, case.budget)
     num_labels = sum(int((each["labels"] != -100).sum()) for each in microbatches)
@@ -104,10 +107,8 @@ def _token_rows(case: LoopCase) -> list[np.ndarray]:
     return list(random_rows(case.lengths, vocab_size)["input_ids"])
 
 
-def padded(rows: list[np.ndarray], budget: int) -> list[dict[str, Tensor]]:
-    """Return microbatches [R, S] of rows int64 [L], padded to the longest of them."""
-    longest = max(len(row) for row in rows)
-    num_rows = max(1, budget // longest)
+def padded(rows: list[np.ndarray], num_rows: int) -> list[dict[str, Tensor]]:
+    """Return microbatches [R, S] of `num_rows` rows int64 [L], padded to the longest of them."""
     microbatches = []
     for start in range(0, len(rows), num_rows):
         part = [torch.from_numpy(row) for row in rows[start : start + num_rows]]

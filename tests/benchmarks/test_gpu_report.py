@@ -98,13 +98,9 @@ def test_the_matrix_has_all_models_budgets_and_kinds_of_checkpointing(results: P
 
 def test_the_loops_of_transformers_train_on_the_same_loss(results: Path) -> None:
     cells = cells_of(results, "B2")
-    names = (
-        "transformers padded sdpa bfloat16 weights",
-        "transformers packed sdpa bfloat16 weights",
-    )
     baseline = cells["baseline 1b"]["values"]
-    for name in names:
-        values = cells[name]["values"]
+    for layout in ("padded, 4 at a time,", "padded, 1 at a time,", "packed"):
+        values = cells[f"transformers {layout} sdpa bfloat16 weights"]["values"]
         assert values["loss"] == pytest.approx(baseline["loss"], rel=2e-2)
         assert values["num_tokens"] == baseline["num_tokens"]
 
@@ -141,6 +137,30 @@ def test_tables_and_plots_of_a_gpu_run_replace_the_text_between_the_markers(
     # A second time nothing changes.
     tables.write_readme(readme, records)
     assert readme.read_text(encoding="utf-8") == text
+
+
+def test_a_gpu_run_is_written_with_its_memory_and_its_profile(
+    results: Path, tmp_path: Path
+) -> None:
+    """The results of a CPU, with the fields that a GPU adds."""
+    for name in part.MODULES:
+        record = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+        record["size"] = "full"
+        record["machine"] |= {"device": "cuda:0", "gpu": "A GPU", "driver": "1.2"}
+        for cell in record["cells"]:
+            if name == "B1":
+                cell["values"] |= {"peak_gb": 2.0, "predicted_over_measured": 0.5}
+            if cell["name"] == "profile 1b":
+                kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 10}
+                cell["values"] = summarize([kernel], 2)
+        (tmp_path / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{tables.BEGIN}\n{tables.END}\n", encoding="utf-8")
+    assert tables.main([str(tmp_path), "--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert "A GPU, driver 1.2, torch" in text and "![memory](memory.svg)" in text
+    assert "the GPU is busy 100.0% of" in text and "| `gemm` | 1 | 0.01 | 100.0% |" in text
+    assert 'class="mark"' in (tmp_path / "memory.svg").read_text(encoding="utf-8")
 
 
 def test_results_of_a_cpu_are_not_written_into_the_readme(
@@ -284,7 +304,7 @@ def test_packed_and_padded_microbatches_have_the_same_labels() -> None:
     assert long[0]["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     # transformers predicts the label at i from position i - 1, so a row's first label is unused.
     num_packed = sum(int((each["labels"] != -100).sum()) for each in long)
-    num_padded = sum(int((each["labels"][:, 1:] != -100).sum()) for each in padded(rows, 8))
+    num_padded = sum(int((each["labels"][:, 1:] != -100).sum()) for each in padded(rows, 2))
     assert num_packed == num_padded == sum(len(row) - 1 for row in rows)
 
 

@@ -1,0 +1,1 @@
+"""Programs that measure the package; README.md has their results."""
