@@ -42,6 +42,13 @@ def advise_on_memory(group: str) -> str:
     return SAVE_GENERATION_MEMORY if group.startswith("generation") else SAVE_MEMORY
 
 
+def progress_setting(group: str) -> str:
+    """Return the key of the progress deadline of `group`."""
+    if group.startswith("generation"):
+        return "policy.generation.progress_timeout_s"
+    return "cluster.progress_timeout_s"
+
+
 def advise(error: Exception) -> str:
     """Return the settings to change for a known exception; empty for others."""
     # torch.OutOfMemoryError, also by its name only.

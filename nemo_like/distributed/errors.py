@@ -57,7 +57,7 @@ class WorkerError(WorkerFailure):
 class WorkerHung(WorkerFailure):
     """A worker reported no progress for too long and was killed.
 
-    `stack` is the stack of its main thread, empty if unknown.
+    `stack` is the stack of its main thread, empty if unknown; `setting` is the key of the deadline.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class WorkerHung(WorkerFailure):
         activity: str,
         state: str,
         stack: str = "",
+        setting: str = "cluster.progress_timeout_s",
     ) -> None:
         super().__init__(
             f"worker {rank} of the {group} group (pid {pid} on node {node}) hangs in `{method}`: no"
-            f" progress for {silent_s:.0f} s (cluster.progress_timeout_s); last activity:"
+            f" progress for {silent_s:.0f} s ({setting}); last activity:"
             f" {activity}. {state} The workers of the group were stopped. If the call was only"
-            " slow, raise cluster.progress_timeout_s.",
+            f" slow, raise {setting}.",
             group=group,
             rank=rank,
             method=method,

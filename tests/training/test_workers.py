@@ -49,6 +49,10 @@ def test_a_generator_is_moved_only_if_it_is_colocated(
         (calls,) = group.run_all_workers("recorded")
         assert calls == expected[:1]
     assert group.run_all_workers("recorded") == [expected]
+    # For the update of a restarted replica during a rollout.
+    with workers.generator_offloaded():
+        assert group.run_all_workers("recorded") == [[*expected, *expected[1:]]]
+    assert group.run_all_workers("recorded") == [[*expected, *reversed(expected)]]
 
 
 def test_a_run_without_generation_has_no_rollout_workers() -> None:

@@ -176,6 +176,7 @@ def test_a_stopped_receiver_is_detected_at_its_own_deadline(
         report = sync.push([stopped, healthy], 4)
     assert list(report.failed) == [0]
     assert isinstance(report.failed[0], WorkerHung)
+    assert "(policy.generation.progress_timeout_s)" in str(report.failed[0])
     assert "took more than" not in caplog.text
     check_replicas(policy, [healthy], 4, "float32")
     for group in (policy, healthy):

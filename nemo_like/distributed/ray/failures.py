@@ -29,7 +29,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_like.distributed.advice import SAVE_MEMORY, advise, advise_on_memory
+from nemo_like.distributed.advice import SAVE_MEMORY, advise, advise_on_memory, progress_setting
 from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
 from nemo_like.distributed.process_end import reason_of_end
 from nemo_like.distributed.ray.actor import Location, Raised
@@ -161,6 +161,7 @@ def explain_hung(
         activity=silence.text,
         state=state,
         stack=silence.stack,
+        setting=progress_setting(group),
     )
 
 
