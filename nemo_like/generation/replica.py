@@ -91,7 +91,7 @@ class Replica:
         return self.forget(), num_tokens
 
     def forget(self) -> list[int]:
-        """Return the ids of the unfinished requests, which the replica is not asked for again."""
+        """Drop all unfinished requests and running calls; return the ids of the requests."""
         request_ids = list(self.costs)
         self.costs = {}
         self.num_unfinished_tokens = 0
