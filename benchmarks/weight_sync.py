@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py                    # 8, 34 and 135 million parameters
     python benchmarks/weight_sync.py --sizes 135 --repeats 5
+    python benchmarks/weight_sync.py --vllm models/SmolLM2-135M-Instruct
 
 A policy of two ranks (FSDP2, float32) sends random weights to two replicas of the Hugging Face
 generator; all four are processes on this machine with one thread each. The last size has the shape
@@ -11,13 +12,18 @@ turns, so that other load affects all alike; the first update of each is not cou
 median seconds of gathering on rank 0 (with shared memory directly into the slots), of the
 broadcast, of loading in the slower replica and of the complete update (the phases overlap); GB/s of
 the transport alone and of the update; buckets, and the memory of the buffers of the sender and the
-two receivers in units of the largest bucket. The transport alone is the broadcast with gloo; with
-shared memory it is writing buckets into the slots and copying them out, one after the other.
+two receivers in units of the largest bucket. The transport alone is measured without gathering and
+loading: the broadcast of all buckets to two processes with gloo; writing all buckets into the slots
+and copying them out, one after the other, with shared memory.
+
+With `--vllm` the receivers are two vLLM replicas, processes with one thread each. As in a run, the
+log-probs are checked after each update.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,16 +36,27 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import load_config
+from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.config.schema import ClusterConfig, OptimizerConfig, PolicyConfig
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
+from nemo_like.generation.generator import Generator as DriverOfReplicas
 from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.metrics import Timers, metric_values
+from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.policy import Policy as PolicyDriver
+from nemo_like.training.weights import GeneratorWeights
+from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from nemo_like.weight_sync.bucket import MAX_BUCKET_BYTES, BucketLayout, plan_layouts
 from nemo_like.weight_sync.channel import ChannelSpec, Transport
 from nemo_like.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_like.weight_sync.sync import SyncReport, WeightSync
+
+_CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "demo_grpo.yaml"
 
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo")
 
@@ -167,6 +184,50 @@ def shared_memory_gb_per_s(layouts: Sequence[BucketLayout], repeats: int) -> flo
     return sum(layout.num_bytes for layout in layouts) / 1e9 / median(seconds)
 
 
+def gloo_gb_per_s(layouts: Sequence[BucketLayout], repeats: int) -> float:
+    """Broadcast all buckets to two other processes, without a model.
+
+    Returns GB/s of the median repeat; weights are counted once.
+    """
+    slot_bytes = max(layout.num_bytes for layout in layouts)
+    context = multiprocessing.get_context("spawn")
+    seconds = []
+    specs = [context.Queue() for _ in range(2)]
+    for index, queue in enumerate(specs):
+        arguments = (queue, index, repeats + 1)
+        context.Process(target=receive_buckets, args=arguments, daemon=True).start()
+    for repeat in range(repeats + 1):
+        sender = BroadcastSender("gloo", "127.0.0.1", 2, slot_bytes, torch.device("cpu"), 60.0)
+        spec = ChannelSpec(
+            transport="gloo",
+            layouts=tuple(layouts),
+            slot_bytes=slot_bytes,
+            timeout_s=60.0,
+            address=sender.address,
+        )
+        for queue in specs:
+            queue.put(spec)
+        sender.connect()
+        start = time.perf_counter()
+        for index, layout in enumerate(layouts):
+            sender.publish(index, layout.num_bytes)
+        if repeat > 0:
+            seconds.append(time.perf_counter() - start)
+        sender.close()
+    return sum(layout.num_bytes for layout in layouts) / 1e9 / median(seconds)
+
+
+def receive_buckets(specs: Any, index: int, repeats: int) -> None:
+    """Receive all buckets of each of `repeats` channels as receiver `index`."""
+    torch.set_num_threads(1)
+    for _ in range(repeats):
+        spec = specs.get()
+        receiver = BroadcastReceiver(spec, index, torch.device("cpu"))
+        for bucket in range(len(spec.layouts)):
+            receiver.receive(bucket)
+        receiver.close()
+
+
 def write_model(folder: Path, size: int) -> None:
     heads = {"num_attention_heads": 6 if size == 34 else 9, "num_key_value_heads": 3}
     shape: dict[str, Any] = {**SIZES[size], **heads}
@@ -218,12 +279,11 @@ def measure(cluster: RayVirtualCluster, size: int, folder: Path, repeats: int) -
                 np.testing.assert_allclose(replica.run_all_workers("sum"), expected, rtol=1e-6)
             if repeat > 0:
                 measured.append(result)
+    alone = {"shared_memory": shared_memory_gb_per_s, "gloo": gloo_gb_per_s}
     for name, each in results.items():
         row = Result(*(median(values) for values in zip(*map(vars_of, each), strict=True)))
         megabytes = f"{num_bytes / 1e6:.0f}"
-        transport = num_bytes / 1e9 / row.transfer_s if name == "gloo" else 0.0
-        if name == "shared_memory":
-            transport = shared_memory_gb_per_s(layouts, repeats)
+        transport = alone[name](layouts, repeats) if name in alone else 0.0
         print(
             f"| {name} | {megabytes} | {row.gather_s:.2f} | {row.transfer_s:.2f} |"
             f" {row.load_s:.2f} | {row.total_s:.2f} |"
@@ -234,6 +294,72 @@ def measure(cluster: RayVirtualCluster, size: int, folder: Path, repeats: int) -
         )
     for group in (policy, *replicas):
         group.shutdown()
+
+
+def measure_vllm(cluster: RayVirtualCluster, model: str, repeats: int) -> None:
+    """Print one line per update of two vLLM replicas, and the median."""
+    from nemo_like.generation.vllm_worker import VLLMGenerationWorker
+
+    config = load_config(
+        GrpoRunConfig,
+        _CONFIG,
+        [f"policy.model_name={model}", "policy.generation.backend=vllm"],
+    )
+    group = RayWorkerGroup(
+        cluster,
+        Policy,
+        {"config": config.policy},
+        name="policy",
+        parallel_layout=ParallelLayout(dp=2),
+    )
+    policy_driver = PolicyDriver(group, config.policy, load_spec(model))
+
+    def start_replica(index: int) -> RayWorkerGroup:
+        kwargs = {
+            "model_name": model,
+            "max_total_length": config.policy.max_total_sequence_length,
+            "config": VLLMGenerationConfig(kv_cache_gib=0.25),
+        }
+        return RayWorkerGroup(
+            cluster,
+            VLLMGenerationWorker,
+            kwargs,
+            name=f"generation-{index}",
+            parallel_layout=ParallelLayout(),
+            bundles="anywhere",
+        )
+
+    generator = DriverOfReplicas(start_replica, 2)
+    weights = GeneratorWeights(config, policy_driver, generator, Timers(), print)
+    weights.start_check()
+    print("| update | gather s | load s | update s | check s | total s | largest difference |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for version in range(1, repeats + 2):
+        group.run_all_workers("change_and_sum")
+        start = time.perf_counter()
+        values = metric_values(weights.update(version))
+        total_s = time.perf_counter() - start
+        update_s = values["weight_sync/seconds"]
+        row = (
+            values["weight_sync/gather_s"],
+            values["weight_sync/load_s"],
+            update_s,
+            total_s - update_s,
+            total_s,
+            values["weight_sync/check_max_error"],
+        )
+        rows.append(row)
+        print_row(str(version), row)
+    # The first update is not counted.
+    print_row("median", tuple(median(column) for column in zip(*rows[1:], strict=True)))
+    generator.shutdown()
+    group.shutdown()
+
+
+def print_row(name: str, row: tuple[float, ...]) -> None:
+    seconds = " | ".join(f"{value:.2f}" for value in row[:-1])
+    print(f"| {name} | {seconds} | {row[-1]:.1e} |", flush=True)
 
 
 def vars_of(result: Result) -> tuple[float, ...]:
@@ -252,13 +378,18 @@ def main() -> None:
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm", metavar="MODEL", help="update two vLLM replicas of this model")
     args = parser.parse_args()
+    config = ClusterConfig(workers_per_node=2, cpus_per_worker=1)
+    if args.vllm:
+        with RayVirtualCluster(config) as cluster:
+            measure_vllm(cluster, args.vllm, args.repeats)
+        return
     print(
         "| transport | MB | gather s | transfer s | load s | total s | transport GB/s | total GB/s"
         " | buckets | buffers |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    config = ClusterConfig(workers_per_node=2, cpus_per_worker=1)
     with RayVirtualCluster(config) as cluster, tempfile.TemporaryDirectory() as folder:
         for size in map(int, args.sizes.split(",")):
             measure(cluster, size, Path(folder) / str(size), args.repeats)

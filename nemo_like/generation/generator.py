@@ -196,12 +196,17 @@ class Generator:
                 self._num_discarded_tokens += num_tokens
                 self._waiting += request_ids
 
-    def score(self, rows: Jagged, replicas: Sequence[Replica]) -> dict[int, Jagged]:
-        """Return the log-probs of `rows` (int32) by each of `replicas`, by its index.
+    def start_score(
+        self,
+        rows: Jagged,
+        replicas: Sequence[Replica],
+    ) -> Callable[[], dict[int, Jagged]]:
+        """Start to compute the log-probs of `rows` (int32) with each of `replicas`.
 
-        They compute at the same time. See `GenerationWorkerProtocol.score`.
+        They compute at the same time. The returned function waits for them and returns the
+        log-probs by replica index. See `GenerationWorkerProtocol.score`.
         """
-        return self._set.call(replicas, GenerationWorkerProtocol.score, rows)
+        return self._set.start_call(replicas, GenerationWorkerProtocol.score, rows)
 
     def set_version(self, replicas: Sequence[Replica], version: int) -> None:
         """Record that `replicas` have the weights of `version`, which is the current one now."""

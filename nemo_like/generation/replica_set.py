@@ -82,15 +82,28 @@ class ReplicaSet:
 
         A replica that fails is replaced and has no result.
         """
+        return self.start_call(replicas, method, *args)()
+
+    def start_call(
+        self,
+        replicas: Sequence[Replica],
+        method: Callable[..., ResultT],
+        *args: Any,
+    ) -> Callable[[], dict[int, ResultT]]:
+        """Start `method` on replicas; the returned function waits and returns what `call` does."""
         running: list[tuple[Replica, list[Handle]]] = []
         for replica in replicas:
             with self.replacing(replica):
                 running.append((replica, submit_all(replica.group, method, *args)))
-        results: dict[int, ResultT] = {}
-        for replica, handles in running:
-            with self.replacing(replica):
-                results[replica.index] = replica.group.get(handles)[0]
-        return results
+
+        def finish() -> dict[int, ResultT]:
+            results: dict[int, ResultT] = {}
+            for replica, handles in running:
+                with self.replacing(replica):
+                    results[replica.index] = replica.group.get(handles)[0]
+            return results
+
+        return finish
 
     @contextmanager
     def replacing(self, replica: Replica) -> Iterator[None]:

@@ -6,12 +6,19 @@ methods become methods of vLLM's worker, so their names must not be methods of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -19,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
-from nemo_like.weight_sync.receiver import WeightReceiver
+from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 
 _MAX_NAMES = 5
 """Names that an error message lists."""
@@ -28,8 +35,13 @@ _MAX_NAMES = 5
 class VLLMWorkerExtension:
     """Loads new weights into the model of one vLLM worker, bucket by bucket.
 
-    With tensor parallelism every worker gets the full tensors and keeps its shard. A failed update
-    leaves the model unusable: the replica must be restarted.
+    Layers are loaded by vLLM's layerwise reload: a layer keeps references to its tensors until all
+    of them have come, and is then loaded and converted to the format of its kernel. Embeddings and
+    output heads are copied in place, because the layerwise reload would allocate them anew.
+
+    With tensor parallelism every worker gets the full tensors and keeps its shard. Experts may be
+    stacked, as in the model in memory, or one tensor each, as in files: vLLM loads both. A failed
+    update leaves the model unusable: the replica must be restarted.
     """
 
     # Set by vLLM's worker, whose base class this becomes.
@@ -57,63 +69,117 @@ class VLLMWorkerExtension:
     def begin_update(self) -> None:
         """See `WeightTarget.begin_update`."""
         model = self.model_runner.model
+        self._loaded_parameters: set[str] = set()
         with set_current_vllm_config(self.vllm_config):
             # Ends an update that broke off, whose values are all replaced now.
             finalize_layerwise_reload(model, self.model_config)
+            if self.device.type == "cpu":
+                _discard_expert_kernels(model)
             initialize_layerwise_reload(model)
+            for embedding in _embeddings(model).values():
+                # Puts the tensors back, to which the weights are then copied directly.
+                finalize_layerwise_reload(embedding, self.model_config)
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
         with set_current_vllm_config(self.vllm_config):
-            # Copies, because a layer keeps references to its tensors until all of them have come.
-            return self._weight_receiver.load(
-                message, self.model_runner.model.load_weights, copy=True
-            )
+            return self._weight_receiver.load(message, self._load_named)
 
     def finish_update(self) -> None:
         """Complete the update. Raises ValueError if a module did not get all of its weights."""
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
-            incomplete = _incomplete_modules(model)
+            incomplete = _incomplete_layers(model)
+            incomplete += _incomplete_embeddings(model, self._loaded_parameters)
             if incomplete:
                 raise ValueError(
                     f"the weight update left out weights of {len(incomplete)} modules:"
                     f" {', '.join(incomplete[:_MAX_NAMES])} ..."
                 )
             finalize_layerwise_reload(model, self.model_config)
-            self._refresh_output_head()
+            if self.device.type == "cpu":
+                self._refresh_packed_embeddings()
 
-    def _refresh_output_head(self) -> None:
-        """Repack the output head on CPU.
+    def _load_named(self, named: NamedTensors) -> None:
+        """Load tensors, [*shape] each, that are views of a bucket."""
+        model = self.model_runner.model
+        storages: set[int] = set()
 
-        There vLLM computes the logits from a packed copy of the head. With tied embeddings the
-        reload does not update that copy, since the head has no weights of its own.
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named:
+                storages.add(tensor.untyped_storage().data_ptr())
+                yield name, tensor
+
+        self._loaded_parameters |= model.load_weights(noted())
+        _copy_kept_tensors(model, storages)
+
+    def _refresh_packed_embeddings(self) -> None:
+        """Repack output heads on CPU.
+
+        There vLLM computes logits from a packed copy of the head, which it makes only when the
+        engine starts. Other embeddings have such a copy too, which nothing needs.
         """
-        head = getattr(self.model_runner.model, "lm_head", None)
-        if head is None or not isinstance(head, VocabParallelEmbedding):
-            return
-        if head.weight.device.type == "cpu":
-            head.quant_method.process_weights_after_loading(head)
+        for embedding in _embeddings(self.model_runner.model).values():
+            if isinstance(embedding, ParallelLMHead):
+                embedding.quant_method.process_weights_after_loading(embedding)
+            else:
+                # Called with the weight itself. Releases the packed copy.
+                embedding.cpu_linear = nn.functional.linear  # pyright: ignore[reportArgumentType]
 
 
-def _incomplete_modules(model: nn.Module) -> list[str]:
-    """Return the names of modules that have parameters without new values."""
+def _embeddings(model: nn.Module) -> dict[str, VocabParallelEmbedding]:
+    """Return embeddings and output heads by name."""
+    modules = model.named_modules()
+    return {name: each for name, each in modules if isinstance(each, VocabParallelEmbedding)}
+
+
+def _discard_expert_kernels(model: nn.Module) -> None:
+    """Have the kernels of MoE layers built again after the update.
+
+    On CPU they compute with packed experts. vLLM packs them only when it builds a kernel, and would
+    leave the experts of an update unpacked.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def _copy_kept_tensors(model: nn.Module, storages: set[int]) -> None:
+    """Copy the tensors that incomplete layers keep and that are views of one of `storages`.
+
+    The memory of a bucket is overwritten by a later one.
+    """
+    for module in model.modules():
+        for _, arguments in get_layerwise_info(module).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if not isinstance(value, Tensor) or value.is_meta:
+                    continue
+                if value.untyped_storage().data_ptr() in storages:
+                    arguments.arguments[name] = value.clone()
+
+
+def _incomplete_layers(model: nn.Module) -> list[str]:
+    """Return the names of modules that have parameters without new values, embeddings excepted."""
     names = []
     for name, module in model.named_modules():
-        info = get_layerwise_info(module)
-        parameters = dict(module.named_parameters(recurse=False))
-        # A module that got all values has been processed, and its record cleared.
-        if not info.can_load() or not parameters:
-            continue
-        if isinstance(module, VocabParallelEmbedding):
-            # The padding of the vocabulary is never loaded. A tied head gets nothing at all.
-            is_tied = module is getattr(model, "lm_head", None) and _is_tied(model)
-            if info.load_numel > 0 or is_tied:
-                continue
-        names.append(name)
+        # A module that got all values has been processed, and its record cleared. The embeddings
+        # were taken out of the layerwise reload.
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if has_parameters and get_layerwise_info(module).can_load():
+            names.append(name)
     return names
 
 
-def _is_tied(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "tie_word_embeddings", False))
+def _incomplete_embeddings(model: nn.Module, loaded: set[str]) -> list[str]:
+    """Return the names of embeddings and heads of which no name is in `loaded`.
+
+    A tied head and its embedding have one parameter, which is loaded under one of its names.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded_ids = {id(parameters[name]) for name in loaded if name in parameters}
+    names = []
+    for name, embedding in _embeddings(model).items():
+        if any(id(each) not in loaded_ids for each in embedding.parameters()):
+            names.append(name)
+    return names

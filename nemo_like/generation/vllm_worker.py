@@ -165,12 +165,11 @@ class VLLMGenerationWorker:
         if self._is_cache_old:
             # Before the others, which fill the cache. The score of the previous weights has cached
             # the same rows.
-            requests += [(row, scoring_request(reads_cache=True)) for row in rows]
+            requests.append((self._shortest_cached_prefix(rows), scoring_request(reads_cache=True)))
         requests += [(row, scoring_request(reads_cache=False)) for row in rows]
         outputs = self._run(requests)
         if self._is_cache_old:
-            for output in outputs[: len(rows)]:
-                self._check_uncached(output)
+            self._check_uncached(outputs[0])
             self._is_cache_old = False
         scored = [prompt_logprobs(output) for output in outputs[-len(rows) :]]
         return Jagged.from_rows(scored, np.float32)
@@ -285,6 +284,15 @@ class VLLMGenerationWorker:
                     outputs[output.request_id] = output
             self._finished = [each for each in self._finished if each.request_id not in outputs]
         return [outputs[name] for name in names]
+
+    def _shortest_cached_prefix(self, rows: Jagged) -> np.ndarray:
+        """Return the first KV block and a token of the longest of `rows`, int32 [L].
+
+        vLLM reads only complete blocks, and computes at least the last token of a prompt.
+        """
+        block_size = self._engine.vllm_config.cache_config.block_size
+        longest = rows[int(np.argmax(rows.lengths))]
+        return longest[: block_size + 1]
 
     def _check_uncached(self, output: RequestOutput) -> None:
         if output.num_cached_tokens:

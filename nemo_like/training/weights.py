@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -99,11 +99,15 @@ class GeneratorWeights:
         if replicas is None:
             replicas = self._generator.live_replicas
         self._unverified = list(replicas)
-        with self.timers("weight_check"):
-            self._expected = self._policy_logprobs()
         if self._is_colocated:
+            with self.timers("weight_check"):
+                self._expected = self._policy_logprobs()
             return {}
-        return self.verify()
+        with self.timers("weight_check"):
+            # Started first: both sides compute at the same time.
+            scores = self._start_scores()
+            self._expected = self._policy_logprobs()
+            return self._compare(scores())
 
     def verify(self) -> Metrics:
         """Compare the generator with the policy if that is due; see `update`.
@@ -113,11 +117,20 @@ class GeneratorWeights:
         if self._expected is None:
             return {}
         with self.timers("weight_check"):
-            live = self._generator.live_replicas
-            replicas = [each for each in self._unverified if each in live and each.has_weights]
-            scores = self._generator.score(self._probe["input_ids"], replicas)
-            metrics = self._check.compare(self._expected, scores, self._generator.version)
-            self._expected = None
+            scores = self._start_scores()
+            return self._compare(scores())
+
+    def _start_scores(self) -> Callable[[], dict[int, Jagged]]:
+        """Start to score the probe rows with the replicas that are due; see `start_score`."""
+        live = self._generator.live_replicas
+        replicas = [each for each in self._unverified if each in live and each.has_weights]
+        return self._generator.start_score(self._probe["input_ids"], replicas)
+
+    def _compare(self, scores: Mapping[int, Jagged]) -> Metrics:
+        """Compare float32 log-probs of the probe rows, by replica, with the policy's."""
+        assert self._expected is not None, "the policy's log-probs come first"
+        metrics = self._check.compare(self._expected, scores, self._generator.version)
+        self._expected = None
         return metrics
 
     @cached_property

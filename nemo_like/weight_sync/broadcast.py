@@ -36,6 +36,9 @@ JOIN_TIMEOUT_S = 60.0
 
 _POLL_S = 0.0005
 _JOIN_POLL_S = 0.002
+_GLOO_CONNECTIONS = 2
+"""Connections between two members. Each has a thread in every member; the halves of a bucket are
+sent at the same time. On two cores 1.2 GB/s instead of 1.0; with four it is not faster."""
 _STORE_TIMEOUT = timedelta(seconds=JOIN_TIMEOUT_S)
 
 
@@ -71,11 +74,14 @@ class BroadcastSender:
         """Return the buffer of bucket `index`, uint8 [slot_bytes]."""
         return self._buffer
 
-    def publish(self, index: int) -> None:
-        """Send the buffer to all receivers; raises ChannelBrokenError if one of them is gone."""
+    def publish(self, index: int, num_bytes: int) -> None:
+        """Send the first `num_bytes` of the buffer to all receivers.
+
+        Raises ChannelBrokenError if one of them is gone.
+        """
         name = f"sending weight bucket {index + 1}"
         try:
-            _broadcast(self._group, self._buffer, self._timeout_s, name)
+            _broadcast(self._group, self._buffer[:num_bytes], self._timeout_s, name)
         except ChannelBrokenError:
             # Closes the connections: the other receivers would wait for this sender.
             self._group = None
@@ -98,6 +104,7 @@ class BroadcastReceiver:
         assert isinstance(address, BroadcastAddress)
         _check_transport(spec.transport)
         self._timeout_s = spec.timeout_s
+        self._layouts = spec.layouts
         self._buffer = _new_buffer(spec.transport, spec.slot_bytes, device)
         try:
             store = TCPStore(
@@ -111,7 +118,8 @@ class BroadcastReceiver:
     def receive(self, index: int) -> Tensor:
         """Return the buffer with bucket `index`, uint8 [slot_bytes]."""
         name = f"receiving weight bucket {index + 1}"
-        _broadcast(self._group, self._buffer, self._timeout_s, name)
+        bucket = self._buffer[: self._layouts[index].num_bytes]
+        _broadcast(self._group, bucket, self._timeout_s, name)
         return self._buffer
 
     def close(self) -> int:
@@ -176,7 +184,10 @@ def _join(
         # By the address that reaches the sender. The default is the address of the host name, which
         # other nodes may be unable to reach.
         own_address = _address_towards(address.host, address.port)
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
+        options._devices = [
+            ProcessGroupGloo.create_device(hostname=own_address) for _ in range(_GLOO_CONNECTIONS)
+        ]
+        options._threads = _GLOO_CONNECTIONS
         return ProcessGroupGloo(group_store, rank, address.world_size, options)
     except RuntimeError as error:
         raise ChannelBrokenError(
@@ -212,7 +223,8 @@ def _nccl_group(
 
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    # NCCL's watchdog ends the process at its timeout: `_broadcast` gives up before that.
+    options._timeout = timeout + timedelta(seconds=JOIN_TIMEOUT_S)
     return ProcessGroupNCCL(store, rank, world_size, options)
 
 
@@ -227,15 +239,22 @@ def _address_towards(host: str, port: int) -> str:
 def _broadcast(group: Any, buffer: Tensor, timeout_s: float, name: str) -> None:
     """Broadcast `buffer`, uint8 [n], from rank 0; raises ChannelBrokenError if a member is gone."""
     deadline = time.monotonic() + timeout_s
+    parts = [buffer]
+    if buffer.device.type == "cpu":
+        # Consecutive operations of a gloo group use its connections in turn.
+        parts = list(buffer.chunk(_GLOO_CONNECTIONS))
     try:
-        work = group.broadcast([buffer], dist.BroadcastOptions())
-        while not work.is_completed():
-            # A member that waits for another is not hung; the driver finds the one that is.
-            activity.note(name)
-            if time.monotonic() > deadline:
-                raise ChannelBrokenError(f"{name} took more than {timeout_s:g} s")
-            time.sleep(_POLL_S)
-        work.wait()
+        for work in [group.broadcast([part], dist.BroadcastOptions()) for part in parts]:
+            while not work.is_completed():
+                # A member that waits for another is not hung; the driver finds the one that is.
+                activity.note(name)
+                if time.monotonic() > deadline:
+                    if buffer.device.type == "cuda":
+                        # A NCCL operation does not end by itself when a member is gone.
+                        group.abort()
+                    raise ChannelBrokenError(f"{name} took more than {timeout_s:g} s")
+                time.sleep(_POLL_S)
+            work.wait()
         if buffer.device.type == "cuda":
             # The group has a stream of its own; the host waits for it.
             torch.cuda.synchronize(buffer.device)

@@ -15,8 +15,9 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.metrics import Max, Metrics
 from nemo_like.weight_sync.channel import WeightSyncError
 
-ROW_LENGTHS = (16, 16, 144)
-"""The last row is longer than a KV block of vLLM on CPU (128 tokens by default)."""
+ROW_LENGTHS = (16, 32, 48)
+"""The last row is longer than a KV block of vLLM: 16 tokens on GPUs, 32 as the CPU build is
+started. The two halves have equal lengths, so that two policy ranks score one each."""
 
 _SEED = 20260101
 
@@ -44,7 +45,7 @@ THRESHOLDS = {
     # bfloat16 has a significand of 8 bits, so a logit between 8 and 16 is a multiple of 1/16 and
     # one between 16 and 32 a multiple of 1/8: single tokens differ by a rounding step of a logit,
     # about 0.1, whatever the weights. Its sign is random, so that the mean of the absolute
-    # differences over the 173 tokens stays at 0.01 to 0.03. Stale weights shift every token.
+    # differences over the 93 tokens stays at 0.01 to 0.03. Stale weights shift every token.
     "bfloat16": Threshold(0.08, uses_mean=True),
 }
 """By dtype of the generator's weights."""
@@ -53,7 +54,7 @@ THRESHOLDS = {
 def probe_rows(
     vocab_size: int, *, excluded_ids: frozenset[int] = frozenset(), max_length: int | None = None
 ) -> Jagged:
-    """Return the fixed rows that are scored after each update, int32 [16], [16] and [144].
+    """Return the fixed rows that are scored after each update, int32 [16], [32] and [48].
 
     The ids are drawn from all ids below `vocab_size` except `excluded_ids`; equal arguments give
     equal rows. `max_length` limits the rows, for models with few positions. Raises ValueError if

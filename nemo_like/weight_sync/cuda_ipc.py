@@ -52,10 +52,10 @@ class CudaIpcSender:
         """Return the slot of bucket `index`, uint8 [slot_bytes]."""
         return self._slots[index % NUM_SLOTS]
 
-    def publish(self, index: int) -> None:
-        """Copy rank 0's slot to the slots of all policy ranks; every rank calls."""
+    def publish(self, index: int, num_bytes: int) -> None:
+        """Copy `num_bytes` of rank 0's slot to the slots of all policy ranks; every rank calls."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(self.buffer(index), src=0)
+            dist.broadcast(self.buffer(index)[:num_bytes], src=0)
         # Other processes do not wait for this process's streams.
         torch.cuda.synchronize(self._device)
 

@@ -61,32 +61,27 @@ class WeightReceiver:
             return str(error)
         return ""
 
-    def receive(self, message: BucketMessage, *, copy: bool = False) -> NamedTensors:
+    def receive(self, message: BucketMessage) -> NamedTensors:
         """Yield each name with its tensor [*shape] in the dtype of the wire.
 
         The tensors are views of the bucket's memory, which is overwritten after the call that loads
-        this bucket has returned. With `copy=True` they are independent, for a loader that keeps
-        references. They must not be written to. Raises ChannelBrokenError if the sender is gone,
-        and RuntimeError without an open channel.
+        this bucket has returned. They must not be written to. Raises ChannelBrokenError if the
+        sender is gone, and RuntimeError without an open channel.
         """
         if self._spec is None:
             raise RuntimeError("a weight bucket was received outside of an open channel")
         if message.tensors is not None:
-            named = iter(message.tensors)
-        else:
-            if self._channel is None:
-                raise ChannelBrokenError("the channel was not opened")
-            buffer = self._channel.receive(message.index)
-            named = self._spec.layouts[message.index].views(buffer)
-        for name, tensor in named:
-            yield name, tensor.clone() if copy else tensor
+            yield from message.tensors
+            return
+        if self._channel is None:
+            raise ChannelBrokenError("the channel was not opened")
+        buffer = self._channel.receive(message.index)
+        yield from self._spec.layouts[message.index].views(buffer)
 
     def load(
         self,
         message: BucketMessage,
         load_weights: Callable[[NamedTensors], object],
-        *,
-        copy: bool = False,
     ) -> LoadedBucket:
         """Receive a bucket and pass its tensors to `load_weights`, as in `receive`.
 
@@ -94,7 +89,7 @@ class WeightReceiver:
         """
         activity.note(f"loading weight bucket {message.index + 1}")
         start = time.perf_counter()
-        named = self.receive(message, copy=copy)
+        named = self.receive(message)
         try:
             # The generator receives the bucket before it yields the first tensor.
             first = next(named, None)

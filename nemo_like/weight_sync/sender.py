@@ -145,7 +145,7 @@ class WeightSender:
         start = time.perf_counter()
         self._owner.gather_weights(layout.names, dtype, targets)
         gathered = time.perf_counter()
-        self._publish(index)
+        self._publish(index, layout.num_bytes)
         return SentBucket(
             message=BucketMessage(index),
             gather_s=gathered - start,
@@ -159,8 +159,8 @@ class WeightSender:
         self._channel = None
         return 0 if channel is None else channel.close()
 
-    def _publish(self, index: int) -> None:
-        """Send the filled buffer, unless the channel is broken.
+    def _publish(self, index: int, num_bytes: int) -> None:
+        """Send `num_bytes` of the filled buffer, unless the channel is broken.
 
         A broken channel does not end the gathers: the other ranks of the policy take part in all of
         them.
@@ -168,7 +168,7 @@ class WeightSender:
         if self._channel is None or self._broken:
             return
         try:
-            self._channel.publish(index)
+            self._channel.publish(index, num_bytes)
         except ChannelBrokenError as error:
             self._broken = str(error)
 

@@ -54,7 +54,7 @@ class SharedMemorySender:
         """Return the slot of bucket `index`, uint8 [slot_bytes]."""
         return self._slots[index % NUM_SLOTS]
 
-    def publish(self, index: int) -> None:
+    def publish(self, index: int, num_bytes: int) -> None:
         """Do nothing: what is written is visible to the receivers."""
 
     def close(self) -> int:

@@ -1,13 +1,19 @@
-"""A run with the real vLLM: resumed bit by bit, its log-probs those of the policy."""
+"""Runs with the real vLLM: resumed bit by bit, and with a Megatron policy on several ranks. The
+log-probs of the completions are those of the policy.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.algorithms.test_ray_runs import environment
 from tests.algorithms.test_runs import interrupt_at, read_metrics
@@ -55,3 +61,67 @@ def test_a_resumed_run_with_vllm_equals_a_straight_one_bit_for_bit(recipe: Recip
     _run(config, *options, "resume=true")
     assert read_metrics(run) == expected
     assert (run / "hf" / "model.safetensors").read_bytes() == weights
+
+
+def _save_mixture(demo: Path, folder: Path) -> Path:
+    """A model of two layers, the first with four experts, with an untied head."""
+    tokenizer = AutoTokenizer.from_pretrained(demo / "model")
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+    }
+    config = Qwen3MoeConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_completions_have_the_log_probs_of_a_megatron_policy_on_two_ranks(recipe: Recipe) -> None:
+    """Tensor and expert parallelism, over five updates, each of which is checked."""
+    recipe.grpo()
+    model = _save_mixture(recipe.demo, recipe.folder / "mixture")
+    _run(
+        recipe.folder / "grpo.yaml",
+        f"policy.model_name={model}",
+        "policy.engine=megatron",
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm.kv_cache_gib=0.125",
+        "parallel.tensor=2",
+        "parallel.expert=2",
+        "parallel.sequence=true",
+        "cluster.backend=ray",
+        "cluster.workers_per_node=2",
+        "cluster.cpus_per_worker=0.5",
+        "cluster.generation_workers=1",
+        "loss_fn.reference_policy_kl_penalty=0.0",
+        "grpo.max_num_steps=6",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+    )
+    # Not `read_metrics`, which leaves out `weight_sync/*`.
+    text = (recipe.folder / "grpo" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert line["policy/grad_norm"] > 0
+        assert line["mismatch/logprob_diff_max"] < 1e-4
+        assert line["weight_sync/check_max_error"] < 1e-4

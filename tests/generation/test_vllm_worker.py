@@ -24,10 +24,21 @@ from transformers import (
 )
 
 from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.jagged import Jagged
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.generation.requests import Completions, GenerationRequests
 from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.metrics import metric_values
+from nemo_like.models.presets import load_spec
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.policy.megatron.worker import MegatronPolicyWorker
+from nemo_like.policy.policy import Policy
+from nemo_like.policy.worker import PolicyWorker
 from nemo_like.sampling_filter import filter_logits
+from nemo_like.weight_sync.check import LogprobCheck
+from nemo_like.weight_sync.sync import WeightSync
 from tests.generation.driven import generate
 from tests.generation.faulty_vllm import FaultyVLLMWorker
 from tests.generation.test_hf_worker import byte_level_tokenizer
@@ -66,6 +77,7 @@ class Engine:
 
     worker: Any
     model: PreTrainedModel
+    folder: str
     version: int = 0
 
     def change_weights(self, seed: int, scale: float = 0.02) -> None:
@@ -132,7 +144,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
         end_token_ids=(2,),
     )
-    yield Engine(worker, AutoModelForCausalLM.from_pretrained(folder))
+    yield Engine(worker, AutoModelForCausalLM.from_pretrained(folder), folder)
     worker.stop()
 
 
@@ -171,6 +183,56 @@ def test_logprobs_are_those_of_the_sampled_distribution_after_every_update(engin
         prompts = _prompts(12, seed=update)
         completions = generate(engine.worker, prompts, _seeds(12), sampling, MAX_LENGTH)
         _check_logprobs(engine, prompts, completions, sampling)
+
+
+class _ChangingWorker(PolicyWorker):
+    def change_weights(self, seed: int) -> None:
+        """Move all weights at random."""
+        engine: Any = self._policy
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in engine.local_weights():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.02)
+
+
+class DTensorWorker(_ChangingWorker, DTensorPolicyWorker):
+    pass
+
+
+class MegatronWorker(_ChangingWorker, MegatronPolicyWorker):
+    pass
+
+
+@pytest.mark.parametrize("worker_class", [DTensorWorker, MegatronWorker])
+def test_scores_are_those_of_a_policy_of_either_engine_after_every_update(
+    engine: Engine, worker_class: type[PolicyWorker]
+) -> None:
+    """The complete update: through shared memory, in several buckets."""
+    config = PolicyConfig(model_name=engine.folder, optimizer=OptimizerConfig(lr=1e-3))
+    group = LocalGroup(worker_class, {"config": config}, local_context(num_threads=1))
+    policy = Policy(group, config, load_spec(engine.folder))
+    sync = WeightSync(group, dtype="float32", max_bucket_bytes=30_000)
+    check = LogprobCheck("float32")
+    rows = BatchedDataDict(
+        input_ids=PROBE,
+        token_mask=Jagged(np.ones(len(PROBE.values), dtype=np.uint8), PROBE.offsets),
+        length=PROBE.lengths,
+        row_mask=np.ones(len(PROBE), dtype=bool),
+    )
+    sharded = policy.shard(rows, policy.plan(PROBE.lengths, "evaluate"))
+    for seed in range(6):
+        group.run_all_workers("change_weights", seed)
+        engine.version += 1
+        report = sync.push([engine.worker.as_group()], engine.version)
+        assert report.transport == "shared_memory"
+        assert report.num_buckets > 4
+        logprobs = policy.compute_logprobs(sharded, ("prev_logprobs",), as_sampled=False)
+        expected = policy.fetch_logprobs(logprobs)["prev_logprobs"]
+        scores = {0: engine.worker.score(PROBE)}
+        values = metric_values(check.compare(expected, scores, engine.version))
+        assert values["weight_sync/check_max_error"] < TOLERANCE
+    group.shutdown()
+    engine.update()
 
 
 def test_a_rollout_is_repeated_bit_by_bit(engine: Engine) -> None:
@@ -319,8 +381,6 @@ def test_a_prompt_without_room_is_refused_before_any_is_added(engine: Engine) ->
 
 
 def test_a_stale_output_head_is_detected(engine: Engine) -> None:
-    if not engine.model.config.tie_word_embeddings:
-        pytest.skip("an untied head is loaded like every other layer")
     engine.change_weights(seed=5)
     engine.update(fault="stale head")
     assert engine.score_error() > 100 * TOLERANCE
@@ -362,10 +422,14 @@ def test_an_update_that_broke_off_can_be_begun_again(engine: Engine) -> None:
     assert engine.score_error() < TOLERANCE
 
 
-def test_an_omitted_tensor_is_an_error(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("omitted embedding", "embed_tokens"), ("omitted tensor", "down_proj")],
+)
+def test_an_omitted_tensor_is_an_error(engine: Engine, fault: str, name: str) -> None:
     """The last test: a failed update leaves the engine unusable."""
-    with pytest.raises(Exception, match="down_proj"):
-        engine.update(fault="omitted tensor")
+    with pytest.raises(Exception, match=name):
+        engine.update(fault=fault)
 
 
 def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
@@ -374,13 +438,14 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    folder = _save(model, tmp_path)
     worker: Any = VLLMProcess(
         FaultyVLLMWorker,
-        model_name=_save(model, tmp_path),
+        model_name=folder,
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(tensor_parallel_size=2, kv_cache_gib=0.125, max_num_seqs=16),
     )
-    engine = Engine(worker, model)
+    engine = Engine(worker, model, folder)
     children = psutil.Process(worker.process.pid).children(recursive=True)
     try:
         assert engine.score_error() < TOLERANCE

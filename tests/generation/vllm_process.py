@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
+
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
+from nemo_like.parallel_layout import ParallelLayout
 
 
 class VLLMProcess:
@@ -36,6 +40,10 @@ class VLLMProcess:
 
         return call
 
+    def as_group(self) -> WorkerGroup:
+        """A group of this one worker, as far as weight updates use it; calls are waited for."""
+        return cast("WorkerGroup", _Group(self))
+
     def stop(self) -> None:
         """End the process."""
         self._connection.close()
@@ -48,6 +56,20 @@ class VLLMProcess:
         if error is not None:
             raise error
         return value
+
+
+class _Group:
+    parallel_layout = ParallelLayout()
+    world_size = 1
+
+    def __init__(self, worker: VLLMProcess) -> None:
+        self._worker = worker
+
+    def submit_all(self, method: str, *args: Any) -> list[Handle]:
+        return [Handle(getattr(self._worker, method)(*args))]
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        return [handle.value for handle in handles]
 
 
 def _serve(connection: Connection, worker_class: type, kwargs: dict[str, Any]) -> None:

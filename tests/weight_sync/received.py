@@ -29,7 +29,8 @@ def received_weights(
         sent = worker.send_weight_bucket(index)
         assert sent.broken == ""
         if spec is not None:
-            weights |= dict(receiver.receive(sent.message, copy=True))
+            for name, tensor in receiver.receive(sent.message):
+                weights[name] = tensor.clone()
     assert spec is None or tuple(weights) == plan.names
     receiver.close()
     worker.close_weight_channel()

@@ -11,6 +11,7 @@ import torch
 from nemo_like.distributed import activity
 from nemo_like.weight_sync import broadcast
 from nemo_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
+from nemo_like.weight_sync.bucket import BucketLayout
 from nemo_like.weight_sync.channel import ChannelBrokenError, ChannelSpec
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ def _sender(num_receivers: int) -> tuple[BroadcastSender, ChannelSpec]:
     sender = BroadcastSender("gloo", "127.0.0.1", num_receivers, NUM_BYTES, CPU, 60.0)
     spec = ChannelSpec(
         transport="gloo",
-        layouts=(),
+        layouts=(BucketLayout.of({"w": (NUM_BYTES,)}, torch.uint8),),
         slot_bytes=NUM_BYTES,
         timeout_s=60.0,
         address=sender.address,
@@ -44,7 +45,7 @@ def test_a_member_that_waits_for_others_reports_progress() -> None:
         connected.result()
         sender.buffer(0)[:] = torch.arange(NUM_BYTES)
         received = [pool.submit(each.receive, 0) for each in (first.result(), second)]
-        sender.publish(0)
+        sender.publish(0, NUM_BYTES)
         for buffer in received:
             assert buffer.result().tolist() == list(range(NUM_BYTES))
     assert num_notes >= 20

@@ -121,16 +121,6 @@ def test_the_transport_is_selected_and_bounded_by_two_buckets(
     assert report.buffer_bytes <= 2 * (largest + os.sysconf("SC_PAGE_SIZE"))
 
 
-def test_copies_survive_the_reuse_of_the_slot(cluster: RayVirtualCluster) -> None:
-    policy = start_policy(cluster)
-    replica = start_replica(cluster)
-    replica.run_all_workers("keep_until_finish")
-    WeightSync(policy, dtype="float32", max_bucket_bytes=MAX_BYTES).push([replica], 1)
-    check_replicas(policy, [replica], 1, "float32")
-    policy.shutdown()
-    replica.shutdown()
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_receiver_does_not_fail_the_others_and_is_replaced(
     cluster: RayVirtualCluster, transport: Transport

@@ -136,10 +136,8 @@ class GeneratorSide:
         self.coverage: UpdateCoverage | None = None
         self.version = 0
         self.num_buckets = 0
-        self.kept: list[tuple[str, Tensor]] = []
         self.die_at = -1
         self.fatal_signal = signal.SIGKILL
-        self.keeps = False
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         return (self.receiver.endpoint(),)
@@ -151,13 +149,12 @@ class GeneratorSide:
         shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
         self.coverage = UpdateCoverage(shapes, names)
         self.num_buckets = 0
-        self.kept = []
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         if message.index == self.die_at:
             os.kill(os.getpid(), self.fatal_signal)
         self.num_buckets += 1
-        return self.receiver.load(message, self._load, copy=self.keeps)
+        return self.receiver.load(message, self._load)
 
     def _load(self, named: NamedTensors) -> None:
         assert self.coverage is not None
@@ -165,26 +162,15 @@ class GeneratorSide:
         with torch.no_grad():
             for name, tensor in named:
                 self.coverage.add(name, tuple(tensor.shape))
-                if self.keeps:
-                    self.kept.append((name, tensor))
-                else:
-                    targets[name].copy_(tensor)
+                targets[name].copy_(tensor)
 
     def finish_update(self, version: int) -> None:
         assert self.coverage is not None
         self.coverage.check_complete()
-        targets = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in self.kept:
-                targets[name].copy_(tensor)
         self.version = version
 
     def close_weight_channel(self) -> int:
         return self.receiver.close()
-
-    def keep_until_finish(self) -> None:
-        """Keep references to the tensors until the end, as vLLM's layerwise reload does."""
-        self.keeps = True
 
     def die_in_bucket(self, index: int) -> None:
         self.die_at = index
