@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -56,6 +57,7 @@ class LocalGroup:
     ) -> None:
         """Construct the worker. `progress_timeout_s` above 0 ends the process when a call hangs."""
         self.name = name
+        self._has_gpu = context.device != "cpu"
         # Read by the watch thread: a worker without a running call is idle and not hung.
         self._calls: list[str] = []
         self._closed = threading.Event()
@@ -152,6 +154,10 @@ class LocalGroup:
         if close is not None:
             close()
         self._worker = None
+        if self._has_gpu:
+            # A model refers to itself through its hooks and replaced methods. Without this its
+            # memory would be free some time later, but the next worker needs it now.
+            gc.collect()
         self._closed.set()
         if self._joined:
             process_groups.destroy()

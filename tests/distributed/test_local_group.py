@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -79,6 +80,24 @@ def test_shutdown_leaves_the_process_group_that_its_own_worker_joined() -> None:
     assert not process_groups.is_joined()
     with pytest.raises(RuntimeError, match="the policy group was shut down"):
         policy.run_all_workers("fail")
+
+
+class Cyclic:
+    """Refers to itself, as a model whose forward was replaced."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.forward = self.reference
+
+    def reference(self) -> weakref.ref[Cyclic]:
+        return weakref.ref(self)
+
+
+def test_a_worker_with_a_gpu_is_freed_at_once() -> None:
+    group = LocalGroup(Cyclic, {}, local_context(device="cuda:0"))
+    (reference,) = group.run_all_workers("forward")
+    assert reference() is not None
+    group.shutdown()
+    assert reference() is None
 
 
 def test_the_context_names_this_process_alone() -> None:
