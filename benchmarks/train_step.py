@@ -312,7 +312,7 @@ def open_policy(model: Path, mode: str, rows: np.ndarray, arguments: argparse.Na
         train_global_batch_size=len(rows),
         train_micro_batch_size=max(1, arguments.budget // int(rows.max())),
         max_total_sequence_length=int(rows.max()),
-        activation_checkpointing=arguments.activation_checkpointing,
+        activation_checkpointing="full" if arguments.activation_checkpointing else "none",
     )
     if mode == "packed":
         packing = SequencePackingConfig(

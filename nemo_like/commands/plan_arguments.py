@@ -141,9 +141,10 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--activation-checkpointing",
-        action="store_true",
-        default=None,
-        help="recompute the activations of each layer in the backward pass",
+        nargs="?",
+        const="full",
+        choices=("none", "selective", "full"),
+        help="recompute activations in the backward pass; without a value full",
     )
     group.add_argument(
         "--memory-gb",

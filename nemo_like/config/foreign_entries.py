@@ -138,6 +138,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
 }
+RECOMPUTED = {"true": "full", "false": None}
 # None: leaving the key out has the same effect.
 DTYPES = {
     "bf16": "bfloat16",

@@ -10,6 +10,7 @@ from nemo_like.config.foreign_entries import (
     NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
+    RECOMPUTED,
     REWARD,
     TRACKERS,
     Entry,
@@ -174,7 +175,9 @@ _POLICY: dict[str, Entry] = {
     **unsupported(_SCHEDULER, "policy.scheduler.name", "policy.scheduler.kwargs"),
     "policy.dtensor_cfg.enabled": to("policy.engine", values={"true": "dtensor"}),
     "policy.dtensor_cfg.sequence_parallel": to("parallel.sequence"),
-    "policy.dtensor_cfg.activation_checkpointing": to("policy.activation_checkpointing"),
+    "policy.dtensor_cfg.activation_checkpointing": to(
+        "policy.activation_checkpointing", values=RECOMPUTED
+    ),
     "policy.dtensor_cfg.tensor_parallel_size": to("parallel.tensor"),
     "policy.dtensor_cfg.context_parallel_size": to("parallel.context"),
     "policy.dtensor_cfg.expert_parallel_size": to("parallel.expert"),
@@ -188,7 +191,9 @@ _POLICY: dict[str, Entry] = {
     **unsupported(_DTENSOR, "policy.dtensor_cfg"),
     "policy.megatron_cfg.enabled": to("policy.engine", values={"true": "megatron"}),
     "policy.megatron_cfg.sequence_parallel": to("parallel.sequence"),
-    "policy.megatron_cfg.activation_checkpointing": to("policy.activation_checkpointing"),
+    "policy.megatron_cfg.activation_checkpointing": to(
+        "policy.activation_checkpointing", values=RECOMPUTED
+    ),
     "policy.megatron_cfg.tensor_model_parallel_size": to("parallel.tensor"),
     "policy.megatron_cfg.pipeline_model_parallel_size": to("parallel.pipeline"),
     "policy.megatron_cfg.context_parallel_size": to("parallel.context"),

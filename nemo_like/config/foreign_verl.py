@@ -9,6 +9,7 @@ from nemo_like.config.foreign_entries import (
     NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
+    RECOMPUTED,
     REWARD,
     SCHEDULES,
     STEPS,
@@ -44,7 +45,9 @@ def _model(prefix: str) -> dict[str, Entry]:
         f"{prefix}.custom_chat_template": to(
             "policy.chat_template", note="the path of a Jinja file"
         ),
-        f"{prefix}.enable_gradient_checkpointing": to("policy.activation_checkpointing"),
+        f"{prefix}.enable_gradient_checkpointing": to(
+            "policy.activation_checkpointing", values=RECOMPUTED
+        ),
         f"{prefix}.use_remove_padding": to("policy.sequence_packing.enabled"),
         **unsupported(
             TRUST_CODE,

@@ -37,6 +37,7 @@ PackingName = Literal[
 ]
 
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
 CHUNK_TOKENS = 1024
 """Default of `policy.logprob_chunk_size` on CPU."""
 CUDA_CHUNK_TOKENS = 4096
@@ -161,9 +162,11 @@ class PolicyConfig:
     logprob_chunk_size: Annotated[int | None, AtLeast(1)] = None
     """Tokens per chunk in which logits are computed; null is 4096 on CUDA and 1024 elsewhere. The
     full [tokens, vocabulary] matrix is never materialized."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each layer in the backward pass instead of storing them: less
-    memory, about one more forward pass."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Activations that are computed again in the backward pass instead of being stored. `full`:
+    all of a layer but its input, for about one more forward pass. `selective`: all but the results
+    of matrix products and attention, for a few percent of the time and about half of the memory.
+    `none`: nothing."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 3

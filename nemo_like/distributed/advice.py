@@ -7,8 +7,8 @@ import re
 SAVE_MEMORY = (
     "Give a microbatch fewer tokens (policy.sequence_packing.train_mb_tokens,"
     " policy.dynamic_batching.train_mb_tokens, or policy.train_micro_batch_size without either; for"
-    " log-probs the logprob_ settings), turn policy.activation_checkpointing on, or put fewer"
-    " workers on a node (cluster.workers_per_node)."
+    " log-probs the logprob_ settings), set policy.activation_checkpointing to selective or full,"
+    " or put fewer workers on a node (cluster.workers_per_node)."
 )
 SAVE_GENERATION_MEMORY = (
     "If its memory was the cause, lower policy.generation.vllm.max_num_seqs or"

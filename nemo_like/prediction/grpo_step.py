@@ -238,8 +238,8 @@ def _training_times(
         # Lengths that a run has had are planned, whatever the budget is.
         spec = replace(spec, oversize="singleton")
     min_work = spec.cost.linear * min_microbatch_tokens(placement, num_params)
-    # Forward and backward are three forward passes; recomputation is one more.
-    num_passes = 4 if placement.activation_checkpointing else 3
+    # Forward and backward are three forward passes; full recomputation is one more.
+    num_passes = 4 if placement.activation_checkpointing == "full" else 3
     flops_per_s = request.rates.flops * size
     logprobs = []
     train = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nemo_like.config.schema import CUDA_CHUNK_TOKENS
+from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, ParallelLayout
@@ -36,7 +36,7 @@ class Placement:
 
     parallel_layout: ParallelLayout = field(default_factory=ParallelLayout)
     precision: Precision = "bfloat16"
-    activation_checkpointing: bool = False
+    activation_checkpointing: ActivationCheckpointing = "none"
     engine: EngineName = "dtensor"
     chunk_size: int = CUDA_CHUNK_TOKENS
     """Tokens per chunk in which logits are computed."""
@@ -141,10 +141,14 @@ class MemoryModel:
     def assumptions(self) -> list[str]:
         """Return each formula in words, with the place where it was checked."""
         place = self.placement
-        if place.activation_checkpointing:
+        saved = "layers x one layer"
+        if place.activation_checkpointing == "full":
             saved = "layers x c hidden, and one complete layer in the backward pass"
-        else:
-            saved = "layers x one layer"
+        elif place.activation_checkpointing == "selective":
+            saved = (
+                "layers x the results of products and attention, c (3 hidden + 2 H d + 2 H_kv d + 2"
+                " width) + 4 H, and the rest of one layer in the backward pass"
+            )
         return [
             (
                 f"{self.spec.name}: {self.spec.num_params / 1e9:.3f} B parameters P, counted from"
@@ -265,10 +269,31 @@ class MemoryModel:
     @property
     def _saved_bytes(self) -> float:
         """Bytes of one layer that are kept from forward to backward pass, per token."""
-        place = self.placement
-        if not place.activation_checkpointing:
+        kind = self.placement.activation_checkpointing
+        if kind == "none":
             return self.activation_bytes
-        return place.compute_bytes * self.spec.hidden_size / self._token_shares
+        layer_input = self.placement.compute_bytes * self.spec.hidden_size / self._token_shares
+        if kind == "full":
+            return layer_input
+        return layer_input + sum(self._selected_bytes)
+
+    @property
+    def _selected_bytes(self) -> tuple[float, float]:
+        """Bytes per token that selective checkpointing saves besides the input of a layer.
+
+        The first number is of tensors that autograd saves as well, the second of those that it
+        does not.
+        """
+        spec = self.spec
+        size = self.placement.compute_bytes
+        tp = self.placement.parallel_layout.tp
+        query = spec.num_heads * spec.head_dim / tp
+        key = spec.num_kv_heads * spec.head_dim / tp
+        # Values, output and log-sum-exp of attention; gate and up projection.
+        width = spec.active_mlp_size / tp
+        used = size * (key + query + 2 * width) + 4 * spec.num_heads / tp
+        # Queries and keys before the rotary embedding; results of the output and down projection.
+        return used, size * (query + key + 2 * spec.hidden_size)
 
     @property
     def _token_shares(self) -> int:
@@ -317,9 +342,12 @@ class MemoryModel:
             # Beside what it saved, the norm's backward pass has three float32 tensors and a result.
             norm = self._head_bytes + (12 * hidden + size * hidden) / self._token_shares
         layer = 2 * size * spec.active_mlp_size / tp + 2 * size * hidden
-        if place.activation_checkpointing:
+        if place.activation_checkpointing == "full":
             # One layer at a time is recomputed completely.
             layer += self.activation_bytes
+        elif place.activation_checkpointing == "selective":
+            # The recomputation of a layer releases what autograd does not need.
+            layer += self.activation_bytes - sum(self._selected_bytes)
         gradients = 0.0
         if place.engine == "dtensor" and place.has_compute_copy:
             embedding = 0.0

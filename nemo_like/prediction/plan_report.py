@@ -137,9 +137,10 @@ class PlanReport:
         longest = round_up(int(self.lengths.max()), self.spec.row_multiple)
         if planned >= longest:
             outcome = _outcome_with(self.comparison.chosen, planned)
+        is_off = request.placement.activation_checkpointing == "none"
         other = replace(
             request.placement,
-            activation_checkpointing=not request.placement.activation_checkpointing,
+            activation_checkpointing="full" if is_off else "none",
         )
         other_budget = MemoryModel(memory.spec, other).largest_budget(usable, multiple)
         return Recommendation(
@@ -455,7 +456,7 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     )
     min_tokens = _min_microbatch_tokens(request)
     if min_tokens:
-        flops = 8 if request.placement.activation_checkpointing else 6
+        flops = 8 if request.placement.activation_checkpointing == "full" else 6
         yield (
             f"communication bound: a microbatch takes at least the time of {min_tokens:,.0f}"
             " tokens, because FSDP2 all-gathers the weights twice and reduce-scatters the gradients"

@@ -50,7 +50,7 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
     if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
         return 0.0
     per_rank = comm_bound_tokens(
-        placement.compute_bytes, recomputes=placement.activation_checkpointing
+        placement.compute_bytes, recomputes=placement.activation_checkpointing == "full"
     )
     return per_rank * layout.cp
 

@@ -172,12 +172,15 @@ def recommendation_lines(recommendation: Recommendation | None, report: PlanRepo
 
 
 def _other_checkpointing(recommendation: Recommendation, report: PlanReport) -> str:
-    """Return the sentence about the opposite setting of activation checkpointing."""
+    """Return the sentence about full activation checkpointing, or about none if it is on."""
     fitting = f"{recommendation.other_max_tokens:,} tokens would fit"
-    if not report.request.placement.activation_checkpointing:
-        return f"with activation checkpointing {fitting}, for a third more FLOPs"
+    kind = report.request.placement.activation_checkpointing
+    if kind == "none":
+        return f"with full activation checkpointing {fitting}, for a third more FLOPs"
     # Forward, backward and recomputation are 4 forward passes; without recomputation they are 3.
     effect = ", and the layers are not recomputed: a quarter less FLOPs"
+    if kind == "selective":
+        effect = ", and norms and activation functions are not recomputed"
     if recommendation.other_max_tokens < report.lengths.max():
         effect = ", less than the longest row"
     return f"without activation checkpointing {fitting}{effect}"

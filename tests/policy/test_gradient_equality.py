@@ -84,7 +84,13 @@ LAYOUTS = {
     "padded, 2 rows": fixed(2),
     "padded, 1 row": fixed(1),
     "packed with activation checkpointing": dataclasses.replace(
-        packed(48), activation_checkpointing=True
+        packed(48), activation_checkpointing="full"
+    ),
+    "packed, selective checkpointing": dataclasses.replace(
+        packed(48), activation_checkpointing="selective"
+    ),
+    "padded, selective checkpointing": dataclasses.replace(
+        fixed(4), activation_checkpointing="selective"
     ),
 }
 POLICY_GRADIENT = ClippedPolicyGradientLoss(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from nemo_like.config.schema import ActivationCheckpointing
+from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.model import LogprobModel, decoder_layers
 from nemo_like.policy.model_inputs import ModelInputs
@@ -37,16 +37,16 @@ class LiveStorage(TorchDispatchMode):
 
 
 def peak_bytes(
-    model: PreTrainedModel, inputs: ModelInputs, *, chunk_size: int, checkpointing: bool
+    model: PreTrainedModel,
+    inputs: ModelInputs,
+    *,
+    chunk_size: int,
+    checkpointing: ActivationCheckpointing,
 ) -> int:
     """Peak of what a step needs besides weights and gradients."""
     logprob_model = LogprobModel(model, chunk_size, Groups())
-    layers = decoder_layers(model)
-    if checkpointing:
-        for layer in layers:
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
+    if checkpointing != "none":
+        checkpoint_layers(decoder_layers(model), checkpointing)
     for parameter in logprob_model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveStorage() as live:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
@@ -19,6 +17,7 @@ from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
+from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parallel import ShardSpec
@@ -127,8 +126,8 @@ def build_model(
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
     # agree between two forwards.
     model.requires_grad_(trainable).eval()
-    if config.activation_checkpointing and trainable:
-        _checkpoint_activations(model.causal_lm)
+    if config.activation_checkpointing != "none" and trainable:
+        checkpoint_layers(decoder_layers(model.causal_lm), config.activation_checkpointing)
     if is_sharded:
         loader = _RankZeroLoader(loaded, specs, groups, device)
         reshard = not keep_unsharded(model, parallel_layout)
@@ -164,15 +163,6 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
             group.unshard = clock.excluded(group.unshard)
             group.wait_for_unshard = clock.excluded(group.wait_for_unshard)
             group.post_backward = clock.excluded(group.post_backward)
-
-
-def _checkpoint_activations(causal_lm: PreTrainedModel) -> None:
-    """Recompute each layer in the backward instead of keeping its activations."""
-    for layer in decoder_layers(causal_lm):
-        # Nothing draws random numbers, so the generator states need not be saved.
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
 
 
 def _load(model_name: str) -> PreTrainedModel:

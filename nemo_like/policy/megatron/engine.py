@@ -75,7 +75,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             dtype=self._dtype,
             device=device,
             sequence_parallel=parallel_layout.sequence_parallel,
-            recompute=config.activation_checkpointing and trainable,
+            recompute=config.activation_checkpointing if trainable else "none",
         )
         self._model.requires_grad_(trainable)
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)

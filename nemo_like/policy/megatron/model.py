@@ -6,14 +6,19 @@ tokens, so the logits of a microbatch never exist. The rotary embedding is that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from nemo_like.config.schema import ActivationCheckpointing
+from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.megatron.families.family import Family
 from nemo_like.policy.megatron.layers import RMSNorm, Segments, untyped
 from nemo_like.policy.megatron.parallel import transformer_config
@@ -30,7 +35,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     sequence_parallel: bool,
-    recompute: bool,
+    recompute: ActivationCheckpointing,
 ) -> PackedModel:
     """Build this rank's pipeline stage; its weights are not yet filled.
 
@@ -43,7 +48,7 @@ def build_model(
         dtype=dtype,
         device=device,
         sequence_parallel=sequence_parallel,
-        recompute=recompute,
+        recompute=recompute == "full",
     )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = [family.layer_spec(spec, layer) for layer in sharding.layers(stage)]
@@ -62,7 +67,27 @@ def build_model(
         pre_process=stage == 0,
         post_process=stage == sharding.pp - 1,
     )
+    if recompute == "selective":
+        # Megatron-Core's own granularity recomputes complete modules, with their products.
+        if sharding.tp > 1 and not sequence_parallel:
+            _keep_products_of(model.decoder)
+        checkpoint_layers(model.decoder.layers, recompute)
     return model.to(device)
+
+
+def _keep_products_of(decoder: nn.Module) -> None:
+    """Give row-parallel layers results that Megatron-Core may overwrite.
+
+    It all-reduces the result of the product in place, which selective checkpointing has saved.
+    """
+    for module in decoder.modules():
+        if isinstance(module, RowParallelLinear):
+            module._forward_impl = partial(_copied, module._forward_impl)
+
+
+def _copied(product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return a copy of the result of `product`, [T, 1, D]."""
+    return product(*args, **kwargs).clone()
 
 
 class PackedModel(GPTModel):

@@ -62,7 +62,7 @@ PACKED = dataclasses.replace(
 DYNAMIC = dataclasses.replace(
     BASE, dynamic_batching=DynamicBatchingConfig(enabled=True, train_mb_tokens=48)
 )
-CHECKPOINTED = dataclasses.replace(PACKED, activation_checkpointing=True)
+CHECKPOINTED = dataclasses.replace(PACKED, activation_checkpointing="selective")
 TRAINED = dataclasses.replace(PACKED, optimizer=OptimizerConfig(lr=1e-3))
 
 LAYOUTS = {

@@ -70,7 +70,7 @@ def test_experts_have_the_gradient_of_transformers_wherever_they_live(
         ("qwen3_moe", "packed, 4 microbatches"),
         ("qwen3_moe", "dynamic, 4 microbatches, rounded"),
         ("qwen3_moe_mixed", "packed with activation checkpointing"),
-        ("qwen3_moe_mixed", "dynamic, 2 microbatches"),
+        ("qwen3_moe_mixed", "packed, selective checkpointing"),
     ]
     steps = [
         Step(of_model(LAYOUTS[layout], model_dir(architecture)), random_batch(LENGTHS))
