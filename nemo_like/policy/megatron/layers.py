@@ -26,12 +26,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from nemo_like.policy.attention import varlen_attention
+from nemo_like.policy.megatron.experts import GroupedExperts
 
 
 def decoder_layer(
@@ -76,7 +76,7 @@ def dense_mlp() -> ModuleSpec:
 
 def moe_mlp() -> ModuleSpec:
     """Return a mixture-of-experts (MoE) layer with a float32 router."""
-    experts = ModuleSpec(module=SequentialMLP, submodules=_mlp_submodules())
+    experts = ModuleSpec(module=GroupedExperts, submodules=_mlp_submodules())
     submodules = MoESubmodules(experts=experts, router=untyped(Router))
     return ModuleSpec(module=MoELayer, submodules=submodules)
 
