@@ -29,11 +29,17 @@ Field = Literal[
     "tp",
     "ep",
     "sequence_parallel",
+    "num_replicas",
+    "reshard",
     "engine",
     "workers",
 ]
 """Something that a user sets and a `LayoutProblem` can name."""
 EngineName = Literal["dtensor", "megatron"]
+Reshard = Literal["auto", "always", "never"]
+"""When FSDP2 frees the weights that it has all-gathered: after each layer (`always`), after the
+optimizer step (`never`), or as the size of the model suggests.
+"""
 Sync = Literal["microbatch", "step"]
 """Where the ranks of a layout wait for each other: at every microbatch, or once per optimizer step.
 A plan balances work over the ranks between two such points.
@@ -130,6 +136,11 @@ class ParallelLayout:
     """Expert-parallel size: ranks over which a pipeline stage distributes its experts."""
     sequence_parallel: bool = False
     """Norms and residuals are sharded by tokens over the tensor-parallel ranks."""
+    num_replicas: int = 1
+    """Copies of the weights that FSDP2 keeps (HSDP): each is sharded over dp x cp / num_replicas
+    ranks. The data-parallel ranks of a copy are consecutive.
+    """
+    reshard: Reshard = "auto"
 
     def __post_init__(self) -> None:
         # Sizes below 1 first: the arithmetic of the other problems divides by them.
@@ -138,6 +149,7 @@ class ParallelLayout:
             problems = [
                 *_sequence_problems(self.tp, self.sequence_parallel),
                 *self._expert_problems(),
+                *self._replica_problems(),
             ]
         if problems:
             raise LayoutError(problems)
@@ -152,15 +164,17 @@ class ParallelLayout:
         tp: int = 1,
         ep: int = 1,
         sequence_parallel: bool = False,
+        num_replicas: int = 1,
+        reshard: Reshard = "auto",
     ) -> ParallelLayout:
-        """Return the layout of `world_size` ranks; dp is the number of model replicas.
+        """Return the layout of `world_size` ranks; dp is what the other axes leave of them.
 
         Raises LayoutError, with the nearest valid sizes, if pp x cp x tp does not divide it or ep
         does not divide the ranks of a pipeline stage.
         """
         replica_size = pp * cp * tp
-        num_replicas, remainder = divmod(world_size, replica_size)
-        if remainder or num_replicas == 0:
+        dp, remainder = divmod(world_size, replica_size)
+        if remainder or dp == 0:
             sizes = nearest_multiples(world_size, replica_size)
             quotient = world_size / replica_size
             text = (
@@ -170,7 +184,16 @@ class ParallelLayout:
             )
             problem = LayoutProblem(("tp", "cp", "pp", "workers"), text)
             raise LayoutError([problem, *_sequence_problems(tp, sequence_parallel)])
-        return cls(pp, num_replicas, cp, tp, ep, sequence_parallel)
+        return cls(
+            pp,
+            dp,
+            cp,
+            tp,
+            ep,
+            sequence_parallel,
+            num_replicas,
+            reshard,
+        )
 
     @property
     def shape(self) -> Coordinates:
@@ -213,6 +236,10 @@ class ParallelLayout:
     def dp_rank(self, rank: int) -> int:
         """Return the data-parallel rank of a global rank."""
         return self.coordinates(rank).dp
+
+    def replica(self, rank: int) -> int:
+        """Return the index of the copy of the weights that a global rank has a shard of."""
+        return self.dp_rank(rank) * self.num_replicas // self.dp
 
     def ep_rank(self, rank: int) -> int:
         """Return the rank within the expert-parallel group of a global rank."""
@@ -291,7 +318,14 @@ class ParallelLayout:
 
         Only FSDP2 (dtensor) shards weights that it needs in full; Megatron-Core never does.
         """
-        return engine == "dtensor" and 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
+        if engine != "dtensor" or self.reshard == "always":
+            return False
+        return self.reshard == "never" or 4 * num_params / self.tp <= MAX_UNSHARDED_BYTES
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which FSDP2 shards one copy of the weights of a tensor-parallel rank."""
+        return self.dp * self.cp // self.num_replicas
 
     def sync(self, engine: EngineName, num_params: int) -> Sync:
         """Return where ranks wait for each other with this engine and this size of the model."""
@@ -303,7 +337,7 @@ class ParallelLayout:
 
     def _small_sizes(self) -> list[LayoutProblem]:
         problems = []
-        fields: tuple[Field, ...] = (*AXES, "ep")
+        fields: tuple[Field, ...] = (*AXES, "ep", "num_replicas")
         for field in fields:
             size = getattr(self, field)
             if size < 1:
@@ -325,6 +359,17 @@ class ParallelLayout:
         )
         return [LayoutProblem(("ep", "pp", "workers"), text)]
 
+    def _replica_problems(self) -> list[LayoutProblem]:
+        """All copies of the weights have the same number of data-parallel ranks."""
+        if self.dp % self.num_replicas == 0:
+            return []
+        divisors = nearest_divisors(self.dp, self.num_replicas)
+        text = (
+            f"{{num_replicas}} {self.num_replicas} must divide the {{dp}}, {self.dp}: set it to"
+            f" {divisors}"
+        )
+        return [LayoutProblem(("num_replicas", "workers"), text)]
+
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
         text = " x ".join(sizes)
@@ -332,6 +377,8 @@ class ParallelLayout:
             text += f", ep {self.ep}"
         if self.sequence_parallel:
             text += ", sequence parallel"
+        if self.num_replicas > 1:
+            text += f", {self.num_replicas} replicas"
         return text
 
 
@@ -340,10 +387,12 @@ def engine_problems(
     *,
     pp: int,
     ep: int,
+    num_replicas: int = 1,
+    reshard: Reshard = "auto",
 ) -> list[LayoutProblem]:
-    """Return a problem for each of these axes that the engine does not have."""
+    """Return a problem for each of these axes and options that the engine does not have."""
     if engine == "megatron":
-        return []
+        return _fsdp_only_problems(num_replicas, reshard)
     problems = []
     axes: tuple[tuple[Field, int, str], ...] = (
         ("pp", pp, "pipeline"),
@@ -356,6 +405,24 @@ def engine_problems(
                 " {engine} to megatron"
             )
             problems.append(LayoutProblem((field, "engine"), text))
+    return problems
+
+
+def _fsdp_only_problems(num_replicas: int, reshard: Reshard) -> list[LayoutProblem]:
+    """Megatron-Core keeps the weights of a rank complete and shards the optimizer state."""
+    problems = []
+    if num_replicas > 1:
+        text = (
+            f"{{num_replicas}} is {num_replicas}, but {{engine}} megatron has the complete weights"
+            " on every data-parallel rank: set it to 1, or {engine} to dtensor"
+        )
+        problems.append(LayoutProblem(("num_replicas", "engine"), text))
+    if reshard != "auto":
+        text = (
+            f"{{reshard}} is {reshard}, but {{engine}} megatron does not shard weights over the"
+            " data-parallel ranks: set it to auto, or {engine} to dtensor"
+        )
+        problems.append(LayoutProblem(("reshard", "engine"), text))
     return problems
 
 

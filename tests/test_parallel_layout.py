@@ -158,6 +158,24 @@ def test_only_megatron_has_pipelines_and_expert_parallelism() -> None:
     assert fields == ["pp", "ep"]
 
 
+def test_copies_of_the_weights_are_consecutive_data_parallel_ranks() -> None:
+    layout = ParallelLayout(dp=4, cp=2, tp=2, num_replicas=2)
+    assert layout.num_shards == 4
+    for rank in range(layout.world_size):
+        assert layout.replica(rank) == rank // 8
+    with pytest.raises(LayoutError, match="num_replicas 3 must divide the dp, 4: set it to 2 or 4"):
+        ParallelLayout(dp=4, num_replicas=3)
+
+
+@given(st.integers(1, 10**12), st.integers(1, 8))
+def test_weights_stay_unsharded_as_chosen(num_params: int, tp: int) -> None:
+    auto = ParallelLayout(tp=tp)
+    assert auto.keeps_unsharded("dtensor", num_params) == (4 * num_params / tp <= 4 << 30)
+    assert not replace(auto, reshard="always").keeps_unsharded("dtensor", num_params)
+    assert replace(auto, reshard="never").keeps_unsharded("dtensor", num_params)
+    assert not replace(auto, reshard="never").keeps_unsharded("megatron", num_params)
+
+
 @given(
     LAYOUTS,
     st.booleans(),

@@ -51,6 +51,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems = [
         *value_problems(config),
         *_batching_modes(config),
+        *_compilation(config),
         *_timeouts(config),
         *_cluster(config),
         *_environment(config),
@@ -163,6 +164,15 @@ def _batching_modes(config: RunConfig) -> Iterator[Problem]:
             ("policy.oversize_rows",),
             "policy.oversize_rows is singleton, which needs a token budget: enable"
             " policy.sequence_packing or policy.dynamic_batching, or write error, truncate or drop",
+        )
+
+
+def _compilation(config: RunConfig) -> Iterator[Problem]:
+    if config.policy.compile != "none" and config.policy.engine == "megatron":
+        yield Problem(
+            ("policy.compile", "policy.engine"),
+            f"policy.compile is {config.policy.compile}, but policy.engine megatron has fused"
+            " functions of its own: set policy.compile to none, or policy.engine to dtensor",
         )
 
 

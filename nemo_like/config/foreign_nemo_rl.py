@@ -182,11 +182,7 @@ _POLICY: dict[str, Entry] = {
     "policy.dtensor_cfg.context_parallel_size": to("parallel.context"),
     "policy.dtensor_cfg.expert_parallel_size": to("parallel.expert"),
     **obsolete("policy.dtensor_cfg._v2"),
-    **unsupported(
-        "the replicas share the data-parallel dimension",
-        "policy.dtensor_cfg.dp_replicate_size",
-        off=("1",),
-    ),
+    "policy.dtensor_cfg.dp_replicate_size": to("parallel.replicas"),
     **unsupported(NO_LORA, "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"),
     **unsupported(_DTENSOR, "policy.dtensor_cfg"),
     "policy.megatron_cfg.enabled": to("policy.engine", values={"true": "megatron"}),

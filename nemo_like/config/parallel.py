@@ -25,6 +25,8 @@ _KEYS: dict[Field, tuple[str, ...]] = {
     "tp": ("parallel.tensor",),
     "ep": ("parallel.expert",),
     "sequence_parallel": ("parallel.sequence",),
+    "num_replicas": ("parallel.replicas",),
+    "reshard": ("parallel.reshard",),
     "engine": ("policy.engine",),
     "workers": ("cluster.num_nodes", "cluster.workers_per_node"),
 }
@@ -49,6 +51,8 @@ def build_layout(parallel: ParallelConfig, num_workers: int) -> ParallelLayout:
         tp=parallel.tensor,
         ep=parallel.expert,
         sequence_parallel=parallel.sequence,
+        num_replicas=parallel.replicas,
+        reshard=parallel.reshard,
     )
 
 
@@ -88,7 +92,13 @@ def workers_shown(cluster: ClusterConfig) -> str:
 def parallel_problems(config: RunConfig) -> list[Problem]:
     """Return the problems of `parallel` that do not depend on the model."""
     parallel = config.parallel
-    problems = engine_problems(config.policy.engine, pp=parallel.pipeline, ep=parallel.expert)
+    problems = engine_problems(
+        config.policy.engine,
+        pp=parallel.pipeline,
+        ep=parallel.expert,
+        num_replicas=parallel.replicas,
+        reshard=parallel.reshard,
+    )
     if not problems:
         # A size that the engine does not have is not worth making divisible.
         try:

@@ -167,6 +167,10 @@ class PolicyConfig:
     all of a layer but its input, for about one more forward pass. `selective`: all but the results
     of matrix products and attention, for a few percent of the time and about half of the memory.
     `none`: nothing."""
+    compile: Literal["none", "layers"] = "none"
+    """`layers` compiles each decoder layer and the passes over the logits with torch.compile, which
+    fuses norms, rotary embedding, activation functions and softmax. The first steps take longer.
+    Needs `policy.engine=dtensor`. Not measured on a GPU yet."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradients are clipped to this global L2 norm; 0 turns clipping off."""
     max_skipped_steps: Annotated[int, AtLeast(0)] = 3
@@ -336,6 +340,16 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism: also shard LayerNorm and residual activations over the tensor-parallel
     group; needs `tensor` above 1. Required for MoE models with `tensor` above 1."""
+    replicas: Annotated[int, AtLeast(1)] = 1
+    """Copies of the weights (HSDP): each is sharded over data x context / `replicas` workers, and
+    gradients are summed over the copies once per optimizer step. Must divide the data-parallel
+    size; with one copy per node the weights never travel between nodes. Needs
+    `policy.engine=dtensor`."""
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """When FSDP2 frees gathered weights: `always` after each layer, so that every microbatch
+    gathers them again and reduces gradients; `never` during a step, which gathers and reduces once
+    per step and needs memory for complete weights and gradients; `auto` is `never` for models of up
+    to 4 GiB of float32 weights per tensor-parallel rank. Needs `policy.engine=dtensor`."""
 
 
 @dataclass(frozen=True, kw_only=True)

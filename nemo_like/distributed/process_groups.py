@@ -60,6 +60,13 @@ def build_device_mesh(parallel_layout: ParallelLayout, device_type: str) -> Devi
     return init_device_mesh(device_type, tuple(parallel_layout.shape), mesh_dim_names=AXES)
 
 
+def build_replica_mesh(parallel_layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    """Return the mesh of all ranks of a layout without a pipeline, [replica, shard, tp]."""
+    sizes = (parallel_layout.num_replicas, parallel_layout.num_shards, parallel_layout.tp)
+    # Row-major like the layout: dp is outermost, cp and tp are inside.
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "tp"))
+
+
 def share_timeout() -> None:
     """Give all process groups of this process the collective timeout of the default group.
 

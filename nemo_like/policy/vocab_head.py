@@ -21,6 +21,7 @@ def label_logprobs(
     token_filter: SamplingFilter | None,
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
+    compile: bool = False,
 ) -> TokenLogprobs:
     """Log-prob of `inputs.labels`, float32 [T]; 0 where `inputs.label_mask` is False.
 
@@ -39,5 +40,6 @@ def label_logprobs(
         bias=bias,
         vocab=vocab,
         token_filter=token_filter,
+        compile=compile,
     )
     return scatter_logprobs(outputs, positions, len(hidden))

@@ -21,6 +21,7 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.checkpoint.sharded import PendingSave
+from nemo_like.policy.compilation import CompilationCounter
 from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
@@ -56,6 +57,7 @@ class PolicyWorker:
         self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
         self._pending_save: PendingSave | None = None
+        self._compilations = None if config.compile == "none" else CompilationCounter()
 
     def device_info(self) -> DeviceInfo:
         """See `PolicyWorkerProtocol.device_info`."""
@@ -306,6 +308,8 @@ class PolicyWorker:
             loss_inputs = [each for _, each in results]
             self._record_skipped(index, grad_norm, loss, microbatches, loss_inputs)
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
+        if self._compilations is not None:
+            local_metrics["policy/recompilations"] = Max(self._compilations.pop())
         gathered = engine.gather_over_dp_cp((local_metrics, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
         metrics["policy/grad_norm"] = Mean(grad_norm)

@@ -51,7 +51,7 @@ class Placement:
     @property
     def num_shards(self) -> int:
         """Ranks over which weights, gradients and optimizer state are sharded (FSDP, ZeRO)."""
-        return self.parallel_layout.dp * self.parallel_layout.cp
+        return self.parallel_layout.num_shards
 
     @property
     def has_compute_copy(self) -> bool:
@@ -196,10 +196,12 @@ class MemoryModel:
             copy = "nothing, a single process uses its own weights"
         elif self.keeps_unsharded:
             copy = "the complete model during a step (a small model)"
+        num_replicas = place.parallel_layout.num_replicas
+        shards = "dp x cp x tp" if num_replicas == 1 else f"dp x cp x tp / {num_replicas} replicas"
         return [
             (
-                "FSDP2: float32 weights 4 P, gradients 4 P and AdamW 8 P, each sharded over dp x"
-                f" cp x tp = {place.num_shards * tp} ranks; all-gathered in compute precision:"
+                "FSDP2: float32 weights 4 P, gradients 4 P and AdamW 8 P, each sharded over"
+                f" {shards} = {place.num_shards * tp} ranks; all-gathered in compute precision:"
                 f" {copy}."
             )
         ]
@@ -255,7 +257,7 @@ class MemoryModel:
             "optimizer": 8 * shard,
         }
         if place.has_reference:
-            parts["reference"] = 4 * shard
+            parts["reference"] = size * shard
         if place.has_compute_copy:
             layers = 2 * self.spec.layer_params / place.parallel_layout.tp
             if self.keeps_unsharded:

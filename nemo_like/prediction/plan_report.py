@@ -292,7 +292,13 @@ def _check(request: PlanRequest) -> None:
             f"a batch of {request.batch_size} rows on {layout.dp} data-parallel ranks leaves some"
             f" without a row; use a batch of {layout.dp} rows or more, or fewer ranks"
         )
-    problems = engine_problems(placement.engine, pp=layout.pp, ep=layout.ep)
+    problems = engine_problems(
+        placement.engine,
+        pp=layout.pp,
+        ep=layout.ep,
+        num_replicas=layout.num_replicas,
+        reshard=layout.reshard,
+    )
     if request.model is not None:
         problems += model_problems(layout, placement.engine, request.model)
     if problems:

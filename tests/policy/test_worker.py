@@ -151,7 +151,10 @@ def sharded_program(
     report = worker.probe_isolation()
     shard = shard_of(worker, random_batch(LENGTHS), worker_context)
     worker.save(out / "start")
-    start = compute_and_fetch(worker, shard)["prev_logprobs"].values
+    outputs = compute_and_fetch(worker, shard)
+    start = outputs["prev_logprobs"].values
+    is_reference_equal = np.array_equal(start, outputs["reference_logprobs"].values)
+    reference: Any = worker._reference
     losses = [worker.train(shard, None, NllLoss())[0]["policy/loss"].value for _ in range(6)]
     outputs = compute_and_fetch(worker, shard)
     worker.offload()
@@ -163,6 +166,8 @@ def sharded_program(
     process_groups.destroy()
     return {
         "restored": restored,
+        "is_reference_equal": is_reference_equal,
+        "reference_dtypes": {str(weight.dtype) for weight in reference.local_weights()},
         "rows": rows_of(shard),
         "losses": losses,
         "outputs": [np.asarray(row) for row in outputs["prev_logprobs"]],
@@ -183,6 +188,9 @@ def test_two_ranks_train_score_probe_send_and_export_the_same_model(
     first, second = run_ranks(rank_pool, sharded_program, 2, meeting, config, tmp_path)
     assert first["restored"] and second["restored"]
     assert first["losses"] == second["losses"]
+    # Of the policy FSDP stores float32 weights and computes with copies in `precision`.
+    assert first["is_reference_equal"] and second["is_reference_equal"]
+    assert first["reference_dtypes"] == {f"torch.{precision}"}
     assert first["losses"][-1] < 0.9 * first["losses"][0]
     assert second["weights"] == {} and first["num_buckets"] > 3
     assert first["dtypes"] == {f"torch.{precision}"}

@@ -181,6 +181,8 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         sync = is_last or not self._keeps_unsharded
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(sync, recurse=False)
+            # With several copies of the weights, gradients are summed over them only once.
+            module.set_requires_all_reduce(is_last, recurse=False)
             module.set_reshard_after_backward(sync, recurse=False)
 
     def _move(self, device: torch.device) -> None:

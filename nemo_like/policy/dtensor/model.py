@@ -18,6 +18,7 @@ from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.activation_checkpointing import checkpoint_layers
+from nemo_like.policy.compilation import compile_layers
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.parallel import ShardSpec
@@ -39,11 +40,13 @@ class LogprobModel(nn.Module):
         causal_lm: PreTrainedModel,
         chunk_size: int,
         groups: Groups,
+        *,
+        compile_head: bool = False,
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.groups = groups
-        self._head = VocabularyHead(causal_lm, groups, chunk_size)
+        self._head = VocabularyHead(causal_lm, groups, chunk_size, compile=compile_head)
 
     def forward(
         self,
@@ -120,7 +123,15 @@ def build_model(
             name: ShardSpec(tuple(weight.shape))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
-    model = LogprobModel(causal_lm, config.chunk_size(device.type), groups)
+    if not trainable and config.precision == "bfloat16":
+        _store_in_bfloat16(causal_lm)
+    is_compiled = config.compile == "layers"
+    model = LogprobModel(
+        causal_lm,
+        config.chunk_size(device.type),
+        groups,
+        compile_head=is_compiled,
+    )
     if not is_sharded:
         model.to(device)
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
@@ -128,6 +139,8 @@ def build_model(
     model.requires_grad_(trainable).eval()
     if config.activation_checkpointing != "none" and trainable:
         checkpoint_layers(decoder_layers(model.causal_lm), config.activation_checkpointing)
+    if is_compiled:
+        compile_layers(decoder_layers(model.causal_lm))
     if is_sharded:
         loader = _RankZeroLoader(loaded, specs, groups, device)
         reshard = not keep_unsharded(model, parallel_layout)
@@ -197,6 +210,16 @@ def _meta_model(model_name: str) -> PreTrainedModel:
         )
     model.tie_weights()
     return model
+
+
+def _store_in_bfloat16(causal_lm: PreTrainedModel) -> None:
+    """Make all parameters bfloat16, but not the buffers of rotary embeddings.
+
+    FSDP computes with bfloat16 copies of float32 weights, so the outputs of a model that is not
+    trained stay equal to the bit, in half of the memory.
+    """
+    for parameter in causal_lm.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 @torch.no_grad()

@@ -32,20 +32,26 @@ class ShardedParameter:
 
     @property
     def is_owner(self) -> bool:
-        """True on the one tp rank that reports a parameter: rank 0 for a replicated one."""
+        """True on the one rank that reports this shard of a parameter.
+
+        It belongs to copy 0 of the weights and, for a parameter that tensor parallelism replicates,
+        to tp rank 0.
+        """
+        if self.groups.replica > 0:
+            return False
         is_replicated = self.spec.dim is None
         return not is_replicated or self.groups.tensor is None or self.groups.tensor.rank == 0
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of this rank's shard in the full tensor."""
-        mesh = self.groups.fsdp_mesh
+        group = self.groups.shard
         start = 0
         stop = self.parameter.shape[0]
-        if mesh is not None:
+        if group is not None:
             start, stop = row_range(
                 stop,
-                mesh.size(),
-                mesh.get_local_rank(),
+                group.size(),
+                group.rank(),
             )
         shape = tuple(local_shard(self.parameter).shape)
         assert shape[0] == stop - start, (
@@ -85,7 +91,7 @@ class ShardedParameter:
     def _gather_fsdp(self, shard: Tensor) -> Tensor:
         """All-gather this tp rank's n rows, [n, ...], from the FSDP ranks' `shard` [m, ...]."""
         # Not `DTensor.full_tensor`: it caches meshes that outlive their process group.
-        group = self.groups.dp_cp
+        group = self.groups.shard
         if group is None:
             return shard
         num_rows = self.parameter.shape[0]
@@ -119,9 +125,9 @@ def gather_parameters(
                 target.copy_(full)
         elif target is not None:
             target[: len(shard)].copy_(shard)
-            messages += _receive_rows(parameter.groups.dp_cp, target, shard, index, staged)
-        elif tensor_parallel is None or tensor_parallel.rank == 0:
-            messages += _send_rows(parameter.groups.dp_cp, shard, index)
+            messages += _receive_rows(parameter.groups.shard, target, shard, index, staged)
+        elif parameter.is_owner:
+            messages += _send_rows(parameter.groups.shard, shard, index)
     if messages:
         for work in dist.batch_isend_irecv(messages):
             work.wait()

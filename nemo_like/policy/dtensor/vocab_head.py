@@ -22,10 +22,13 @@ class VocabularyHead:
         causal_lm: PreTrainedModel,
         groups: Groups,
         chunk_size: int,
+        *,
+        compile: bool,
     ) -> None:
         self._causal_lm = causal_lm
         self._tensor = groups.tensor
         self._chunk_size = chunk_size
+        self._compile = compile
 
     def __call__(
         self,
@@ -50,6 +53,7 @@ class VocabularyHead:
             token_filter=token_filter,
             bias=head.bias,
             vocab=self._vocab_shard(head),
+            compile=self._compile,
         )
 
     def _vocab_shard(self, head: nn.Linear) -> VocabShard | None:

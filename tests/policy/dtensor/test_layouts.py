@@ -73,6 +73,7 @@ LAYOUTS = {
     "dp 2 x tp 2": (4, ParallelConfig(tensor=2)),
     "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
     "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+    "dp 4, replicas 2": (4, ParallelConfig(replicas=2)),
 }
 MODELS = (*ARCHITECTURES, "llama_biased")
 MODELS_OF_FOUR_RANKS = ("qwen3_window", "qwen2_tied", "llama_biased")
