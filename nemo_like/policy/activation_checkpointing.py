@@ -44,15 +44,29 @@ def checkpoint_layers(layers: Iterable[nn.Module], kind: Literal["selective", "f
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in layers:
-        forward: Callable[..., Any] = layer.forward
-        # Nothing draws random numbers, so the generator states need not be saved.
-        layer.forward = partial(
-            checkpoint,
-            forward,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **options,
-        )
+        layer.forward = partial(_checkpointed, layer.forward, options)
+
+
+def _checkpointed(
+    forward: Callable[..., Any],
+    options: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call `forward` with activation checkpointing.
+
+    torch.compile traces this function and with it the checkpoint. It would leave out a call of
+    `checkpoint` itself, with all that is called inside.
+    """
+    # Nothing draws random numbers, so the generator states need not be saved.
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        **options,
+        **kwargs,
+    )
 
 
 def _policy(

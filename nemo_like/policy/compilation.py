@@ -2,8 +2,8 @@
 
 Each layer is compiled by itself. All layers of a kind share their graphs, which take any number of
 tokens, so compilation takes as long as for one layer. Attention that reads the bounds of the rows
-on the host (on CPU, and with context parallelism) is left out by `torch.compiler.disable`: such a
-layer becomes two graphs.
+on the host (packed rows without a kernel for them) is left out by `torch.compiler.disable`: such a
+layer becomes several graphs, or with activation checkpointing, which cannot be interrupted, none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64
 """Compiled graphs of a process above which there is a warning."""
+_STATISTICS = "stats"
 _RECOMPILE_LIMIT = 16
 """Graphs per function. Above it PyTorch runs the function without compilation."""
 
@@ -61,4 +62,4 @@ class CompilationCounter:
 
 
 def _num_graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    return counters[_STATISTICS]["unique_graphs"]

@@ -17,7 +17,7 @@ from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.policy import compilation
 from tests.policy.dtensor.test_layouts import Rank, gradients
-from tests.policy.test_gradient_equality import packed
+from tests.policy.test_gradient_equality import fixed
 from tests.policy.tiny import random_batch, relative_error, run_ranks
 
 BATCHES = [[9, 14, 6], [5, 21, 3, 8], [11, 4], [17, 2, 2, 6, 9]]
@@ -46,9 +46,11 @@ def train_both_ways(context: WorkerContext, config: PolicyConfig) -> list[dict[s
 
 
 def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir, rank_pool, tmp_path: Path):
-    """With FSDP on two ranks and selective checkpointing."""
+    """With FSDP on two ranks and selective checkpointing. Rows are padded: the attention of packed
+    rows on CPU cannot be traced.
+    """
     config = dataclasses.replace(
-        packed(64),
+        fixed(2),
         model_name=model_dir("qwen3"),
         activation_checkpointing="selective",
         train_global_batch_size=8,
@@ -61,9 +63,9 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir, rank_pool, t
         )
         assert relative_error(found, expected) < 1e-6
     counts = [result["recompilations"] for result in first]
-    assert counts[0] > 0
     assert counts[-1] == 0, counts
-    assert sum(counts) < compilation.MAX_GRAPHS
+    # Two functions of log-probs have two graphs each, the layers have one for both.
+    assert sum(counts) == 5, counts
 
 
 def test_many_graphs_give_one_warning(monkeypatch, caplog):
