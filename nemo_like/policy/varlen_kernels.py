@@ -9,7 +9,6 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -89,12 +88,19 @@ class VarlenKernel:
         return cls("flash-attn 2", function, True, keyword_names(function))
 
 
-@cache
+_chosen: VarlenKernel | None = None
+
+
 def varlen_kernel() -> VarlenKernel:
-    """Return the fastest installed kernel; the choice is logged once per process."""
-    kernel = _choose()
-    logger.info("attention of packed rows on CUDA: %s", kernel.name)
-    return kernel
+    """Return the fastest installed kernel; the choice is logged once per process.
+
+    torch.compile can trace all calls but the first.
+    """
+    global _chosen
+    if _chosen is None:
+        _chosen = _choose()
+        logger.info("attention of packed rows on CUDA: %s", _chosen.name)
+    return _chosen
 
 
 def _choose() -> VarlenKernel:

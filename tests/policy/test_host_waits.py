@@ -78,7 +78,7 @@ def waits_per_microbatch(counted: dict[int, HostWaits]) -> float:
 @pytest.fixture(scope="module", params=["llama", "qwen3_window"])
 def worker(request: pytest.FixtureRequest, model_dir: Any) -> DTensorPolicyWorker:
     config = dataclasses.replace(
-        PACKED, model_name=model_dir(request.param), activation_checkpointing=True
+        PACKED, model_name=model_dir(request.param), activation_checkpointing="full"
     )
     return DTensorPolicyWorker(context(), config=config, needs_reference=True)
 

@@ -25,6 +25,7 @@ from nemo_like.policy.dtensor.parallel import ShardSpec
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.varlen_kernels import varlen_kernel
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -140,6 +141,9 @@ def build_model(
     if config.activation_checkpointing != "none" and trainable:
         checkpoint_layers(decoder_layers(model.causal_lm), config.activation_checkpointing)
     if is_compiled:
+        if device.type == "cuda":
+            # The choice of a kernel cannot be traced.
+            varlen_kernel()
         compile_layers(decoder_layers(model.causal_lm))
     if is_sharded:
         loader = _RankZeroLoader(loaded, specs, groups, device)
