@@ -13,13 +13,12 @@ from collections.abc import Iterable
 
 import torch._dynamo
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as torch_counters
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64
 """Compiled graphs of a process above which there is a warning."""
-_STATISTICS = "stats"
 _RECOMPILE_LIMIT = 16
 """Graphs per function. Above it PyTorch runs the function without compilation."""
 
@@ -62,4 +61,4 @@ class CompilationCounter:
 
 
 def _num_graphs() -> int:
-    return counters[_STATISTICS]["unique_graphs"]
+    return torch_counters["stats"]["unique_graphs"]

@@ -201,10 +201,7 @@ def test_the_groups_of_a_nemo_rl_config() -> None:
     for key in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
         old = f"policy.generation.vllm_cfg.{key} -> policy.generation.vllm.{key}"
         assert old in renamed
-    assert all(
-        key in deletable
-        for key in ("policy.megatron_cfg", "grpo.reward_shaping", "policy.logprob_chunk_size")
-    )
+    assert all(key in deletable for key in ("policy.megatron_cfg", "grpo.reward_shaping"))
     assert "policy.megatron_cfg." not in text
 
 
