@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.arguments import PartArguments
-from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.cells import Cell, SkipCell
 from benchmarks.gpu.models import model_folder
 from benchmarks.gpu.moe_layers import compare_moe_layers
-from benchmarks.gpu.options import option_sets
-from benchmarks.gpu.policies import Options, PolicyHolder
+from benchmarks.gpu.options import EXPERTS, option_sets
+from benchmarks.gpu.policies import Options, PolicyHolder, worker_class
 from benchmarks.gpu.training_steps import StepCase, time_steps
 
 
@@ -41,8 +42,15 @@ def _cells(arguments: PartArguments, holders: Mapping[str, PolicyHolder]) -> Ite
     yield _step(arguments, holders, "megatron", "1b", {})
     yield _step(arguments, holders, "megatron", "moe-layer", {})
     for name, options in option_sets().items():
-        if "expert" in name or "moe" in name or "grouped" in name:
+        if any(part in name for part in EXPERTS):
             yield _step(arguments, holders, "megatron", "moe-layer", options)
+    yield Cell(
+        name="megatron step moe-layer, SequentialMLP",
+        measure=partial(_measure_sequential, arguments, holders),
+        settings={"engine": "megatron", "model": "moe-layer", "experts": "SequentialMLP"},
+        expected_s=40.0,
+        limit_s=180.0,
+    )
 
 
 def _step(
@@ -60,6 +68,25 @@ def _step(
         expected_s=40.0,
         limit_s=180.0,
     )
+
+
+def _measure_sequential(
+    arguments: PartArguments, holders: Mapping[str, PolicyHolder]
+) -> Mapping[str, Any]:
+    """Measure the MoE layer with Megatron-Core's own loop over the experts."""
+    # Loading the worker class checks that Megatron-Core is installed.
+    worker_class("megatron")
+    try:
+        module: Any = importlib.import_module("nemo_like.policy.megatron.experts")
+    except ImportError:
+        raise SkipCell("this version has no grouped experts; the step above has the loop") from None
+    grouped = module.GroupedExperts
+    forward = grouped.forward
+    grouped.forward = grouped.__bases__[0].forward
+    try:
+        return _measure(arguments, holders, "megatron", "moe-layer", {})
+    finally:
+        grouped.forward = forward
 
 
 def _measure(

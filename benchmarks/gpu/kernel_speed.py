@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention.varlen import varlen_attn
 
-from benchmarks.gpu.cells import SkipCell, require_modules
+from benchmarks.gpu.cells import SkipCell
 from benchmarks.gpu.training_steps import time_calls
 from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.attention import varlen_attention
 from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.segment_attention import Spans
+from nemo_like.policy.varlen_kernels import VarlenKernel, varlen_kernel
 
 
 def time_attention(
@@ -21,17 +27,12 @@ def time_attention(
     lengths: np.ndarray,
     device: str,
     *,
-    flash_attention_3: bool = False,
+    kernel: Literal["engine", "FlashAttention 2"],
 ) -> Mapping[str, Any]:
-    """Time one layer's attention, forward and backward, on rows of `lengths` int64 [B]."""
-    if flash_attention_3:
-        require_modules("flash_attn_interface")
-        from torch.nn import attention
+    """Time one layer's attention, forward and backward, on rows of `lengths` int64 [B].
 
-        activate = getattr(attention, "activate_flash_attention_impl", None)
-        if activate is None:
-            raise SkipCell("this torch cannot choose a flash attention implementation")
-        activate("FA3")
+    `FlashAttention 2` is measured where the engine uses FlashAttention 3, for comparison.
+    """
     num_tokens = int(lengths.sum())
     shapes = (
         (num_tokens, spec.num_heads, spec.head_dim),
@@ -42,31 +43,58 @@ def time_attention(
         torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
         for shape in shapes
     )
-    bounds = [0, *accumulate(lengths.tolist())]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = int(lengths.max())
+    cu_seqlens = torch.tensor([0, *accumulate(lengths.tolist())], dtype=torch.int32, device=device)
+    scale = spec.head_dim**-0.5
+    with _chosen_kernel(kernel, device) as (name, chosen):
 
-    def forward() -> torch.Tensor:
-        return varlen_attention(q, k, v, cu_seqlens, int(lengths.max()), scale=spec.head_dim**-0.5)
+        def forward() -> Tensor:
+            if chosen is None:
+                return varlen_attention(q, k, v, cu_seqlens, longest, scale=scale)
+            spans = Spans(cu_seqlens, cu_seqlens, longest, longest)
+            return chosen(q, k, v, spans, scale=scale, window=None, causal=True)
 
-    upstream = torch.randn_like(forward())
-    with torch.no_grad():
-        forward_s = time_calls(forward, device, 10, 3)["median_s"]
+        upstream = torch.randn_like(forward())
+        with torch.no_grad():
+            forward_s = time_calls(forward, device, 10, 3)["median_s"]
 
-    def both() -> None:
-        torch.autograd.grad(forward(), (q, k, v), upstream)
+        def both() -> None:
+            torch.autograd.grad(forward(), (q, k, v), upstream)
 
-    both_s = time_calls(both, device, 10, 3)["median_s"]
+        both_s = time_calls(both, device, 10, 3)["median_s"]
     # Two products of L^2 / 2 x width multiplications and additions, causal.
     width = spec.num_heads * spec.head_dim
     flops = 2.0 * float((lengths.astype(np.float64) ** 2).sum()) * width
     return {
+        "kernel": name,
         "num_tokens": num_tokens,
-        "longest_row": int(lengths.max()),
+        "longest_row": longest,
         "forward_ms": forward_s * 1e3,
         "backward_ms": (both_s - forward_s) * 1e3,
         "forward_tflops": flops / forward_s / 1e12,
         "both_tflops": 3.5 * flops / both_s / 1e12,
     }
+
+
+@contextmanager
+def _chosen_kernel(kernel: str, device: str) -> Iterator[tuple[str, VarlenKernel | None]]:
+    """Yield name and kernel; None is `varlen_attention` as the engine calls it."""
+    if not device.startswith("cuda"):
+        if kernel != "engine":
+            raise SkipCell(f"{kernel} needs a CUDA device")
+        yield "scaled dot product attention", None
+        return
+    own = varlen_kernel()
+    if kernel == "engine":
+        yield own.name, None
+        return
+    if not own.is_fa3:
+        raise SkipCell(f"the kernel of the engine is {own.name}, which is measured")
+    attention.restore_flash_attention_impl()
+    try:
+        yield kernel, VarlenKernel.of_torch(varlen_attn, is_fa3=False)
+    finally:
+        attention.activate_flash_attention_impl("FA3")
 
 
 def time_head(

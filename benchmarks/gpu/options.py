@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.arguments import PartArguments
-from benchmarks.gpu.cells import Cell
+from benchmarks.gpu.cells import Cell, SkipCell
 from benchmarks.gpu.kernel_speed import time_attention, time_head
 from benchmarks.gpu.models import model_folder
-from benchmarks.gpu.policies import Options, PolicyHolder, option_defaults, policy_config
+from benchmarks.gpu.policies import (
+    Options,
+    PolicyHolder,
+    check_options,
+    option_defaults,
+    policy_config,
+)
 from benchmarks.gpu.profile import profile_call
 from benchmarks.gpu.rows import full_lengths, random_rows
 from benchmarks.gpu.training_steps import COMPILE, StepCase, time_loss, time_steps
@@ -34,7 +40,7 @@ _NO_OPTIONS = (
 _EXPECTED_KEYS = (COMPILE, "policy.activation_checkpointing")
 """Recorded as skipped where the schema has no such key."""
 _CHUNK_SIZES = (1024, 2048, 4096, 8192)
-_EXPERTS = ("expert", "moe", "grouped")
+EXPERTS = ("expert", "moe", "grouped")
 """Parts of keys without effect on dense models, which part D measures."""
 
 
@@ -76,7 +82,7 @@ class _Part:
         yield from self._packed_loops()
         yield self._loop("padded", "sdpa", "bfloat16", num_rows=1)
         for name, options in option_sets().items():
-            if any(part in name for part in _EXPERTS):
+            if any(part in name for part in EXPERTS):
                 continue
             changes_compilation = COMPILE in options
             expected_s = 60.0 if changes_compilation else 20.0
@@ -94,10 +100,6 @@ class _Part:
         yield self._loop("padded", "sdpa", "float32", num_rows=4)
         # Compiled for every shape, which may take minutes.
         yield self._loop("packed", "flex_attention", "bfloat16")
-        # Last: the implementation stays chosen in this process.
-        for rows in ("mixed", "full"):
-            measure = partial(self._attention, rows, True)
-            yield self._cell(f"attention alone, {rows} rows, FA3", measure, 8.0)
 
     def _full_row_options(self) -> dict[str, Options]:
         """Return the defaults, and each option of compilation with rows of equal length."""
@@ -115,8 +117,9 @@ class _Part:
 
     def _kernels(self) -> Iterator[Cell]:
         for rows in ("mixed", "full"):
-            measure = partial(self._attention, rows, False)
-            yield self._cell(f"attention alone, {rows} rows", measure, 8.0)
+            for kernel in ("engine", "FlashAttention 2"):
+                measure = partial(self._attention, rows, kernel)
+                yield self._cell(f"attention alone, {rows} rows, {kernel}", measure, 8.0)
         for with_entropy in (False, True):
             for chunk in _CHUNK_SIZES:
                 name = f"head alone, chunk {chunk}{', entropy' if with_entropy else ''}"
@@ -187,9 +190,16 @@ class _Part:
             num_steps=size.num_steps,
         )
 
+    def _check_compilation(self, options: Options) -> None:
+        """Raise SkipCell for options that this version lacks, and on a CPU for compilation."""
+        check_options(options)
+        if COMPILE in options and not self._arguments.is_cuda:
+            raise SkipCell("compilation takes minutes on a CPU; its own tests compile there")
+
     def _measure_step(
         self, model: str, options: Options, rows: Literal["mixed", "full"]
     ) -> Mapping[str, Any]:
+        self._check_compilation(options)
         case = self._case(model, options, rows)
         return time_steps(case, self._holder, self._arguments.device)
 
@@ -221,6 +231,7 @@ class _Part:
         return time_loss(case, self._holder, self._arguments.device, loss.for_num_steps(1))
 
     def _profile(self, model: str, options: Options) -> Mapping[str, Any]:
+        self._check_compilation(options)
         case = self._case(model, options, "mixed")
         config = policy_config(
             case.folder,
@@ -241,7 +252,7 @@ class _Part:
             is_cuda=self._arguments.is_cuda,
         )
 
-    def _attention(self, rows: str, flash_attention_3: bool) -> Mapping[str, Any]:
+    def _attention(self, rows: str, kernel: Any) -> Mapping[str, Any]:
         size = self._size
         lengths = full_lengths(size.main_budget, size.longest)
         if rows == "mixed":
@@ -250,7 +261,7 @@ class _Part:
             load_spec(str(self._folder("1b"))),
             lengths,
             self._arguments.device,
-            flash_attention_3=flash_attention_3,
+            kernel=kernel,
         )
 
     def _head(self, chunk_size: int, with_entropy: bool) -> Mapping[str, Any]:

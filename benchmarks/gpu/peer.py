@@ -19,7 +19,7 @@ from nemo_like.weight_sync.channel import ChannelSpec
 from nemo_like.weight_sync.cuda_ipc import CudaIpcReceiver
 from nemo_like.weight_sync.shared_memory import SharedMemoryReceiver
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 100.0
 
 
 @contextmanager

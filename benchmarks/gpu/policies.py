@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from benchmarks.gpu.cells import SkipCell, free_memory
+from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     OptimizerConfig,
     ParallelConfig,
@@ -154,10 +155,12 @@ def predicted_peak_gb(
     config: PolicyConfig,
     engine: Literal["dtensor", "megatron"],
     device: str,
+    options: Options,
 ) -> float:
     """Return the peak that `nemo-like plan` predicts for one GPU, in GB."""
     names = {field.name for field in dataclasses.fields(Placement)}
     settings: dict[str, Any] = {
+        "parallel_layout": build_layout(parallel_config(options), 1),
         "precision": config.precision,
         "engine": engine,
         "chunk_size": config.chunk_size(device.partition(":")[0]),

@@ -63,7 +63,7 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         longest=case.longest,
         options=case.options,
     )
-    predicted = predicted_peak_gb(config, case.engine, device)
+    predicted = predicted_peak_gb(config, case.engine, device, case.options)
     start = time.perf_counter()
     try:
         policy = holder.get(config, options=case.options)
