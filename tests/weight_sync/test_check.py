@@ -53,7 +53,7 @@ def test_rows_without_ids_or_length_are_refused() -> None:
         LogprobCheck("float16")
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 5e-4), ("bfloat16", 0.08)])
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 5e-4), ("bfloat16", 0.25)])
 def test_rounding_errors_pass_and_are_reported(dtype: str, error: float) -> None:
     check = LogprobCheck(dtype)
     for version in range(4):
@@ -95,8 +95,8 @@ def test_stale_weights_are_named_with_the_largest_error() -> None:
     ):
         check.compare(policy, {0: policy, 1: shifted(policy, 1, 0.3)}, 7)
     check = LogprobCheck("bfloat16")
-    with pytest.raises(WeightSyncError, match=r"mean difference is 0\.08.* All rows differ"):
-        check.compare(policy, {0: shifted(policy, 1, 0.3)}, 7)
+    with pytest.raises(WeightSyncError, match=r"mean difference is 0\.25.* All rows differ"):
+        check.compare(policy, {0: shifted(policy, 1, 0.6)}, 7)
 
 
 def test_a_difference_in_the_long_row_only_has_another_cause() -> None:
