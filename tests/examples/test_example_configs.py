@@ -29,6 +29,7 @@ def test_the_examples_are_those_that_are_promised() -> None:
         "grpo_math_1B",
         "grpo_math_8B_dynamic",
         "grpo_math_8B_megatron",
+        "sft_8B",
     }
 
 
@@ -55,15 +56,15 @@ def test_packing_and_dynamic_batching_as_people_know_them() -> None:
     packed = load_config("grpo", CONFIGS / "grpo_math_1B.yaml").policy
     assert packed.sequence_packing == SequencePackingConfig(
         enabled=True,
-        train_mb_tokens=2048,
-        logprob_mb_tokens=2048,
+        train_mb_tokens=16384,
+        logprob_mb_tokens=32768,
         algorithm="modified_first_fit_decreasing",
         sequence_length_round=64,
     )
     assert not packed.dynamic_batching.enabled
     dynamic = load_config("grpo", CONFIGS / "grpo_math_8B_dynamic.yaml").policy
     assert dynamic.dynamic_batching == DynamicBatchingConfig(
-        enabled=True, train_mb_tokens=4096, logprob_mb_tokens=8192, sequence_length_round=64
+        enabled=True, train_mb_tokens=16384, logprob_mb_tokens=32768, sequence_length_round=64
     )
     assert not dynamic.sequence_packing.enabled
 
