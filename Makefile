@@ -37,8 +37,10 @@ constraints:
 demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
 
+# Many tests wait for processes that start, so two test processes take much less time than one, even
+# on two cores. Tests of a file share processes and stay together.
 test: lint docs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)
