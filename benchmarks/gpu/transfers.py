@@ -154,7 +154,7 @@ def _send(
 ) -> tuple[float, float]:
     """Write `weights` uint8 [n] into a slot and have the peer copy them out."""
     sender.buffer(index)[: len(weights)].copy_(weights)
-    sender.publish(index)
+    sender.publish(index, len(weights))
     return _call(peer, "load", index, len(weights))
 
 
