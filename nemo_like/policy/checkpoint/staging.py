@@ -24,6 +24,8 @@ from nemo_like.files import FileRecord, reporting_write_errors, sync_file
 _CHUNK_BYTES = 2**28
 _WRITE_BYTES = 2**24
 """Bytes between two uses of the interpreter lock, which the training thread needs as well."""
+_SYNC_BYTES = 2**26
+"""Bytes after which the file is synchronized and leaves the page cache."""
 _LOWEST_PRIORITY = 19
 
 
@@ -110,6 +112,8 @@ class StagedFile:
                     _write_all(descriptor, part)
                     size += len(part)
                     report(len(part))
+                    if size % _SYNC_BYTES < len(part):
+                        _sync_and_drop(descriptor)
             finally:
                 os.close(descriptor)
             sync_file(self.path)
@@ -213,3 +217,14 @@ def _write_all(descriptor: int, content: memoryview) -> None:
     # A write may be partial, for example at a limit of the file size.
     while content:
         content = content[os.write(descriptor, content) :]
+
+
+def _sync_and_drop(descriptor: int) -> None:
+    """Write a file's pages to disk and remove them from the page cache.
+
+    Otherwise a checkpoint would fill the cache with pages that nobody reads; to find free memory
+    for them takes several times the processor time of the copy.
+    """
+    os.fsync(descriptor)
+    if sys.platform == "linux":
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
