@@ -13,7 +13,6 @@ needs from the blocks that contain them, bit by bit. `sharded_reader` reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from nemo_like.policy.checkpoint.sharded_reader import (
     MANIFEST,
     check_partition,
     full_shapes,
-    open_blocks,
+    read_headers,
 )
 from nemo_like.policy.checkpoint.staging import BackgroundWriter, HostBuffers, StagedFile
 
@@ -223,8 +222,7 @@ def _write_manifest(
 ) -> FileRecord:
     """Check that the ranks' blocks partition every tensor, then write the manifest."""
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
-    with ExitStack() as stack:
-        blocks = open_blocks(directory, files, stack)
+    blocks = read_headers(directory, files)
     for name, shape in expected.items():
         regions = [block.region for block in blocks.get(name, [])]
         check_partition(directory, name, shape, regions)

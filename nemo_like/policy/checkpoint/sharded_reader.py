@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_like.checkpoint_manifest import CheckpointError, read_json
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
+from nemo_like.policy.checkpoint.tensor_files import TensorFiles
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -60,10 +61,10 @@ class Region(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A region of a tensor in an open file."""
+    """A region of a tensor in a file."""
 
     region: Region
-    file: Any
+    path: Path
     key: str
 
 
@@ -83,6 +84,11 @@ class CheckpointReader:
         }
         self._directory = directory
         self._blocks = blocks
+        self._files = TensorFiles()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
 
     def check_model(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise ConfigError unless the checkpoint is of a model with these weights."""
@@ -125,8 +131,9 @@ class CheckpointReader:
         for block in self._blocks.get(name, []):
             common = region.intersection(block.region)
             if common.numel:
-                stored = block.file.get_slice(block.key)[common.slices(block.region)]
-                result[common.slices(region)] = stored
+                place = result[common.slices(region)]
+                index = common.slices(block.region)
+                self._files.read_into(place, block.path, block.key, index)
                 num_found += common.numel
         # Blocks do not overlap (`check_partition`), so the count is exact.
         if num_found != region.numel:
@@ -144,9 +151,12 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointReader]:
     Raises CheckpointError if it is not a complete checkpoint.
     """
     manifest = _read_manifest(directory)
-    with ExitStack() as stack:
-        blocks = open_blocks(directory, manifest["files"], stack)
-        yield CheckpointReader(directory, manifest, blocks)
+    blocks = read_headers(directory, manifest["files"])
+    reader = CheckpointReader(directory, manifest, blocks)
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 def checkpoint_problem(directory: Path) -> str | None:
@@ -221,12 +231,8 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def open_blocks(
-    directory: Path,
-    files: Mapping[str, int],
-    stack: ExitStack,
-) -> dict[str, list[StoredBlock]]:
-    """Open `files` (name -> bytes) and return their blocks by tensor name; reads headers only.
+def read_headers(directory: Path, files: Mapping[str, int]) -> dict[str, list[StoredBlock]]:
+    """Return the blocks in `files` (name -> bytes) by tensor name; reads headers only.
 
     Raises CheckpointError for a file that is missing, of another size, or damaged.
     """
@@ -241,17 +247,9 @@ def open_blocks(
                 f" load another one"
             )
         try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            for key, position in json.loads(file.metadata()["blocks"]).items():
-                shape = tuple(file.get_slice(key).get_shape())
-                name = position["name"]
-                offset = tuple(position["offset"])
-                is_valid = len(offset) == len(shape) and all(map(_is_count, offset))
-                if not is_valid:
-                    # Shortened, because damaged bytes can be a text of any length.
-                    raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
-                block = StoredBlock(Region(offset, shape), file, key)
-                blocks.setdefault(name, []).append(block)
+            with safe_open(path, framework="pt") as file:
+                for name, block in _blocks_of(path, file):
+                    blocks.setdefault(name, []).append(block)
         # Damaged bytes can make the header anything, so any of these can be the first to notice.
         except (
             OSError,
@@ -266,6 +264,18 @@ def open_blocks(
                 f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})"
             ) from error
     return blocks
+
+
+def _blocks_of(path: Path, file: Any) -> Iterator[tuple[str, StoredBlock]]:
+    """Yield (tensor name, block) for each block of an open file; raises for a damaged header."""
+    for key, position in json.loads(file.metadata()["blocks"]).items():
+        shape = tuple(file.get_slice(key).get_shape())
+        offset = tuple(position["offset"])
+        is_valid = len(offset) == len(shape) and all(map(_is_count, offset))
+        if not is_valid:
+            # Shortened, because damaged bytes can be a text of any length.
+            raise ValueError(f"block {key[:80]!r} has offset {str(offset)[:80]}")
+        yield position["name"], StoredBlock(Region(offset, shape), path, key)
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

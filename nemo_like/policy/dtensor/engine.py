@@ -17,6 +17,7 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.loading import load_weights
 from nemo_like.policy.dtensor.model import (
     build_model,
     exclude_fsdp_communication,
@@ -65,7 +66,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         super().__init__(config, device, parallel_layout, rank, groups)
         self.groups = groups
         self._model, specs = build_model(
-            config, parallel_layout, groups, rank, device, trainable=trainable
+            config, parallel_layout, groups, device, trainable=trainable
         )
         # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
@@ -77,6 +78,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             )
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
+        load_weights(config.model_name, self._model.causal_lm, self.parameters)
         self._fsdp_modules = fsdp_modules(self._model)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)
         self._keeps_unsharded = parallel_layout.keeps_unsharded("dtensor", self.spec.num_params)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +21,7 @@ from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.compilation import compile_layers
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
+from nemo_like.policy.dtensor.loading import allocate, check_head, compute_buffers
 from nemo_like.policy.dtensor.parallel import ShardSpec
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
 from nemo_like.policy.engine import TokenLogprobs
@@ -97,26 +98,20 @@ def build_model(
     config: PolicyConfig,
     parallel_layout: ParallelLayout,
     groups: Groups,
-    rank: int,
     device: torch.device,
     *,
     trainable: bool,
 ) -> tuple[LogprobModel, dict[str, ShardSpec]]:
-    """Load `policy.model_name` with float32 weights on `device`, sharded over `groups`.
+    """Build `policy.model_name` with float32 weights on `device`, sharded over `groups`.
 
-    Returns the model and the tensor-parallel spec of each parameter by Hugging Face name. Only
-    rank 0 reads the files; the other ranks build the model on the meta device and receive it weight
-    by weight, layer by layer. Raises ConfigError for a model whose log-probs are not the softmax of
-    its output embedding.
+    Returns the model and the tensor-parallel spec of each parameter by Hugging Face name. The
+    weights are not initialized: `loading.load_weights` reads them. Raises ConfigError for a model
+    whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
-    loaded = None
-    if rank == 0:
-        loaded = _load(config.model_name)
-        _check_head(loaded, config.model_name)
-    is_sharded = groups.world is not None or groups.fsdp_mesh is not None
-    causal_lm = _meta_model(config.model_name) if is_sharded else loaded
-    assert causal_lm is not None, "a process without groups is rank 0"
+    causal_lm = _meta_model(config.model_name)
+    check_head(causal_lm, config.model_name)
+    compute_buffers(causal_lm, device)
     if groups.tensor is not None:
         specs = groups.tensor.parallelize(causal_lm, config.model_name)
     else:
@@ -133,8 +128,6 @@ def build_model(
         groups,
         compile_head=is_compiled,
     )
-    if not is_sharded:
-        model.to(device)
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
     # agree between two forwards.
     model.requires_grad_(trainable).eval()
@@ -145,10 +138,10 @@ def build_model(
             # The choice of a kernel cannot be traced.
             varlen_kernel()
         compile_layers(decoder_layers(model.causal_lm))
-    if is_sharded:
-        loader = _RankZeroLoader(loaded, specs, groups, device)
+    if groups.fsdp_mesh is not None:
         reshard = not keep_unsharded(model, parallel_layout)
-        _load_and_shard(model, loader, config.precision, reshard_after_forward=reshard)
+        _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
+    allocate(model, device)
     return model, specs
 
 
@@ -182,27 +175,6 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
             group.post_backward = clock.excluded(group.post_backward)
 
 
-def _load(model_name: str) -> PreTrainedModel:
-    """Load the weights in float32 on the CPU; raises ConfigError if the files lack some of them."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model_name,
-        dtype=torch.float32,
-        attn_implementation=attention.IMPLEMENTATION,
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=is_local(model_name),
-        output_loading_info=True,
-    )
-    model, info = loaded
-    # transformers would initialise missing weights at random and only warn.
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"policy.model_name={model_name} lacks {len(missing)} weights, among them {missing[0]}"
-        )
-    return model.eval()
-
-
 def _meta_model(model_name: str) -> PreTrainedModel:
     """Build the architecture on the meta device, with tied weights where the model ties them."""
     model_config = AutoConfig.from_pretrained(
@@ -226,44 +198,14 @@ def _store_in_bfloat16(causal_lm: PreTrainedModel) -> None:
         parameter.data = parameter.data.to(torch.bfloat16)
 
 
-@torch.no_grad()
-def _check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
-    """Raise ConfigError unless the logits are hidden states times output embedding.
-
-    Some models scale their logits or apply a soft cap, which the chunked log-probs leave out.
-    """
-    head = output_head(causal_lm)
-    input_ids = torch.arange(8)[None] % head.weight.shape[0]
-    logits = causal_lm(input_ids=input_ids, use_cache=False).logits
-    hidden = backbone(causal_lm)(input_ids=input_ids, use_cache=False).last_hidden_state
-    if not torch.allclose(
-        logits,
-        head(hidden),
-        rtol=1e-4,
-        atol=1e-4,
-    ):
-        raise ConfigError(
-            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
-            " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
-            " be wrong; use a model without one"
-        )
-
-
-def _load_and_shard(
+def _shard(
     model: LogprobModel,
-    loader: _RankZeroLoader,
+    mesh: DeviceMesh,
     precision: str,
     *,
     reshard_after_forward: bool,
 ) -> None:
-    """Fill the model and apply FSDP2: a unit per layer and untied embedding, the root for the rest.
-
-    Without a mesh the model is only filled.
-    """
-    mesh = model.groups.fsdp_mesh
-    if mesh is None:
-        loader.fill(model, model)
-        return
+    """Apply FSDP2: a unit per layer and untied embedding, the root for the rest."""
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     units = decoder_layers(model.causal_lm)
@@ -271,15 +213,12 @@ def _load_and_shard(
     if embedding.weight is not output_head(model.causal_lm).weight:
         units.append(embedding)
     for unit in units:
-        # Filled and sharded one by one, so that at most one unit is unsharded in memory.
-        loader.fill(model, unit)
         fully_shard(
             unit,
             mesh=mesh,
             mp_policy=mp_policy,
             reshard_after_forward=reshard_after_forward,
         )
-    loader.fill(model, model)
     # The root has the output embedding, which the backward needs first: freeing it after the
     # forward saves nothing.
     fully_shard(
@@ -292,53 +231,3 @@ def _load_and_shard(
         # A sum and not a mean: the loss is already divided by the count of the global batch.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-class _RankZeroLoader:
-    """Broadcasts rank 0's weights and buffers, one at a time, into a model on the meta device."""
-
-    def __init__(
-        self,
-        loaded: PreTrainedModel | None,
-        specs: dict[str, ShardSpec],
-        groups: Groups,
-        device: torch.device,
-    ) -> None:
-        """`loaded` is rank 0's model, None on the other ranks."""
-        self._specs = specs
-        self._group = groups.world
-        self._device = device
-        self._tensors: dict[str, Tensor] = {}
-        if loaded is not None:
-            self._tensors = dict(loaded.named_parameters(remove_duplicate=False))
-            self._tensors |= dict(loaded.named_buffers(remove_duplicate=False))
-
-    def fill(self, model: LogprobModel, unit: nn.Module) -> None:
-        """Replace every meta tensor of `unit`, a module inside `model`, by this rank's shard."""
-        names = {module: name for name, module in model.causal_lm.named_modules()}
-        filled: dict[int, Tensor] = {}
-        for module in unit.modules():
-            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is None or not tensor.is_meta:
-                    continue
-                # A tied weight is one tensor in two modules and must stay one.
-                if id(tensor) not in filled:
-                    name = f"{names[module]}.{key}" if names[module] else key
-                    filled[id(tensor)] = self._broadcast(name, tensor)
-                setattr(module, key, filled[id(tensor)])
-
-    def _broadcast(self, name: str, like: Tensor) -> Tensor:
-        """Broadcast a full tensor from rank 0 and return this rank's shard of it.
-
-        The shard has the same shape as the meta tensor `like`.
-        """
-        spec = self._specs.get(name, ShardSpec(tuple(like.shape)))
-        full = torch.empty(spec.full_shape, dtype=like.dtype, device=self._device)
-        if self._tensors:
-            full.copy_(self._tensors[name].detach())
-        if self._group is not None:
-            dist.broadcast(full, group=self._group, group_src=0)
-        shard = spec.shard(full)
-        if isinstance(like, nn.Parameter):
-            return nn.Parameter(shard, requires_grad=like.requires_grad)
-        return shard

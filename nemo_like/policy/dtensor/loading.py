@@ -1,0 +1,164 @@
+"""Memory and values of a model that was built on the meta device: each rank reads its own shards.
+
+No rank has more than its shards and one block of a weight in memory, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.distributed import activity
+from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
+from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.vocab_head import output_head
+
+_CHECKED_LOGIT_STD = 30.0
+"""Large enough that a soft cap (Gemma-2 caps at 30) changes the logits of `check_head`."""
+
+
+@torch.no_grad()
+def check_head(causal_lm: PreTrainedModel, model_name: str) -> None:
+    """Raise ConfigError unless the logits are hidden states times output embedding.
+
+    Some models scale their logits or apply a soft cap, which the chunked log-probs leave out. The
+    model may be on the meta device: what it does after its backbone is computed with random hidden
+    states and a small output embedding.
+    """
+    head = output_head(causal_lm)
+    backbone = causal_lm.base_model
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 8, head.in_features, generator=generator)
+    small_head = nn.Linear(head.in_features, 8, bias=head.bias is not None)
+    for parameter in small_head.parameters():
+        parameter.normal_(generator=generator)
+    small_head.weight.mul_(_CHECKED_LOGIT_STD / head.in_features**0.5)
+
+    def return_hidden(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        """Return `hidden`, [1, 8, D], as the output of the backbone."""
+        # The class has the fields of a dense model's output as well.
+        return MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+    try:
+        backbone.forward = return_hidden
+        causal_lm.set_output_embeddings(small_head)
+        logits = causal_lm(input_ids=torch.arange(8)[None], use_cache=False).logits
+    finally:
+        del backbone.forward
+        causal_lm.set_output_embeddings(head)
+    if not torch.allclose(
+        logits,
+        small_head(hidden),
+        rtol=1e-4,
+        atol=1e-4,
+    ):
+        raise ConfigError(
+            f"policy.model_name={model_name}: the logits of {type(causal_lm).__name__} are not"
+            " hidden states times output embedding (a soft cap or a scale), so its log-probs would"
+            " be wrong; use a model without one"
+        )
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Replace the meta parameters of `model` by uninitialized memory on `device`.
+
+    Of a parameter that FSDP shards only this rank's shard is allocated. A tied weight is one
+    parameter in two modules and stays one.
+    """
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in allocated:
+                memory = torch.empty_like(parameter, device=device)
+                allocated[parameter] = nn.Parameter(memory, parameter.requires_grad)
+            module._parameters[key] = allocated[parameter]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                for fsdp_parameter in group.fsdp_params:
+                    # FSDP pads shards to equal sizes, which moves the smaller ones.
+                    fsdp_parameter.reset_sharded_param()
+
+
+@torch.no_grad()
+def compute_buffers(causal_lm: PreTrainedModel, device: torch.device) -> None:
+    """Replace the meta buffers, such as the frequencies of rotary embeddings, by their values.
+
+    `causal_lm` is on the meta device. Values that its class does not compute stay NaN until
+    `load_weights`.
+    """
+    for module in causal_lm.modules():
+        has_buffers = False
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = _unknown_like(buffer, device)
+                has_buffers = True
+        if has_buffers:
+            # Also initializes the module's own weights, without effect: they have no memory yet.
+            causal_lm._init_weights(module)
+
+
+@torch.no_grad()
+def load_weights(
+    model_name: str,
+    causal_lm: PreTrainedModel,
+    parameters: Sequence[ShardedParameter],
+) -> None:
+    """Read this rank's shard of every weight of `model_name`, converted to float32.
+
+    Raises ConfigError if the files lack a weight or have it in another shape, or if a buffer is
+    neither in the files nor computed by transformers.
+    """
+    names = _names_of_parameters(causal_lm)
+    with open_model(model_name) as files:
+        stored_names = {}
+        for sharded in parameters:
+            candidates = names[sharded.parameter]
+            # A tied weight may be stored under any of its names.
+            stored = next((name for name in candidates if name in files), sharded.name)
+            stored_names[sharded.name] = stored
+        shapes = {stored_names[sharded.name]: sharded.spec.full_shape for sharded in parameters}
+        files.check(shapes)
+        for sharded in parameters:
+            activity.note(f"reading {sharded.name}")
+            offset, _ = sharded.block()
+            files.read_into(local_shard(sharded.parameter), stored_names[sharded.name], offset)
+        _load_buffers(causal_lm, files)
+
+
+def _load_buffers(causal_lm: PreTrainedModel, files: ModelFiles) -> None:
+    """Read the buffers that the files have. Raises ConfigError for one without values."""
+    for name, buffer in causal_lm.named_buffers():
+        if name in files:
+            files.read_into(buffer, name, (0,) * buffer.ndim)
+        elif bool(buffer.isnan().any()):
+            raise ConfigError(
+                f"policy.model_name={files.model_name}: the buffer {name} of"
+                f" {type(causal_lm).__name__} is neither in its files nor computed by transformers,"
+                " so the model cannot be loaded; use a Llama- or Qwen-like model"
+            )
+
+
+def _names_of_parameters(causal_lm: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
+    """Return all names of each parameter; a tied weight has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _unknown_like(buffer: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like `buffer` [...] on `device`, NaN if it is floating-point, else 0."""
+    if buffer.is_floating_point():
+        return torch.full_like(buffer, torch.nan, device=device)
+    return torch.zeros_like(buffer, device=device)
