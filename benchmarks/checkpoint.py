@@ -6,8 +6,10 @@
 One process trains a random Llama of the shape of SmolLM2-135M (float32, AdamW). A round is one step
 without a save, a save in the background, and the step after it, at whose end the checkpoint is
 finished; the first round is not counted. The last save is synchronous, for comparison. Columns:
-seconds of the call that saves (the copy), of the two steps, from the end of the copy until the
-files are durable, and the ratio of the steps. The data are on the disk of `--folder`.
+seconds of the call that saves (the copy), of the two steps with the processor time of all threads,
+from the end of the copy until the files are durable, and the ratios of the steps. Where other load
+disturbs the wall time, the ratio of the processor times bounds that of the steps on busy cores.
+The files are on the disk of `--folder`.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,17 +87,26 @@ def shard_rows(policy: Policy, num_tokens: int) -> ShardedBatch:
     return policy.shard(batch, policy.plan(lengths))
 
 
-def seconds_of(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+class Seconds(NamedTuple):
+    """Duration of a call."""
+
+    wall: float
+    cpu: float
+    """Processor time of all threads of this process, the writing thread included."""
+
+
+def seconds_of(function: Callable[[], object]) -> Seconds:
+    wall = time.perf_counter()
+    cpu = time.process_time()
     function()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def measure(folder: Path, num_rounds: int, num_tokens: int) -> None:
     write_model(folder / "model")
     policy = open_policy(folder / "model", num_tokens)
     rows = shard_rows(policy, num_tokens)
-    workers = RunWorkers(policy=policy, rollout_workers=None, is_colocated=False)
+    workers = RunWorkers(policy=policy, rollout_workers=None, offloads=False)
     checkpointer = Checkpointer(folder, CheckpointingConfig(keep_latest=1))
     saver = CheckpointSaver(checkpointer, workers, Timers())
 
@@ -105,32 +117,33 @@ def measure(folder: Path, num_rounds: int, num_tokens: int) -> None:
         saver.save(TrainingState(step=step), prunes=True, in_background=in_background)
 
     print(f"{policy.model.num_params / 1e6:.0f}M parameters, {num_tokens} tokens a step")
-    print("round   copy s   plain step s   step after save s   written after s   ratio")
-    plain, after, copies, totals = [], [], [], []
+    print("          copy   plain step    step after save   written   ratio of")
+    print("round      s     wall    cpu      wall    cpu       s      wall   cpu")
+    rounds = []
     for index in range(num_rounds + 1):
-        plain_s = seconds_of(train)
-        copy_s = seconds_of(lambda step=index: save(step, in_background=True))
+        plain = seconds_of(train)
+        copy = seconds_of(lambda step=index: save(step, in_background=True))
         start = time.perf_counter()
-        after_s = seconds_of(train)
+        after = seconds_of(train)
         # At the end of the step, if it took longer than the write.
         saver.finish()
-        written_s = time.perf_counter() - start
-        print(
-            f"{index:5d} {copy_s:8.2f} {plain_s:14.2f} {after_s:19.2f} {written_s:17.2f}"
-            f" {after_s / plain_s:7.3f}"
-        )
+        values = (copy.wall, *plain, *after, time.perf_counter() - start)
+        print_row(str(index), values)
         if index > 0:
-            plain.append(plain_s)
-            after.append(after_s)
-            copies.append(copy_s)
-            totals.append(written_s)
-    save_s = seconds_of(lambda: save(num_rounds + 1, in_background=False))
+            rounds.append(values)
+    print_row("median", [median(column) for column in zip(*rounds, strict=True)])
+    synchronous = seconds_of(lambda: save(num_rounds + 1, in_background=False))
     num_bytes = sum(path.stat().st_size for path in checkpointer.path.rglob("*.safetensors"))
+    print(f"synchronous save {synchronous.wall:.2f} s, {num_bytes / 1e9:.2f} GB")
+
+
+def print_row(name: str, values: Sequence[float]) -> None:
+    copy, plain, plain_cpu, after, after_cpu, written = values
     print(
-        f"median {median(copies):7.2f} {median(plain):14.2f} {median(after):19.2f}"
-        f" {median(totals):17.2f} {median(after) / median(plain):7.3f}"
+        f"{name:6s} {copy:7.2f} {plain:8.2f} {plain_cpu:6.2f} {after:9.2f} {after_cpu:6.2f}"
+        f" {written:9.2f} {after / plain:8.3f} {after_cpu / plain_cpu:6.3f}",
+        flush=True,
     )
-    print(f"synchronous save {save_s:.2f} s, {num_bytes / 1e9:.2f} GB")
 
 
 def main() -> None:

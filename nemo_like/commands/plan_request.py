@@ -201,6 +201,7 @@ def _configured(
     """Return the request for the batches that a run of `config` would form."""
     from nemo_like.config.parallel import policy_layout
     from nemo_like.policy.batching import plan_spec
+    from nemo_like.prediction.placement import placement_of
 
     model = _model_spec(arguments, config.policy.model_name)
     assert model is not None, "a config names a model"
@@ -259,22 +260,6 @@ def _stream_spec(config: RunConfig, spec: PlanSpec) -> StreamSpec | None:
     if not isinstance(data, StreamableDataConfig) or not data.batching.is_streaming:
         return None
     return stream_spec(data.batching, spec)
-
-
-def placement_of(config: RunConfig) -> Placement:
-    """Return the parallel layout and the memory-related settings of a config."""
-    from nemo_like.config.parallel import policy_layout
-    from nemo_like.prediction.memory import Placement
-
-    policy = config.policy
-    return Placement(
-        parallel_layout=policy_layout(config),
-        precision=policy.precision,
-        activation_checkpointing=policy.activation_checkpointing,
-        engine=policy.engine,
-        chunk_size=policy.chunk_size("cuda"),
-        has_reference=config.needs_reference,
-    )
 
 
 def _placement(arguments: argparse.Namespace, base: Placement) -> Placement:

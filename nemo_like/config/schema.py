@@ -302,6 +302,9 @@ class ClusterConfig:
     generation_workers: Annotated[int, AtLeast(0)] = 0
     """Generation workers with resources of their own; 0 colocates generation with the policy
     workers."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Whether policy and generator that share GPUs move to host memory while the other runs. `auto`
+    moves them only if both together are predicted not to fit in the memory of a GPU."""
     placement_timeout_s: Annotated[float, Above(0)] = 120.0
     """Max seconds to wait until the cluster has the requested resources."""
     collective_timeout_s: Annotated[float, Above(0)] = 600.0

@@ -24,6 +24,7 @@ from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
 from nemo_like.generation.end_tokens import declared_end_token_ids
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch
+from nemo_like.generation.host_weights import HostWeights
 from nemo_like.generation.requests import (
     Completions,
     GenerationProgress,
@@ -71,7 +72,12 @@ class HFGenerationWorker:
             local_files_only=is_local(model_name),
         )
         self._model.eval().requires_grad_(False)
-        self._move(self._device)
+        # Not the model's own `to`, which only adds checks for quantised models and has a signature
+        # that type checkers reject.
+        torch.nn.Module.to(self._model, self._device)
+        self._host_weights = HostWeights(
+            self._model, self._device, pinned=self._device.type == "cuda"
+        )
         declared = declared_end_token_ids(self._model.generation_config, self._tokenizer)
         self._end_ids = declared | frozenset(end_token_ids)
         self._weight_version = 0
@@ -155,13 +161,13 @@ class HFGenerationWorker:
 
     def offload(self) -> None:
         """Move the weights to host memory; does nothing on CPU."""
-        self._move(torch.device("cpu"))
         if self._device.type == "cuda":
+            self._host_weights.offload()
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Move the weights back to the device."""
-        self._move(self._device)
+        self._host_weights.onload()
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         """See `WeightTarget.weight_endpoints`."""
@@ -173,6 +179,7 @@ class HFGenerationWorker:
 
     def begin_update(self, names: Sequence[str]) -> None:
         """See `WeightTarget.begin_update`."""
+        self._host_weights.note_change()
         weights = dict(self._model.named_parameters())
         # Tied weights (embedding and output) are one parameter under two names; the policy sends
         # one of them.
@@ -216,8 +223,3 @@ class HFGenerationWorker:
     def _num_unfinished(self) -> int:
         num_running = 0 if self._batch is None else len(self._batch.unfinished)
         return num_running + sum(len(requests) for requests in self._queue)
-
-    def _move(self, device: torch.device) -> None:
-        # Not the model's own `to`, which only adds checks for quantised models and has a signature
-        # that type checkers reject.
-        torch.nn.Module.to(self._model, device)

@@ -56,6 +56,13 @@ def peak_flops(device: torch.device, seconds: float = 0.05) -> tuple[float, str]
     return 2 * size**3 / best, f"measured, float32 matrix product of {size}"
 
 
+def total_memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of a GPU; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the maximum of `peak_memory_bytes`; does nothing on the CPU."""
     if device.type == "cuda":

@@ -18,6 +18,7 @@ from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.offload import HostMemory
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 
 
@@ -81,6 +82,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
         parallel_layout: ParallelLayout,
         rank: int,
         groups: EngineGroups,
+        *,
+        trainable: bool,
     ) -> None:
         self.config = config
         self.device = device
@@ -92,8 +95,11 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self._axes = groups
         self._optimizer: OptimizerT | None = None
         self._spec: ModelSpec | None = None
-        self.save_buffers = HostBuffers(pinned=device.type == "cuda")
+        is_pinned = device.type == "cuda"
+        self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
+        # The weights of a frozen engine are never different from their first copy.
+        self._host_memory = HostMemory(pinned=is_pinned, constant=not trainable)
 
     @property
     @abstractmethod
@@ -132,9 +138,17 @@ class EngineBase(ABC, Generic[OptimizerT]):
         ...
 
     @abstractmethod
-    def _move(self, device: torch.device) -> None:
-        """Move weights and optimizer state to `device`."""
+    def _resident_tensors(self) -> Iterable[Tensor]:
+        """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
         ...
+
+    def move_to_host(self) -> None:
+        """Copy weights and optimizer state to host memory and free them on the device."""
+        self._host_memory.offload(self._resident_tensors())
+
+    def move_to_device(self) -> None:
+        """Undo `move_to_host`."""
+        self._host_memory.onload()
 
     @property
     def optimizer(self) -> OptimizerT:
@@ -160,6 +174,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
 
     def is_finite(self, *, with_moments: bool = False) -> bool:
         """See `Engine.is_finite`."""
+        if self._host_memory.is_offloaded:
+            raise RuntimeError("the model is offloaded; call onload first")
         is_finite = all_within(self.local_weights(), LARGEST)
         if with_moments:
             is_finite &= all_within(self.optimizer.moments())
@@ -210,11 +226,11 @@ class EngineBase(ABC, Generic[OptimizerT]):
     def offload(self) -> None:
         """See `Engine.offload`; does nothing on CPU."""
         if self.device.type != "cpu":
-            self._move(torch.device("cpu"))
+            self.move_to_host()
             # The caching allocator keeps freed memory; another process needs it.
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `Engine.onload`; does nothing on CPU."""
         if self.device.type != "cpu":
-            self._move(self.device)
+            self.move_to_device()

@@ -22,7 +22,12 @@ from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.compilation import CompilationCounter
-from nemo_like.policy.device_flops import peak_flops, peak_memory_bytes, reset_peak_memory
+from nemo_like.policy.device_flops import (
+    peak_flops,
+    peak_memory_bytes,
+    reset_peak_memory,
+    total_memory_bytes,
+)
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
@@ -62,7 +67,12 @@ class PolicyWorker:
     def device_info(self) -> DeviceInfo:
         """See `PolicyWorkerProtocol.device_info`."""
         peak, source = peak_flops(self._policy.device)
-        return DeviceInfo(peak_flops=peak, peak_flops_source=source)
+        memory_bytes = total_memory_bytes(self._policy.device)
+        return DeviceInfo(
+            peak_flops=peak,
+            peak_flops_source=source,
+            memory_bytes=memory_bytes,
+        )
 
     def compute_logprobs(
         self,

@@ -24,18 +24,20 @@ Columns = Mapping[str, np.ndarray | Jagged]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """Speed of a worker's device, for throughput metrics."""
+    """Speed and memory of a worker's device."""
 
     peak_flops: float
     """Peak FLOP/s, the denominator of MFU."""
     peak_flops_source: str
+    memory_bytes: int | None = None
+    """Memory of a GPU; None on the CPU."""
 
 
 class PolicyWorkerProtocol(WeightSource, Protocol):
     """One rank of the policy. Every method is called on all ranks."""
 
     def device_info(self) -> DeviceInfo:
-        """Return the speed of this worker's device."""
+        """Return the speed and memory of this worker's device."""
         ...
 
     def compute_logprobs(

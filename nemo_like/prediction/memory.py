@@ -176,7 +176,7 @@ class MemoryModel:
             (
                 f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
                 f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
-                " colocated generator is offloaded while the policy trains."
+                " colocated generator is offloaded where both do not fit (cluster.offload)."
             ),
         ]
 

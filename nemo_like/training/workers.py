@@ -31,8 +31,10 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
+from nemo_like.prediction.offload import OffloadDecision
 from nemo_like.progress import Progress
 from nemo_like.training.model_files import open_model_spec
+from nemo_like.training.offloading import run_offload_decision
 from nemo_like.training.worker_environment import (
     WorkerKind,
     environment_variables,
@@ -63,8 +65,9 @@ class RunWorkers:
     policy: Policy
     rollout_workers: RolloutWorkers | None
     """None in a run that generates no completions."""
-    is_colocated: bool
-    """Policy and generator share accelerators, so one is offloaded while the other runs."""
+    offloads: bool
+    """Policy and generator share GPUs on which they do not fit together, so each is offloaded while
+    the other runs."""
 
     @property
     def rollout(self) -> RolloutWorkers:
@@ -75,15 +78,15 @@ class RunWorkers:
 
     def policy_onloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the policy is on its devices."""
-        return self.policy.onloaded() if self.is_colocated else nullcontext()
+        return self.policy.onloaded() if self.offloads else nullcontext()
 
     def generator_onloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the generator is on its devices."""
-        return self.rollout.generator.onloaded() if self.is_colocated else nullcontext()
+        return self.rollout.generator.onloaded() if self.offloads else nullcontext()
 
     def generator_offloaded(self) -> AbstractContextManager[None]:
-        """Return a context in which the generator is in host memory, if it shares devices."""
-        return self.rollout.generator.offloaded() if self.is_colocated else nullcontext()
+        """Return a context in which the generator is in host memory, if the run offloads it."""
+        return self.rollout.generator.offloaded() if self.offloads else nullcontext()
 
 
 @contextmanager
@@ -104,22 +107,26 @@ def start_workers(
     # Only the check: the workers import the functions themselves.
     if config.generates:
         load_reward_functions(config.reward.functions)
-    colocated = is_colocated(config)
     with ExitStack() as closing:
         with progress.phase(
             "starting workers", 3 if config.generates else 1, unit="groups"
         ) as phase:
             start = _group_starter(config, closing, progress, logs=logs)
             policy = _start_policy(config, start)
-            if colocated:
+            offload = run_offload_decision(config, policy)
+            if is_colocated(config):
+                _report_offload(offload, progress)
+            if offload.offloads:
                 # The generator is loaded onto the same device next.
                 call_all(policy.group, PolicyWorkerProtocol.offload)
             phase.advance()
             rollout_workers = None
             if config.generates:
-                generator = _start_generator(config, start, end_token_ids, progress)
+                generator = _start_generator(
+                    config, start, end_token_ids, progress, can_sleep=offload.offloads
+                )
                 closing.callback(generator.shutdown)
-                if colocated:
+                if offload.offloads:
                     generator.offload()
                 phase.advance()
                 functions = config.reward.functions
@@ -130,8 +137,16 @@ def start_workers(
         yield RunWorkers(
             policy=policy,
             rollout_workers=rollout_workers,
-            is_colocated=colocated,
+            offloads=offload.offloads,
         )
+
+
+def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
+    """Print the decision of `cluster.offload` with its reason."""
+    state = "stay on their GPUs"
+    if offload.offloads:
+        state = "move to host memory while the other runs"
+    progress.print_line(f"offload: policy and generator {state} ({offload.reason})")
 
 
 def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
@@ -168,6 +183,8 @@ def _start_generator(
     start: _StartGroup,
     end_token_ids: Sequence[int],
     progress: Progress,
+    *,
+    can_sleep: bool,
 ) -> Generator:
     generation = config.policy.generation
     kwargs: dict[str, Any] = {
@@ -186,7 +203,7 @@ def _start_generator(
         worker_class = VLLMGenerationWorker
         kwargs["config"] = generation.vllm
         kwargs["max_total_length"] = config.policy.max_total_sequence_length
-        kwargs["can_sleep"] = is_colocated(config)
+        kwargs["can_sleep"] = can_sleep
         kwargs["seed"] = config.seed
 
     def start_replica(index: int) -> WorkerGroup:

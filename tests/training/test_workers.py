@@ -35,15 +35,13 @@ class ResidentWorker:
         return self.calls
 
 
-@pytest.mark.parametrize(("is_colocated", "expected"), [(True, ["onload", "offload"]), (False, [])])
-def test_a_generator_is_moved_only_if_it_is_colocated(
-    is_colocated: bool, expected: list[str]
-) -> None:
+@pytest.mark.parametrize(("offloads", "expected"), [(True, ["onload", "offload"]), (False, [])])
+def test_a_generator_is_moved_only_if_the_run_offloads(offloads: bool, expected: list[str]) -> None:
     group = LocalGroup(ResidentWorker, {}, local_context())
     workers = RunWorkers(
         policy=NO_POLICY,
         rollout_workers=RolloutWorkers(Generator(lambda index: group), NO_REWARDS),
-        is_colocated=is_colocated,
+        offloads=offloads,
     )
     with workers.generator_onloaded():
         (calls,) = group.run_all_workers("recorded")
@@ -56,7 +54,7 @@ def test_a_generator_is_moved_only_if_it_is_colocated(
 
 
 def test_a_run_without_generation_has_no_rollout_workers() -> None:
-    workers = RunWorkers(policy=NO_POLICY, rollout_workers=None, is_colocated=False)
+    workers = RunWorkers(policy=NO_POLICY, rollout_workers=None, offloads=False)
     with pytest.raises(RuntimeError, match="without a generator and reward workers"):
         _ = workers.rollout
 

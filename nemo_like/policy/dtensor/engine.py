@@ -63,7 +63,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
                 device,
                 mixed_precision=config.precision != "float32",
             )
-        super().__init__(config, device, parallel_layout, rank, groups)
+        super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
         self._model, specs = build_model(
             config, parallel_layout, groups, device, trainable=trainable
@@ -187,10 +187,17 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             module.set_requires_all_reduce(is_last, recurse=False)
             module.set_reshard_after_backward(sync, recurse=False)
 
-    def _move(self, device: torch.device) -> None:
-        self._model.to(device)
+    def move_to_host(self) -> None:
+        """See `EngineBase.move_to_host`; unsharded weights are freed."""
+        for module in self._fsdp_modules:
+            module.reshard()
+        super().move_to_host()
+
+    def _resident_tensors(self) -> Iterator[Tensor]:
+        """See `EngineBase`; the shards of weights and moments, [m, ...] each."""
+        yield from self.local_weights()
         if self._optimizer is not None:
-            self._optimizer.move(device)
+            yield from self._optimizer.moments()
 
 
 def _mark_last(items: Iterable[ModelInputs]) -> Iterator[tuple[ModelInputs, bool]]:

@@ -85,13 +85,6 @@ class ShardedAdamW:
             for moment in MOMENTS:
                 yield local_shard(state[moment])
 
-    def move(self, device: torch.device) -> None:
-        """Move the optimizer state to `device`."""
-        for state in self.adamw.state.values():
-            for name, value in state.items():
-                if name != "step":
-                    state[name] = value.to(device)
-
     def _local_gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Yield each parameter that has a gradient, with this rank's shard of the gradient.
 

@@ -50,7 +50,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         trainable: bool,
     ) -> None:
         """Load the model; every rank calls. All engines of the process share `groups`."""
-        super().__init__(config, device, parallel_layout, rank, groups)
+        super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
         self._model_config = AutoConfig.from_pretrained(
             config.model_name,
@@ -224,11 +224,27 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         mapped = {name: spec.shape[spec.is_expert :] for name, spec in self._param_map.items()}
         assert shapes == mapped, "the parameter map and the model have the same parameters"
 
-    def _move(self, device: torch.device) -> None:
-        if self._optimizer is None:
-            self._model.to(device)
-        else:
-            self._optimizer.move(device)
+    def move_to_host(self) -> None:
+        """See `EngineBase.move_to_host`; gradients are dropped."""
+        if self._optimizer is not None:
+            self._optimizer.free_gradients()
+        super().move_to_host()
+
+    def move_to_device(self) -> None:
+        """See `EngineBase.move_to_device`; gradients are 0."""
+        super().move_to_device()
+        if self._optimizer is not None:
+            self._optimizer.allocate_gradients()
+
+    def _resident_tensors(self) -> Iterator[Tensor]:
+        """See `EngineBase`; weights [...], and flat master weights and moments [n] each."""
+        for parameter in self._parameters.values():
+            yield parameter.detach()
+        if self._optimizer is not None:
+            # In float32 the masters are views of the weights, which are copied once.
+            for _, shard in self._optimizer.shards():
+                yield shard.main.detach()
+            yield from self._optimizer.moments()
 
 
 def _meta_model(model_config: PretrainedConfig) -> PreTrainedModel:

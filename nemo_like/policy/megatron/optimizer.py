@@ -259,21 +259,19 @@ class ShardedAdamW:
             state["step"] = torch.tensor(float(num_steps), device=shard.main.device)
             self._sub_optimizer_of(name).adamw.state[shard.main] = state
 
-    def move(self, device: torch.device) -> None:
-        """Move weights and optimizer state to host memory or back; gradients are dropped."""
-        for buffer in [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]:
-            if device.type == "cpu":
-                buffer.offload_to_cpu()
-            else:
-                buffer.reload_from_cpu()
-        for sub in self.sub_optimizers:
-            for state in sub.adamw.state.values():
-                for kind in MOMENTS:
-                    state[kind] = state[kind].to(device)
-        if self._dtype != torch.float32:
-            # In float32 the masters are views of the buffers, which were moved above.
-            for _, shard in self.shards():
-                shard.main.data = shard.main.data.to(device)
+    def free_gradients(self) -> None:
+        """Free the memory of all gradients."""
+        for buffer in self._buffers():
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
+
+    def allocate_gradients(self) -> None:
+        """Undo `free_gradients`; the gradients are 0."""
+        for buffer in self._buffers():
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
+
+    def _buffers(self) -> list[Any]:
+        """Return Megatron-Core's flat buffers of weights and gradients."""
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
     def _gather_full(
         self,

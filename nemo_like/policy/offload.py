@@ -1,0 +1,106 @@
+"""Moving the tensors of an engine to host memory and back, in buffers that are allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Offloaded(NamedTuple):
+    """A storage without memory on its device, and its content."""
+
+    storage: torch.UntypedStorage
+    buffer: Tensor
+    """uint8 [bytes of the storage] in host memory."""
+
+
+class HostMemory:
+    """Host buffers for the storages of tensors, kept for the next offload.
+
+    Only the memory of a storage is freed and allocated again: tensors, their views and the
+    structures of FSDP or Megatron-Core that refer to it stay as they are. They must not be read
+    while they are offloaded. With `pinned` the buffers are page-locked, so that copies from and to
+    a GPU run at the speed of its link. With `constant` the tensors are always the same and never
+    change, so that only the first offload copies them.
+    """
+
+    def __init__(self, *, pinned: bool, constant: bool = False) -> None:
+        self._pinned = pinned
+        self._constant = constant
+        self._copied: list[_Offloaded] = []
+        """Storages with an equal copy in host memory; only with `constant`."""
+        self._free: dict[int, list[Tensor]] = {}
+        """Unused buffers by their number of bytes."""
+        self._offloaded: list[_Offloaded] = []
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages of `tensors`, [...] each, to host memory and free them.
+
+        Tensors that share a storage are copied once. Raises RuntimeError if some are offloaded.
+        """
+        if self._offloaded:
+            raise RuntimeError("the tensors are offloaded already; call onload first")
+        if self._copied:
+            self._offloaded = self._copied
+            for storage, _ in self._copied:
+                storage.resize_(0)
+            return
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > 0:
+                storages.setdefault(storage.data_ptr(), storage)
+        for storage in storages.values():
+            buffer = self._take(storage.nbytes())
+            buffer.copy_(_bytes_of(storage), non_blocking=True)
+            self._offloaded.append(_Offloaded(storage, buffer))
+        self._wait()
+        for storage in storages.values():
+            storage.resize_(0)
+
+    def onload(self) -> None:
+        """Allocate the offloaded storages and copy their content back; the buffers are kept.
+
+        Does nothing if nothing is offloaded.
+        """
+        # In the reverse order of `offload`, so that the next one takes the same buffers.
+        for storage, buffer in reversed(self._offloaded):
+            storage.resize_(buffer.numel())
+            _bytes_of(storage).copy_(buffer, non_blocking=True)
+            if not self._constant:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+        if self._constant:
+            self._copied = self._offloaded
+        self._offloaded = []
+        # Before a later offload writes to the same buffers.
+        self._wait()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True between `offload` and `onload`."""
+        return bool(self._offloaded)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        num_free = sum(size * len(buffers) for size, buffers in self._free.items())
+        return num_free + sum(buffer.numel() for _, buffer in self._offloaded or self._copied)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """Return a buffer, uint8 [num_bytes]."""
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _wait(self) -> None:
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a view of a storage, uint8 [n], on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
