@@ -187,8 +187,10 @@ class WeightSync:
                 self._pass_buckets(update, live)
         if not update.broken:
             live.call(WeightTarget.finish_update, version)
+        # Receivers first: CUDA keeps the memory of a slot while another process has it open.
+        received = live.call(WeightTarget.close_weight_channel)
         update.buffer_bytes = max(call_all(self._policy, WeightSource.close_weight_channel))
-        for sizes in live.call(WeightTarget.close_weight_channel).values():
+        for sizes in received.values():
             update.buffer_bytes += sum(sizes)
 
     def _open(
@@ -290,10 +292,12 @@ class WeightSync:
 
         A replica that hangs is killed at its own deadline, which ends its broadcast for all.
         """
-        for call in calls:
-            while not self._policy.is_done([call]):
-                self._policy.wait_any([call], _WATCH_S)
-                live.check(running)
+        # All ranks at once: a rank whose collective was aborted is not the cause of the failure.
+        while not self._policy.is_done(calls):
+            # Without the calls that have ended, which would end the wait at once.
+            unfinished = [call for call in calls if not self._policy.is_done([call])]
+            self._policy.wait_any(unfinished, _WATCH_S)
+            live.check(running)
         return self._policy.get(calls)
 
     def _abandon(self, live: _Replicas) -> None:

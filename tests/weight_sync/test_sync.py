@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from nemo_like.config.schema import ClusterConfig
-from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerHung
+from nemo_like.distributed.errors import WorkerDied, WorkerError, WorkerFailure, WorkerHung
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.ray.virtual_cluster import RayVirtualCluster
 from nemo_like.distributed.ray.worker_group import RayWorkerGroup
-from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.distributed.worker_group import Handle, WorkerGroup
 from nemo_like.metrics import metric_values
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.weight_sync.channel import Transport, WeightSyncError
-from nemo_like.weight_sync.sync import WeightSync
+from nemo_like.weight_sync.sync import WeightSync, _Replicas
 from tests.weight_sync.weight_workers import GeneratorSide, PolicySide
 
 MAX_BYTES = 2000
@@ -230,6 +230,36 @@ def test_in_one_process_weights_are_passed_by_reference(monkeypatch: pytest.Monk
     check_replicas(policy, list(replicas), 2, "float32")
     WeightSync(policy, dtype="bfloat16").push(replicas, 3)
     check_replicas(policy, list(replicas), 3, "bfloat16")
+
+
+class InterruptedPolicy:
+    """A policy whose rank 1 ends while both ranks wait for each other.
+
+    As in a group of Ray, a check of rank 0 alone finds its aborted collective only.
+    """
+
+    def __init__(self) -> None:
+        self.waited: list[list[int]] = []
+
+    def is_done(self, handles: list[Handle]) -> bool:
+        ranks = [handle.rank for handle in handles]
+        if len(self.waited) < 2:
+            return ranks == [2]
+        rank = 1 if 1 in ranks else 0
+        raise WorkerFailure("", group="policy", rank=rank, method="send_weight_bucket")
+
+    def wait_any(self, handles: list[Handle], timeout_s: float) -> None:
+        self.waited.append([handle.rank for handle in handles])
+
+
+def test_the_calls_of_all_policy_ranks_are_checked_together() -> None:
+    policy: Any = InterruptedPolicy()
+    sync = WeightSync(policy, dtype="float32")
+    calls = [Handle(None, rank=rank) for rank in range(3)]
+    with pytest.raises(WorkerFailure) as caught:
+        sync._policy_results(calls, _Replicas([]), [])
+    assert caught.value.rank == 1, "the cause, not the rank whose collective was aborted"
+    assert policy.waited == [[0, 1], [0, 1]], "a call that has ended would end the wait at once"
 
 
 def test_a_model_that_differs_fails_before_a_weight_changes() -> None:
