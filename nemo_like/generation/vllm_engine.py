@@ -82,10 +82,12 @@ class ChildProcesses:
         """Watch `children`; with `owns_process`, the end of one ends this process."""
         self._children = children
         self._is_closed = False
+        self._watcher: threading.Thread | None = None
         if owns_process and children:
             # At a regular end of this process vLLM stops its children.
             atexit.register(self.close)
-            threading.Thread(target=self._watch, daemon=True, name="vllm-children").start()
+            self._watcher = threading.Thread(target=self._watch, daemon=True, name="vllm-children")
+            self._watcher.start()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -100,6 +102,9 @@ class ChildProcesses:
             ended = self._wait(_CHILD_END_S)
             if not ended:
                 raise
+            if self._watcher is not None:
+                # It ends this process. The exception must not reach the driver before that.
+                self._watcher.join()
             raise RuntimeError(ended) from error
 
     def close(self) -> None:
