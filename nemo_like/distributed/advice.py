@@ -42,9 +42,10 @@ def advise_on_memory(group: str) -> str:
     return SAVE_GENERATION_MEMORY if group.startswith("generation") else SAVE_MEMORY
 
 
-def progress_setting(group: str) -> str:
-    """Return the key of the progress deadline of `group`."""
-    if group.startswith("generation"):
+def progress_setting(group: str, method: str) -> str:
+    """Return the key of the progress deadline of a call of `method` in `group`."""
+    # A constructor loads a model; the generator's deadline is that of a decoding step.
+    if group.startswith("generation") and method != "__init__":
         return "policy.generation.progress_timeout_s"
     return "cluster.progress_timeout_s"
 

@@ -161,7 +161,7 @@ def explain_hung(
         activity=silence.text,
         state=state,
         stack=silence.stack,
-        setting=progress_setting(group),
+        setting=progress_setting(group, method),
     )
 
 

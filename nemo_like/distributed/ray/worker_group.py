@@ -96,7 +96,9 @@ class RayWorkerGroup:
         try:
             self._locations = locate_actors(self._actors, name, config.placement_timeout_s)
             # Loading a model may take much longer than the work between two notes of progress.
-            self._monitor.timeout_s = config.progress_timeout_s
+            # Without a deadline the workers send no heartbeats, and could only be taken for hung.
+            if progress_timeout_s > 0:
+                self._monitor.timeout_s = config.progress_timeout_s
             contexts = worker_contexts(
                 self._actors,
                 self._locations,

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from nemo_like.distributed.advice import is_collective_error
-from nemo_like.distributed.ray.actor import Raised
-from nemo_like.distributed.ray.failures import Evidence, Failure, advise, diagnose, read_evidence
+from nemo_like.distributed.ray.actor import Location, Raised
+from nemo_like.distributed.ray.failures import (
+    Evidence,
+    Failure,
+    advise,
+    diagnose,
+    explain_hung,
+    read_evidence,
+)
+from nemo_like.distributed.ray.heartbeat import Silence
 from nemo_like.distributed.ray.processes import count_oom_kills
 
 LOST = (
@@ -133,3 +141,19 @@ def test_an_error_of_a_collective_is_secondary(error: Exception, is_collective: 
 
 def test_kills_for_memory_are_counted() -> None:
     assert count_oom_kills() >= 0
+
+
+@pytest.mark.parametrize(
+    ("group", "method", "key"),
+    [
+        ("generation-1", "poll", "policy.generation.progress_timeout_s"),
+        ("generation-1", "__init__", "cluster.progress_timeout_s"),
+        ("policy", "train", "cluster.progress_timeout_s"),
+    ],
+)
+def test_a_hung_worker_names_the_deadline_of_its_call(group: str, method: str, key: str) -> None:
+    silence = Silence(rank=0, silent_s=30.0, responds=True, text="loading")
+    location = Location(1, "node", "10.0.0.1", "/log", 0, "machine")
+    hung = explain_hung(silence, group, method, location)
+    assert f"({key})" in str(hung)
+    assert f"raise {key}." in str(hung)
