@@ -150,9 +150,9 @@ class LocalGroup:
         A worker may have a method `close`, which releases what it must not keep until the end of
         the process; workers in processes of their own end with them.
         """
-        close = getattr(self._worker, "close", None)
-        if close is not None:
-            close()
+        if hasattr(self._worker, "close"):
+            # Not in a variable: a bound method would keep the worker through the collection below.
+            self._worker.close()
         self._worker = None
         if self._has_gpu:
             # A model refers to itself through its hooks and replaced methods. Without this its

@@ -91,6 +91,9 @@ class Cyclic:
     def reference(self) -> weakref.ref[Cyclic]:
         return weakref.ref(self)
 
+    def close(self) -> None:
+        """Nothing to release before the memory."""
+
 
 def test_a_worker_with_a_gpu_is_freed_at_once() -> None:
     group = LocalGroup(Cyclic, {}, local_context(device="cuda:0"))
