@@ -83,11 +83,20 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             module._parameters[key] = allocated[parameter]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
+            for group in fsdp_parameter_groups(module):
                 for fsdp_parameter in group.fsdp_params:
                     # FSDP pads shards to equal sizes, which moves the smaller ones.
                     fsdp_parameter.reset_sharded_param()
+
+
+def fsdp_parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return the parameter groups of an FSDP unit; none if it has no parameters of its own."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # Releases before the support of several meshes in a unit, such as torch 2.11.
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 @torch.no_grad()

@@ -21,7 +21,12 @@ from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.compilation import compile_layers
 from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.dtensor.groups import Groups
-from nemo_like.policy.dtensor.loading import allocate, check_head, compute_buffers
+from nemo_like.policy.dtensor.loading import (
+    allocate,
+    check_head,
+    compute_buffers,
+    fsdp_parameter_groups,
+)
 from nemo_like.policy.dtensor.parallel import ShardSpec
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
 from nemo_like.policy.engine import TokenLogprobs
@@ -169,7 +174,7 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
         state._root_post_backward_final_callback = clock.excluded(
             state._root_post_backward_final_callback
         )
-        for group in state._fsdp_param_groups:
+        for group in fsdp_parameter_groups(module):
             group.unshard = clock.excluded(group.unshard)
             group.wait_for_unshard = clock.excluded(group.wait_for_unshard)
             group.post_backward = clock.excluded(group.post_backward)

@@ -5,6 +5,7 @@ One process, no weights.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import LayoutError, ParallelLayout
 from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.dtensor.loading import fsdp_parameter_groups
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 
 SIZES: dict[str, Any] = {
@@ -136,3 +138,17 @@ def test_a_pipeline_is_refused():
             0,
             trainable=True,
         )
+
+
+def test_the_groups_of_an_fsdp_unit_are_found_in_old_and_new_releases():
+    groups = [object()]
+    states = {
+        "torch 2.13": SimpleNamespace(_fsdp_param_groups=groups),
+        "before": SimpleNamespace(_fsdp_param_group=groups[0]),
+        "before, no parameters": SimpleNamespace(_fsdp_param_group=None),
+    }
+    found = {}
+    for release, state in states.items():
+        module: Any = SimpleNamespace(_get_fsdp_state=lambda state=state: state)
+        found[release] = fsdp_parameter_groups(module)
+    assert found == {"torch 2.13": groups, "before": groups, "before, no parameters": []}
