@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_SMALLEST_PIECE = 2**20
+"""Bytes below which a buffer is not divided further."""
 
 
 class _Offloaded(NamedTuple):
     """A storage without memory on its device, and its content."""
 
     storage: torch.UntypedStorage
-    buffer: Tensor
-    """uint8 [bytes of the storage] in host memory."""
+    buffers: list[Tensor]
+    """uint8 [n] each, in host memory; together the bytes of the storage."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self.buffers)
 
 
 class HostMemory:
@@ -54,9 +61,10 @@ class HostMemory:
             if storage.nbytes() > 0:
                 storages.setdefault(storage.data_ptr(), storage)
         for storage in storages.values():
-            buffer = self._take(storage.nbytes())
-            buffer.copy_(_bytes_of(storage), non_blocking=True)
-            self._offloaded.append(_Offloaded(storage, buffer))
+            buffers = [self._take(size) for size in piece_sizes(storage.nbytes())]
+            for part, buffer in _parts(storage, buffers):
+                buffer.copy_(part, non_blocking=True)
+            self._offloaded.append(_Offloaded(storage, buffers))
         self._wait()
         for storage in storages.values():
             storage.resize_(0)
@@ -67,11 +75,13 @@ class HostMemory:
         Does nothing if nothing is offloaded.
         """
         # In the reverse order of `offload`, so that the next one takes the same buffers.
-        for storage, buffer in reversed(self._offloaded):
-            storage.resize_(buffer.numel())
-            _bytes_of(storage).copy_(buffer, non_blocking=True)
+        for offloaded in reversed(self._offloaded):
+            offloaded.storage.resize_(offloaded.num_bytes)
+            for part, buffer in _parts(offloaded.storage, offloaded.buffers):
+                part.copy_(buffer, non_blocking=True)
             if not self._constant:
-                self._free.setdefault(buffer.numel(), []).append(buffer)
+                for buffer in reversed(offloaded.buffers):
+                    self._free.setdefault(buffer.numel(), []).append(buffer)
         if self._constant:
             self._copied = self._offloaded
         self._offloaded = []
@@ -87,7 +97,7 @@ class HostMemory:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         num_free = sum(size * len(buffers) for size, buffers in self._free.items())
-        return num_free + sum(buffer.numel() for _, buffer in self._offloaded or self._copied)
+        return num_free + sum(each.num_bytes for each in self._offloaded or self._copied)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Return a buffer, uint8 [num_bytes]."""
@@ -101,6 +111,29 @@ class HostMemory:
             torch.cuda.current_stream().synchronize()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of a storage, uint8 [n], on its device."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of the buffers of a storage, the largest first.
+
+    All but the last are powers of two: torch rounds page-locked memory up to one, so that a single
+    buffer could take twice the memory. Example: 259.5 MiB are 256, 2, 1 and 0.5 MiB.
+    """
+    sizes = []
+    while num_bytes > _SMALLEST_PIECE:
+        size = 1 << (num_bytes.bit_length() - 1)
+        sizes.append(size)
+        num_bytes -= size
+    if num_bytes > 0:
+        sizes.append(num_bytes)
+    return sizes
+
+
+def _parts(
+    storage: torch.UntypedStorage,
+    buffers: Iterable[Tensor],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (view of the storage on its device, buffer), uint8 [n] each, for each buffer."""
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    start = 0
+    for buffer in buffers:
+        yield content[start : start + buffer.numel()], buffer
+        start += buffer.numel()

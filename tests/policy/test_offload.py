@@ -22,13 +22,13 @@ from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
-from nemo_like.policy.offload import HostMemory
+from nemo_like.policy.offload import HostMemory, piece_sizes
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.tiny import random_batch, run_ranks
 
 
 def buffer_pointers(memory: HostMemory) -> list[int]:
-    return [buffer.data_ptr() for _, buffer in memory._offloaded]
+    return [buffer.data_ptr() for each in memory._offloaded for buffer in each.buffers]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -65,6 +65,28 @@ def test_cycles_restore_the_bits_in_the_same_buffers(sizes, num_cycles):
     memory.onload()  # nothing is offloaded
 
 
+@given(num_bytes=st.integers(0, 2**40))
+def test_pieces_are_powers_of_two(num_bytes):
+    sizes = piece_sizes(num_bytes)
+    assert sum(sizes) == num_bytes
+    assert all(size.bit_count() == 1 for size in sizes[:-1])
+    # What the allocator adds to the last one.
+    assert not sizes or sizes[-1].bit_count() == 1 or sizes[-1] < 2**20
+
+
+def test_a_storage_in_several_buffers_is_restored():
+    weight = torch.randn(3 * 2**18 + 5)
+    expected = weight.clone()
+    memory = HostMemory(pinned=False)
+    for _ in range(2):
+        memory.offload([weight])
+        assert [len(each.buffers) for each in memory._offloaded] == [3]
+        assert memory.num_bytes == 4 * len(expected)
+        memory.onload()
+        assert torch.equal(weight, expected)
+    assert memory.num_bytes == 4 * len(expected)
+
+
 def test_more_tensors_later_get_buffers_of_their_own():
     memory = HostMemory(pinned=False)
     weight = torch.randn(8)
@@ -84,7 +106,8 @@ def test_constant_tensors_are_copied_once():
     expected = weight.clone()
     memory.offload([weight])
     memory.onload()
-    (pointer,) = (buffer.data_ptr() for _, buffer in memory._copied)
+    ((buffer,),) = (each.buffers for each in memory._copied)
+    pointer = buffer.data_ptr()
     weight.zero_()  # a second copy would have these values
     memory.offload([weight])
     assert buffer_pointers(memory) == [pointer]
