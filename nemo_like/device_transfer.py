@@ -43,7 +43,10 @@ def to_device(
 def tensor_to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
     """Copy a tensor to `device`, with the same shape; without waiting if it is in host memory."""
     device = torch.device(device)
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type != "cuda":
+        # A copy to host memory that is not waited for could be read before it has its values.
+        return tensor.to(device)
+    if tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

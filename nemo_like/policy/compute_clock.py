@@ -67,6 +67,10 @@ class ComputeClock:
 
         return call
 
+    def drop(self) -> None:
+        """Forget all intervals so far; does not wait for the device."""
+        self._intervals = []
+
     def pop_seconds(self) -> float:
         """Return the sum of the intervals since the last call; waits for the device."""
         intervals = self._intervals

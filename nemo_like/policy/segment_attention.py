@@ -87,7 +87,8 @@ def sdpa(
         v = _match_heads(q, v, dim=1)
     num_heads, length_q = q.shape[1:3]
     num_kv_heads, length_k = k.shape[1:3]
-    enable_gqa = num_heads != num_kv_heads
+    # Compiled code may have symbolic numbers of heads; the operator takes no symbol here.
+    enable_gqa = bool(num_heads != num_kv_heads)
     # A window as long as the queries removes nothing.
     has_window = window is not None and window < length_q
     if not any(lags) and not has_window:

@@ -108,6 +108,8 @@ class PolicyWorker:
             parts = compute_row_logprobs(
                 engine, inputs, temperature=temperature, token_filter=token_filter
             )
+            # Nobody reads the time of this pass, and the reference has no other.
+            engine.clock.drop()
             # Pipeline stages but the last have no parts.
             if parts:
                 columns[name] = rows.in_shard_order(plan.microbatches, parts)
@@ -301,7 +303,7 @@ class PolicyWorker:
         step_fn = LossStep(loss, loss.denominator(counts), engine.sum_over_cp)
         reset_peak_memory(engine.device)
         # Drops intervals that were measured outside of training, for example in evaluation.
-        engine.clock.pop_seconds()
+        engine.clock.drop()
         results = engine.run(
             map(rows.inputs, microbatches),
             step_fn,

@@ -34,8 +34,9 @@ def worker_environment(
     environment = {name: value for name, value in driver.items() if name.startswith(_PREFIXES)}
     own = _own_variables(config, driver)
     environment |= own
-    allocator = {name: driver[name] for name in _ALLOCATOR if name in driver}
-    allocator |= {name: own[name] for name in _ALLOCATOR if name in own}
+    # Not one name of each: torch reads only one of them where both are set.
+    allocator = {name: own[name] for name in _ALLOCATOR if name in own}
+    allocator = allocator or {name: driver[name] for name in _ALLOCATOR if name in driver}
     for name in _ALLOCATOR:
         environment.pop(name, None)
     if kind != "policy":

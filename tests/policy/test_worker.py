@@ -104,6 +104,8 @@ def test_training_moves_the_policy_and_not_the_reference(model_dir):
     assert losses[-1] < 0.8 * losses[0]
     after = compute_and_fetch(worker, shard)
     assert np.array_equal(after["reference_logprobs"].values, before["reference_logprobs"].values)
+    reference: Any = worker._reference
+    assert reference.clock.pop_seconds() == 0.0, "the intervals of every pass are kept"
     assert after["prev_logprobs"].values.sum() > before["prev_logprobs"].values.sum() + 1.0
     assert worker.evaluate(shard, NllLoss())["policy/loss"].value < losses[-1]
 

@@ -62,6 +62,22 @@ def test_allocator_settings_reach_the_policy_only(name: str, is_own: bool) -> No
 
 
 @pytest.mark.parametrize(
+    ("own_name", "driver_name"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_own_allocator_settings_replace_those_of_the_driver_under_either_name(
+    own_name: str, driver_name: str
+) -> None:
+    own = {own_name: "max_split_size_mb:512"}
+    config = with_cluster(SFT, gpus_per_node=1, env=own)
+    driver = {driver_name: "expandable_segments:True"}
+    assert worker_environment(config, "policy", driver) == own
+
+
+@pytest.mark.parametrize(
     ("config", "has_segments"),
     [
         (with_cluster(SFT, gpus_per_node=1), True),

@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_like.device_transfer import tensor_to_device
+
 _ALIGNMENT_BYTES = 16
 """The kernels on CUDA load rows that begin at multiples of this."""
 
@@ -38,8 +40,7 @@ class GroupedExperts(SequentialMLP):
             output, _ = super().forward(hidden, tokens_per_expert, permuted_probs)
             return output, None
         ends = tokens_per_expert.cumsum(0).to(torch.int32)
-        # From pinned memory: the copy does not wait for the device.
-        ends = ends.to(hidden.device, non_blocking=True)
+        ends = tensor_to_device(ends, hidden.device)
         experts: Any = self.local_experts
         up = grouped_linear(hidden, ends, [expert.linear_fc1.weight for expert in experts])
         activated = self._activate(up, permuted_probs)
@@ -100,7 +101,11 @@ class _GroupedLinear(torch.autograd.Function):
             grad_tokens = _grouped_product(grad, torch.stack(weights), ends)
         grad_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
-            grad_weights = _grouped_product(grad.t(), tokens, ends).unbind()
+            gradients = _grouped_product(grad.t(), tokens, ends)
+            # Some kernels leave the result of an empty group uninitialized (pytorch#172439).
+            sizes = ends.diff(prepend=ends.new_zeros(1))
+            gradients.masked_fill_((sizes == 0)[:, None, None], 0.0)
+            grad_weights = gradients.unbind()
         return grad_tokens, None, *grad_weights
 
 

@@ -46,6 +46,24 @@ def test_each_group_is_multiplied_by_its_own_weight(sizes, has_kernel):
     torch.testing.assert_close(gradients, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
+    """Also where the kernel writes nothing for an empty group, as on some devices."""
+    product = torch.nn.functional.grouped_mm
+
+    def leaves_empty_groups(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        result = product(left, right, offs=offs)
+        if right.dim() == 2:
+            result[1] = torch.nan
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_empty_groups)
+    tokens = torch.ones(5, 8)
+    weights = [torch.ones(8, 8, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    gradients = torch.autograd.grad(grouped_linear(tokens, ends, weights).sum(), weights)
+    assert [float(gradient.mean()) for gradient in gradients] == [2.0, 0.0, 3.0]
+
+
 def train_both_ways(
     context: WorkerContext, parallel: ParallelConfig, config: PolicyConfig
 ) -> dict[str, Any]:
