@@ -65,7 +65,7 @@ class VarlenKernel:
             options["scale"] = scale
             # Releases without the keyword accept fewer key-value heads without it.
             if "enable_gqa" in self.keywords:
-                # Compiled code may have symbolic numbers of heads; an operator takes no symbol here.
+                # Compiled code may have symbolic numbers of heads, which no operator takes.
                 options["enable_gqa"] = bool(q.shape[1] != k.shape[1])
             # FlashAttention 3 splits the keys by the longest row of the batch, so that a row would
             # depend on the others. FlashAttention 2 splits them only for single queries, and some
