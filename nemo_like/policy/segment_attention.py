@@ -87,8 +87,7 @@ def sdpa(
         v = _match_heads(q, v, dim=1)
     num_heads, length_q = q.shape[1:3]
     num_kv_heads, length_k = k.shape[1:3]
-    # Compiled code may have symbolic numbers of heads; the operator takes no symbol here.
-    enable_gqa = bool(num_heads != num_kv_heads)
+    enable_gqa = shares_kv_heads(num_heads, num_kv_heads)
     # A window as long as the queries removes nothing.
     has_window = window is not None and window < length_q
     if not any(lags) and not has_window:
@@ -109,6 +108,16 @@ def sdpa(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+
+
+def shares_kv_heads(num_heads: int, num_kv_heads: int) -> bool:
+    """Return True if several query heads share a key-value head.
+
+    Compiled code may have symbolic numbers. Operators take a plain bool, which the branch gives.
+    """
+    if num_heads != num_kv_heads:  # noqa: SIM103
+        return True
+    return False
 
 
 class _Segment(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from nemo_like.policy.segment_attention import Spans
+from nemo_like.policy.segment_attention import Spans, shares_kv_heads
 from nemo_like.policy.torch_features import keyword_names
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ class VarlenKernel:
             options["scale"] = scale
             # Releases without the keyword accept fewer key-value heads without it.
             if "enable_gqa" in self.keywords:
-                # Compiled code may have symbolic numbers of heads, which no operator takes.
-                options["enable_gqa"] = bool(q.shape[1] != k.shape[1])
+                options["enable_gqa"] = shares_kv_heads(q.shape[1], k.shape[1])
             # FlashAttention 3 splits the keys by the longest row of the batch, so that a row would
             # depend on the others. FlashAttention 2 splits them only for single queries, and some
             # releases refuse the keyword with it.

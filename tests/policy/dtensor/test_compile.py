@@ -8,9 +8,12 @@ import dataclasses
 import logging
 
 import torch
+from torch import nn
+from torch._dynamo.utils import counters as torch_counters
 
 from nemo_like.config.schema import ParallelConfig
-from nemo_like.policy import compilation
+from nemo_like.distributed import process_groups
+from nemo_like.policy import compilation, logprobs
 from tests.policy.dtensor.test_layouts import Rank, gradients, worst
 from tests.policy.test_gradient_equality import fixed
 from tests.policy.tiny import context, random_batch
@@ -42,6 +45,40 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(model_dir):
     # The log-probs have two functions; the layers share a graph.
     assert counts[0] == 3, counts
     assert counts[-1] == 0, counts
+
+
+def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
+    """FSDP makes sizes of weights variables of the graph. The number of graphs does not depend on
+    the backend, and `eager` is fast.
+    """
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda module, **options: compile_module(module, backend="eager", **options),
+    )
+    monkeypatch.setattr(logprobs, "compiled", lambda function: function)
+    torch_counters["graph_break"].clear()
+    config = dataclasses.replace(
+        fixed(4),
+        model_name=model_dir("qwen3"),
+        precision="bfloat16",
+        activation_checkpointing="selective",
+        compile="layers",
+    )
+    process_groups.init_process_group(context(meeting=tmp_path / "meeting"))
+    try:
+        rank = Rank(context(), ParallelConfig())
+        worker = rank.worker(config)
+        assert worker._policy._fsdp_modules
+        counts = []
+        for lengths in BATCHES:
+            _, metrics = gradients(worker, rank.shard(config, random_batch(lengths)))
+            counts.append(metrics["policy/recompilations"])
+    finally:
+        process_groups.destroy()
+    assert counts == [1, 0, 0]
+    assert not torch_counters["graph_break"]
 
 
 def test_many_graphs_give_one_warning(monkeypatch, caplog):
