@@ -38,9 +38,10 @@ demo: $(STAMP)
 	$(BIN)/python -m nemo_like.demo
 
 # Many tests wait for processes that start, so two test processes take much less time than one, even
-# on two cores. Tests of a file share processes and stay together.
+# on two cores. Tests of a file share processes and stay together; the files keep their order, which
+# starts with the slowest ones.
 test: lint docs
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a CUDA device; anywhere else every test is skipped and says why.
 test-gpu: $(STAMP)
