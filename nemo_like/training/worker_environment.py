@@ -10,6 +10,7 @@ from typing import Literal
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.parallel import is_colocated
 from nemo_like.config.schema import RunConfig
+from nemo_like.distributed.worker_variables import set_variables
 
 WorkerKind = Literal["policy", "generation", "reward"]
 
@@ -24,43 +25,47 @@ def worker_environment(
     config: RunConfig,
     kind: WorkerKind,
     driver: Mapping[str, str],
-) -> dict[str, str]:
+) -> dict[str, str | None]:
     """Return the variables that are set in workers of `kind`; `driver` is the driver's environment.
+
+    None removes a variable that a worker inherits: a Ray that the run starts inherits the
+    driver's environment, and torch reads only one of two names of the allocator's settings.
 
     Variables of `cluster.env` replace those of the driver, and these replace what a worker inherits
     from its node. Raises ConfigError for a variable that is null in `cluster.env` and not set in
     the driver's environment.
     """
-    environment = {name: value for name, value in driver.items() if name.startswith(_PREFIXES)}
+    environment: dict[str, str | None] = {
+        name: value for name, value in driver.items() if name.startswith(_PREFIXES)
+    }
     own = _own_variables(config, driver)
     environment |= own
     # Not one name of each: torch reads only one of them where both are set.
     allocator = {name: own[name] for name in _ALLOCATOR if name in own}
     allocator = allocator or {name: driver[name] for name in _ALLOCATOR if name in driver}
-    for name in _ALLOCATOR:
-        environment.pop(name, None)
     if kind != "policy":
         # The generator's memory pool for sleeping and the IPC handles of its all-reduce do not
         # support expandable segments.
-        return environment
+        return environment | dict.fromkeys(_ALLOCATOR)
     if not allocator and _benefits_from_expandable_segments(config):
         allocator[_ALLOCATOR[0]] = _EXPANDABLE_SEGMENTS
+    if allocator:
+        environment |= dict.fromkeys(_ALLOCATOR)
     return environment | allocator
 
 
 @contextmanager
-def environment_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process inside the block, and restore the previous ones after it."""
+def environment_variables(environment: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process inside the block, and restore the previous ones after it.
+
+    None removes a variable.
+    """
     before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+    set_variables(environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_variables(before)
 
 
 def _own_variables(config: RunConfig, driver: Mapping[str, str]) -> dict[str, str]:

@@ -265,7 +265,7 @@ def _ray_starter(
     logs: Path | None,
 ) -> _StartGroup:
     # Before Ray is started: a variable may be missing.
-    environments: dict[str, dict[str, str]] = {}
+    environments: dict[str, dict[str, str | None]] = {}
     for kind in get_args(WorkerKind):
         environments[kind] = worker_environment(config, kind, os.environ)
     # Imported on demand: a run on the local backend does not need Ray.

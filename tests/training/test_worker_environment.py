@@ -24,6 +24,9 @@ from tests.recipe import Recipe
 
 KINDS = get_args(WorkerKind)
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+REMOVED = dict.fromkeys(ALLOCATOR_NAMES)
+"""Of workers that must not have settings of the allocator, also not inherited ones."""
 
 
 def with_cluster(config: RunConfig, **keys: Any) -> Any:
@@ -34,7 +37,8 @@ def with_cluster(config: RunConfig, **keys: Any) -> Any:
 def test_networks_and_caches_of_the_driver_reach_every_worker(kind: WorkerKind) -> None:
     passed_on = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "HF_HOME": "/cache"}
     driver = passed_on | {"PATH": "/bin", "WANDB_API_KEY": "secret", "NOT_NCCL_X": "1"}
-    assert worker_environment(SFT, kind, driver) == passed_on
+    removed = {} if kind == "policy" else REMOVED
+    assert worker_environment(SFT, kind, driver) == passed_on | removed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,7 +46,8 @@ def test_own_variables_replace_those_of_the_driver(kind: WorkerKind) -> None:
     config = with_cluster(SFT, env={"NCCL_DEBUG": "WARN", "MY_VARIABLE": "1", "MY_TOKEN": None})
     driver = {"NCCL_DEBUG": "INFO", "MY_TOKEN": "secret"}
     expected = {"NCCL_DEBUG": "WARN", "MY_VARIABLE": "1", "MY_TOKEN": "secret"}
-    assert worker_environment(config, kind, driver) == expected
+    removed = {} if kind == "policy" else REMOVED
+    assert worker_environment(config, kind, driver) == expected | removed
 
 
 def test_a_null_without_a_value_in_the_driver_is_refused() -> None:
@@ -51,14 +56,14 @@ def test_a_null_without_a_value_in_the_driver_is_refused() -> None:
         worker_environment(config, "policy", {})
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("name", ALLOCATOR_NAMES)
 @pytest.mark.parametrize("is_own", [True, False])
 def test_allocator_settings_reach_the_policy_only(name: str, is_own: bool) -> None:
     setting = {name: "max_split_size_mb:512"}
     config = with_cluster(GRPO, gpus_per_node=1, env=setting if is_own else {})
     driver = {} if is_own else setting
-    assert worker_environment(config, "policy", driver) == setting
-    assert worker_environment(config, "generation", driver) == {}
+    assert worker_environment(config, "policy", driver) == REMOVED | setting
+    assert worker_environment(config, "generation", driver) == REMOVED
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_own_allocator_settings_replace_those_of_the_driver_under_either_name(
     own = {own_name: "max_split_size_mb:512"}
     config = with_cluster(SFT, gpus_per_node=1, env=own)
     driver = {driver_name: "expandable_segments:True"}
-    assert worker_environment(config, "policy", driver) == own
+    assert worker_environment(config, "policy", driver) == REMOVED | own
 
 
 @pytest.mark.parametrize(
@@ -90,17 +95,21 @@ def test_own_allocator_settings_replace_those_of_the_driver_under_either_name(
 def test_expandable_segments_are_the_default_of_gpus_without_ipc(
     config: SftRunConfig | GrpoRunConfig, has_segments: bool
 ) -> None:
-    expected = {ALLOCATOR: "expandable_segments:True"} if has_segments else {}
+    segments = {ALLOCATOR: "expandable_segments:True"}
+    expected = REMOVED | segments if has_segments else {}
     assert worker_environment(config, "policy", {}) == expected
-    assert worker_environment(config, "generation", {}) == {}
+    assert worker_environment(config, "generation", {}) == REMOVED
 
 
 def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_LIKE_A", "before")
     monkeypatch.delenv("NEMO_LIKE_B", raising=False)
-    with environment_variables({"NEMO_LIKE_A": "inside", "NEMO_LIKE_B": "inside"}):
+    monkeypatch.setenv("NEMO_LIKE_C", "before")
+    inside = {"NEMO_LIKE_A": "inside", "NEMO_LIKE_B": "inside", "NEMO_LIKE_C": None}
+    with environment_variables(inside):
         assert (os.environ["NEMO_LIKE_A"], os.environ["NEMO_LIKE_B"]) == ("inside", "inside")
-    assert os.environ["NEMO_LIKE_A"] == "before"
+        assert "NEMO_LIKE_C" not in os.environ
+    assert (os.environ["NEMO_LIKE_A"], os.environ["NEMO_LIKE_C"]) == ("before", "before")
     assert "NEMO_LIKE_B" not in os.environ
 
 

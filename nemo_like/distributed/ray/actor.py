@@ -19,6 +19,7 @@ from nemo_like.distributed.advice import is_collective_error
 from nemo_like.distributed.ray.heartbeat import start_heartbeat
 from nemo_like.distributed.ray.processes import count_oom_kills, machine_id
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.distributed.worker_variables import set_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,12 @@ class WorkerActor:
         num_threads: int,
         heartbeat_key: str,
         progress_timeout_s: float,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str | None],
     ) -> None:
         """Prepare the process. With `progress_timeout_s` 0 no heartbeat is sent."""
         # Before the worker's class is imported, and with it the libraries that read them. Not as a
         # runtime environment of Ray, which its logs and its dashboard show: values may be secrets.
-        os.environ.update(environment)
+        set_variables(environment)
         # Before the first import of torch, which reads these once. Ray would set them to the
         # actor's share of the bundle.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -45,7 +45,7 @@ def start_actor(
     bundle: Bundle | None,
     num_threads: int,
     monitor: ProgressMonitor,
-    environment: Mapping[str, str],
+    environment: Mapping[str, str | None],
 ) -> Any:
     """Start the process of one worker in its bundle, or on any node without one."""
     num_cpus = 0.0
