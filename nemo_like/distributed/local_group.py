@@ -150,7 +150,7 @@ class LocalGroup:
         A worker may have a method `close`, which releases what it must not keep until the end of
         the process; workers in processes of their own end with them.
         """
-        if hasattr(self._worker, "close"):
+        if self._worker is not None and hasattr(self._worker, "close"):
             # Not in a variable: a bound method would keep the worker through the collection below.
             self._worker.close()
         self._worker = None

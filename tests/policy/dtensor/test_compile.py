@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,8 @@ def test_layers_are_compiled_under_fsdp_too(model_dir, tmp_path, monkeypatch):
     try:
         rank = Rank(context(), ParallelConfig())
         worker = rank.worker(config)
-        assert worker._policy._fsdp_modules
+        engine: Any = worker._policy
+        assert engine._fsdp_modules
         counts = []
         for lengths in BATCHES:
             _, metrics = gradients(worker, rank.shard(config, random_batch(lengths)))
