@@ -71,7 +71,7 @@ class VLLMGenerationWorker:
         torch.set_num_threads(context.num_threads)
         self._is_cpu = torch.device(context.device).type == "cpu"
         self._can_sleep = can_sleep and not self._is_cpu
-        self._asleep: set[str] = set()
+        self._sleeping: set[str] = set()
         """What is not on the device: the tags `weights` and `kv_cache` of vLLM."""
         tokenizer_name = tokenizer_name or model_name
         self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
@@ -176,19 +176,19 @@ class VLLMGenerationWorker:
 
     def offload(self) -> None:
         """See `GenerationWorkerProtocol.offload`; does nothing on CPU."""
-        if self._can_sleep and "weights" not in self._asleep:
+        if self._can_sleep and "weights" not in self._sleeping:
             # Level 1 keeps a copy of the weights: the next rollout may use the same weights. By
             # default vLLM would abort unfinished requests, without an output.
             with self._children.explaining():
                 self._llm.sleep(level=1, mode="keep")
-            self._asleep = {"weights", "kv_cache"}
+            self._sleeping = {"weights", "kv_cache"}
 
     def onload(self) -> None:
         """See `GenerationWorkerProtocol.onload`; does nothing on CPU."""
-        if self._asleep:
+        if self._sleeping:
             with self._children.explaining():
                 self._llm.wake_up()
-            self._asleep = set()
+            self._sleeping = set()
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         """See `WeightTarget.weight_endpoints`: one process per tensor-parallel rank."""
@@ -207,11 +207,11 @@ class VLLMGenerationWorker:
     def begin_update(self, names: Sequence[str]) -> None:
         """See `WeightTarget.begin_update`."""
         self._is_updating = True
-        if "weights" in self._asleep:
+        if "weights" in self._sleeping:
             # The KV cache stays released while policy and generator are both on the device.
             with self._children.explaining():
                 self._llm.wake_up(tags=["weights"])
-            self._asleep.remove("weights")
+            self._sleeping.remove("weights")
         self._call_ranks("begin_update")
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
@@ -241,10 +241,10 @@ class VLLMGenerationWorker:
             return self._llm.collective_rpc(method, args=args)
 
     def _require_awake(self, method: str) -> None:
-        if self._asleep:
+        if self._sleeping:
             raise RuntimeError(
-                f"{method} was called while {' and '.join(sorted(self._asleep))} of the engine are"
-                " not on the device; call onload first"
+                f"{method} was called while {' and '.join(sorted(self._sleeping))} of the engine"
+                " are not on the device; call onload first"
             )
 
     def _step(self) -> None:

@@ -63,8 +63,8 @@ class FaultyVLLMWorker(VLLMGenerationWorker):
         """Have `offload` put the engine to sleep, which vLLM does on CPU without freeing memory."""
         self._can_sleep = True
 
-    def asleep(self) -> set[str]:
-        """What vLLM itself counts as asleep."""
+    def sleeping(self) -> set[str]:
+        """Parts of the engine that vLLM has put to sleep."""
         return set(self._engine.model_executor.sleeping_tags)
 
     def _reset_prefix_cache(self) -> None:

@@ -346,7 +346,7 @@ def test_scores_do_not_wait_for_queued_requests(engine: Engine) -> None:
     assert num_sampled == len(completions.token_ids.values)
 
 
-def test_an_engine_asleep_keeps_its_requests(engine: Engine) -> None:
+def test_a_sleeping_engine_keeps_its_requests(engine: Engine) -> None:
     engine.worker.allow_sleep()
     prompts = _prompts(3, seed=9)
     sampling = SamplingParams(max_new_tokens=20, temperature=1.2)
@@ -354,17 +354,17 @@ def test_an_engine_asleep_keeps_its_requests(engine: Engine) -> None:
     engine.worker.submit(GenerationRequests(ids, prompts, _seeds(3), sampling, MAX_LENGTH))
     finished = [engine.worker.poll(0.0) for _ in range(4)]
     engine.worker.offload()
-    assert engine.worker.asleep() == {"weights", "kv_cache"}
+    assert engine.worker.sleeping() == {"weights", "kv_cache"}
     for method in (lambda: engine.worker.poll(0.0), engine.score_error):
         with pytest.raises(RuntimeError, match="kv_cache and weights of the engine are not on the"):
             method()
     engine.change_weights(seed=10)
     engine.update()
-    assert engine.worker.asleep() == {"kv_cache"}, "the policy may be on the device"
+    assert engine.worker.sleeping() == {"kv_cache"}, "the policy may be on the device"
     engine.worker.offload()
-    assert engine.worker.asleep() == {"weights", "kv_cache"}
+    assert engine.worker.sleeping() == {"weights", "kv_cache"}
     engine.worker.onload()
-    assert engine.worker.asleep() == set()
+    assert engine.worker.sleeping() == set()
     assert engine.score_error() < TOLERANCE
     finished.append(engine.worker.poll(60.0))
     assert sorted(np.concatenate([each.request_ids for each in finished]).tolist()) == [0, 1, 2]
