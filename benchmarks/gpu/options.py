@@ -26,7 +26,7 @@ from benchmarks.gpu.profile import profile_call
 from benchmarks.gpu.rows import full_lengths, random_rows
 from benchmarks.gpu.training_steps import COMPILE, StepCase, time_loss, time_steps
 from benchmarks.gpu.transformers_loops import LoopCase, time_loop
-from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.models.presets import load_spec
 

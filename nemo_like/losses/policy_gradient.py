@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses.importance import importance_weights
 from nemo_like.losses.mismatch import MAX_EXPONENT, mismatch_metrics
 from nemo_like.losses.reduce import (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_like.config.schema import PolicyGradientLossConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses import (
     ClippedPolicyGradientLoss,
     GlobalCounts,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     GenerationConfig,
     ParallelConfig,
     PolicyConfig,
-    PolicyGradientLossConfig,
 )
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed import process_groups

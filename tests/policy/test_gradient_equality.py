@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_like import parallel_layout as parallel_layout_module
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     OptimizerConfig,
     PolicyConfig,
-    PolicyGradientLossConfig,
     SequencePackingConfig,
 )
 from nemo_like.data.planning.plan import plan_batch

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nemo_like.config.importance_correction import CorrectionKind, ImportanceCorrectionConfig
-from nemo_like.config.schema import ParallelConfig, PolicyGradientLossConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.schema import ParallelConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict

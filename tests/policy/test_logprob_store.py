@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.schema import (
     OptimizerConfig,
     PolicyConfig,
-    PolicyGradientLossConfig,
     SequencePackingConfig,
 )
 from nemo_like.data.jagged import Jagged

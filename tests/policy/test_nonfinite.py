@@ -15,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
-    PolicyGradientLossConfig,
     SchedulerConfig,
 )
 from nemo_like.data.planning.plan import plan_batch

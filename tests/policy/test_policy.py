@@ -9,11 +9,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     OptimizerConfig,
     PolicyConfig,
-    PolicyGradientLossConfig,
     SequencePackingConfig,
 )
 from nemo_like.data.jagged import Jagged

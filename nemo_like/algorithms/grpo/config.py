@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, Literal
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Above, AtLeast
 from nemo_like.config.errors import Problem
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
-from nemo_like.config.schema import PolicyGradientLossConfig, RunConfig
+from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import either, plural, quotient
 from nemo_like.integer_math import nearest_multiples
 
