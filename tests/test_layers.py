@@ -27,6 +27,7 @@ LEVELS = {
     "device_transfer": 3,
     "checkpoint_manifest": 3, "run_lock": 3, "run_log": 3, "shared_directory": 3,
     "config": 2, "metrics": 2, "files": 2,
+    "sandbox": 3,
     "parallel_layout": 1,
     "integer_math": 0, "__init__": 0,
 }  # fmt: skip
