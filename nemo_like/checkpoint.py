@@ -160,6 +160,11 @@ class Checkpointer:
         self.latest_path = run_path / "latest"
         self._verified_step: int | None = None
 
+    def saved_steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order."""
+        steps = reversed(self._steps())
+        return [step for step in steps if (self._directory(step) / MANIFEST).exists()]
+
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
         """Return True every `save_period` steps and at the end, unless `latest` is this step."""
         period = self.config.save_period

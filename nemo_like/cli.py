@@ -1,5 +1,5 @@
 """The command line: `nemo-like sft | grpo | dpo | validate | check | plan | config | init |
-export | convert`.
+show | replay | export | convert`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config, load_config
-from nemo_like.commands import config_reference
+from nemo_like.commands import config_reference, record_arguments
 from nemo_like.commands import plan as plan_command
+from nemo_like.commands.argument_parser import CommandParser
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable, shortened
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         dest="command",
         required=True,
         metavar="COMMAND",
+        parser_class=CommandParser,
     )
     for kind, algorithm in ALGORITHMS.items():
         _add_config_command(commands, kind, algorithm.summary)
@@ -85,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "write the example configs into a directory"
     init = commands.add_parser("init", help=text, description=text)
     init.add_argument("directory", type=Path, metavar="DIR")
+    record_arguments.add_commands(commands)
     _add_conversion_commands(commands)
     return parser
 
@@ -95,6 +98,7 @@ def _add_conversion_commands(commands: Any) -> None:
         "export",
         help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
     )
+    export.is_intermixed = True
     export.add_argument(
         "source",
         type=Path,
@@ -219,6 +223,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.command == "plan":
         return plan_command.run(arguments)
+    if arguments.command in ("show", "replay"):
+        return record_arguments.run(arguments)
     if arguments.command == "config":
         say(
             config_reference.reference_text(

@@ -78,7 +78,12 @@ class RunDirectory:
         return self.path / "skipped" / f"step_{step}.jsonl"
 
     def rollouts(self, step: int) -> Path:
+        """The rows of a rollout as text."""
         return self.path / "rollouts" / f"step_{step}.jsonl"
+
+    def rollout_tokens(self, step: int) -> Path:
+        """Token ids and log-probs of the same rows."""
+        return self.path / "rollouts" / f"step_{step}.safetensors"
 
 
 @contextmanager
@@ -146,8 +151,8 @@ def start_run_directory(
 
 
 def _remove_steps_after(last_step: int, directory: Path) -> None:
-    """Remove the files `step_<N>.jsonl` of later steps. Raises WriteError."""
-    for path in directory.glob("step_*.jsonl"):
+    """Remove the files `step_<N>.*` of later steps. Raises WriteError."""
+    for path in directory.glob("step_*"):
         # At most 18 digits, as in the names of checkpoints.
         match = re.fullmatch(r"step_([0-9]{1,18})", path.stem)
         if match is not None and int(match[1]) > last_step:

@@ -355,6 +355,13 @@ class LoggerConfig:
     """Decoded samples printed at step 0 and in each validation."""
     save_rollouts: bool = True
     """Write every GRPO rollout to `rollouts/step_<N>.jsonl`."""
+    save_rollout_tokens_every: Annotated[int, AtLeast(0)] = 1
+    """Write the token ids, log-probs and advantages of the first step and of every so many-th step
+    after it to `rollouts/step_<N>.safetensors`, for `nemo-like replay`; 0 writes none. Needs
+    `logger.save_rollouts`. About 20 bytes per token."""
+    keep_rollout_tokens: Annotated[int | None, AtLeast(1)] = 10
+    """Number of the newest of these files that are kept, besides those of a step that starts with
+    the weights of a kept checkpoint or of the initial model; null keeps all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,13 @@ class Engine(Protocol):
         """
         ...
 
+    def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
+        """Clear the gradients without an update; returns their global norm.
+
+        NaN when any rank passes `is_loss_finite=False`.
+        """
+        ...
+
     def is_finite(self, *, with_moments: bool = False) -> bool:
         """Return True if no weight of any rank is larger than `optim.LARGEST`.
 

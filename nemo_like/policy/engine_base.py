@@ -172,6 +172,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self.num_optimizer_steps += 1
         return norm
 
+    def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
+        """See `Engine.gradient_norm`."""
+        self.optimizer.reduce_gradients()
+        norm = self.optimizer.gradient_norm(is_loss_finite=is_loss_finite)
+        self.optimizer.zero_grad()
+        return norm
+
     def is_finite(self, *, with_moments: bool = False) -> bool:
         """See `Engine.is_finite`."""
         if self._host_memory.is_offloaded:

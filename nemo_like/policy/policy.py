@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,30 +160,80 @@ class Policy:
         columns: Mapping[str, np.ndarray | Jagged] | None,
         loss: Loss,
         logprobs: Logprobs | None = None,
+        *,
+        keep_logprobs: bool = False,
     ) -> list[Metrics]:
         """Take one optimizer step per global batch of the plan; returns the metrics of each.
 
         `columns`, [B, ...] per row or Jagged [T, ...] per token, are in batch order; those that the
         sharded batch already has are not sent again. `logprobs` of `compute_logprobs` join them on
-        the workers. Raises ValueError for those of another batch, or if the batch or `columns` have
-        a column of their name.
+        the workers. With `keep_logprobs`, `fetch_trained_logprobs` returns the log-probs of the
+        training pass. Raises ValueError for `logprobs` of another batch, or if the batch or
+        `columns` have a column of their name.
         """
-        new_columns = {
-            name: column for name, column in (columns or {}).items() if name not in sharded.names
-        }
-        parts = []
-        for dp_rank in range(self.group.parallel_layout.dp):
-            rows = sharded.plan.rows_of_rank(dp_rank)
-            parts.append({name: take_rows(column, rows) for name, column in new_columns.items()})
         # The metrics are equal on all dp ranks.
         return call_sharded(
             self.group,
             PolicyWorkerProtocol.train,
             sharded.shards,
-            parts,
+            self._shares(sharded, columns),
             loss=loss,
-            logprobs=_checked_handle(logprobs, sharded, new_columns),
+            logprobs=_checked_handle(logprobs, sharded, columns or ()),
+            keep_logprobs=keep_logprobs,
         )[0]
+
+    def fetch_trained_logprobs(self, sharded: ShardedBatch) -> Jagged:
+        """Fetch the log-probs of the last `train`: float32 [T] over the tokens, in batch order.
+
+        Call after `train(sharded, ..., keep_logprobs=True)`. 0 for tokens that were not trained.
+        """
+        parts: list[Jagged] = []
+        for part in call_sharded(self.group, PolicyWorkerProtocol.fetch_trained_logprobs):
+            if part is None:
+                raise RuntimeError(
+                    "the last training kept no log-probs; call train with keep_logprobs=True"
+                )
+            parts.append(part)
+        column = unshard(parts, sharded.plan)
+        assert isinstance(column, Jagged)
+        return column
+
+    def measure_gradient(
+        self,
+        sharded: ShardedBatch,
+        columns: Mapping[str, np.ndarray | Jagged] | None,
+        loss: Loss,
+        logprobs: Logprobs | None = None,
+    ) -> Metrics:
+        """Return the metrics of the first optimizer step of the plan without taking it.
+
+        The arguments, `columns` [B, ...] or Jagged [T, ...], and the errors are those of `train`.
+        The weights do not change.
+        """
+        return call_sharded(
+            self.group,
+            PolicyWorkerProtocol.measure_gradient,
+            sharded.shards,
+            self._shares(sharded, columns),
+            loss=loss,
+            logprobs=_checked_handle(logprobs, sharded, columns or ()),
+        )[0]
+
+    def _shares(
+        self,
+        sharded: ShardedBatch,
+        columns: Mapping[str, np.ndarray | Jagged] | None,
+    ) -> list[dict[str, Any]]:
+        """Return the rows of each dp rank of the columns, [B, ...] or [T, ...], that it lacks."""
+        shares = []
+        for dp_rank in range(self.group.parallel_layout.dp):
+            rows = sharded.plan.rows_of_rank(dp_rank)
+            share = {}
+            for name, column in (columns or {}).items():
+                if name not in sharded.names:
+                    share[name] = take_rows(column, rows)
+            shares.append(share)
+        return shares
 
     def skipped_steps(self, sharded: ShardedBatch) -> list[SkippedStep]:
         """Return the skipped steps of the last `train`, with losses by row of the batch."""

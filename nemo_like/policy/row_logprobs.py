@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.device_transfer import tensor_to_device
-from nemo_like.policy.engine import Engine, TokenLogprobs
+from nemo_like.policy.engine import Engine, ResultT, StepFunction, TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs, unpack_tokens
 from nemo_like.policy.segments import cp_gather_positions, segment_lengths
 from nemo_like.sampling_filter import SamplingFilter
@@ -28,9 +28,9 @@ def compute_row_logprobs(
     Every rank calls. The list is empty on all pipeline stages but the last.
     """
 
-    def in_order(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, _Outputs]:
+    def in_order(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Outputs]:
         """Return None as loss, and the log-probs gathered from each rank's share [T]."""
-        return None, _Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
+        return None, Outputs(inputs, _gather_in_order(engine, inputs, outputs.logprobs))
 
     parts = engine.run(
         microbatches,
@@ -39,6 +39,31 @@ def compute_row_logprobs(
         temperature=temperature,
         token_filter=token_filter,
     )
+    return unpack_outputs(parts)
+
+
+def keeping_logprobs(
+    engine: Engine,
+    step_fn: StepFunction[ResultT],
+) -> StepFunction[tuple[ResultT, Outputs]]:
+    """Return a step function that also keeps the log-probs, for `unpack_outputs`.
+
+    Every rank calls it: it gathers over the context-parallel ranks.
+    """
+
+    def run(
+        inputs: ModelInputs,
+        outputs: TokenLogprobs,
+    ) -> tuple[Tensor | None, tuple[ResultT, Outputs]]:
+        loss, result = step_fn(inputs, outputs)
+        values = _gather_in_order(engine, inputs, outputs.logprobs.detach())
+        return loss, (result, Outputs(inputs, values))
+
+    return run
+
+
+def unpack_outputs(parts: Sequence[Outputs]) -> list[Jagged]:
+    """Return one Jagged [T] of float32 log-probs per microbatch; waits for the device."""
     if not parts:
         return []
     # After the last microbatch, so that the device is waited for once.
@@ -47,7 +72,7 @@ def compute_row_logprobs(
     return [unpack_tokens(share, part.inputs) for share, part in zip(shares, parts, strict=True)]
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
     """Log-probs [num_tokens] of one microbatch, in the order of the pack."""
 
     inputs: ModelInputs

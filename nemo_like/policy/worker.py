@@ -34,7 +34,11 @@ from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobSt
 from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
-from nemo_like.policy.row_logprobs import compute_row_logprobs
+from nemo_like.policy.row_logprobs import (
+    compute_row_logprobs,
+    keeping_logprobs,
+    unpack_outputs,
+)
 from nemo_like.policy.shard_rows import ShardRows
 from nemo_like.policy.worker_protocol import Columns, DeviceInfo
 from nemo_like.sampling_filter import SamplingFilter
@@ -61,6 +65,7 @@ class PolicyWorker:
         self._logprobs = LogprobStore()
         self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
+        self._trained_logprobs: Jagged | None = None
         self._pending_save: PendingSave | None = None
         self._compilations = None if config.compile == "none" else CompilationCounter()
 
@@ -125,29 +130,50 @@ class PolicyWorker:
         columns: Columns | None,
         loss: Loss,
         logprobs: LogprobHandle | None = None,
+        *,
+        keep_logprobs: bool = False,
     ) -> list[Metrics]:
         """See `PolicyWorkerProtocol.train`."""
-        assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
-        kept = self._kept_logprobs(shard, logprobs)
-        rows = self._rows(
-            {
-                **shard,
-                **(columns or {}),
-                **kept,
-            },
-            shard.plan.spec,
-        )
-        num_steps = len(shard.plan.step_offsets) - 1
+        plan = shard.plan
+        assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
+        rows = self._training_rows(shard, plan, columns, logprobs)
         self._skipped = []
-        return [
-            self._train_step(
-                rows,
-                shard.plan.step(step),
-                loss,
-                step,
-            )
-            for step in range(num_steps)
-        ]
+        self._trained_logprobs = None
+        parts: list[Jagged] | None = [] if keep_logprobs else None
+        steps = []
+        for step in range(plan.num_steps):
+            steps.append(self._train_step(rows, plan.step(step), loss, step, parts))
+        # Pipeline stages but the last have no parts.
+        if parts:
+            self._trained_logprobs = rows.in_shard_order(plan.microbatches, parts)
+        return steps
+
+    def fetch_trained_logprobs(self) -> Jagged | None:
+        """See `PolicyWorkerProtocol.fetch_trained_logprobs`: float32 [T]."""
+        return self._trained_logprobs
+
+    def measure_gradient(
+        self,
+        shard: SlicedDataDict,
+        columns: Columns | None,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
+    ) -> Metrics:
+        """See `PolicyWorkerProtocol.measure_gradient`."""
+        plan = shard.plan
+        assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
+        rows = self._training_rows(shard, plan, columns, logprobs)
+        counts, step_fn = self._loss_step(rows, plan.step(0), loss)
+        results = self._policy.run(
+            map(rows.inputs, plan.step(0)),
+            step_fn,
+            backward=True,
+            **self._logprob_options(loss),
+        )
+        grad_norm = self._policy.gradient_norm(is_loss_finite=step_fn.is_finite())
+        local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
+        metrics = merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
+        return metrics | _step_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
         """See `PolicyWorkerProtocol.skipped_steps`."""
@@ -265,6 +291,17 @@ class PolicyWorker:
         """Return the kept log-probs of a handle, float32 [T] each; none without a handle."""
         return {} if logprobs is None else self._logprobs.columns(logprobs, shard["input_ids"])
 
+    def _training_rows(
+        self,
+        shard: SlicedDataDict,
+        plan: RankPlan,
+        columns: Columns | None,
+        logprobs: LogprobHandle | None,
+    ) -> ShardRows:
+        """Return the rows of the shard with `columns`, [B, ...] or [T] each, and log-probs."""
+        kept = self._kept_logprobs(shard, logprobs)
+        return self._rows({**shard, **(columns or {}), **kept}, plan.spec)
+
     def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> ShardRows:
         cp_rank = self._policy.parallel_layout.coordinates(self._policy.rank).cp
         return ShardRows(columns, spec, cp_rank, self._policy.device)
@@ -294,22 +331,28 @@ class PolicyWorker:
         microbatches: Sequence[Microbatch],
         loss: Loss,
         index: int,
+        kept: list[Jagged] | None,
     ) -> Metrics:
-        """Take optimizer step `index` of a call of `train`; returns its metrics over all ranks."""
+        """Take optimizer step `index` of a call of `train`; returns its metrics over all ranks.
+
+        The log-probs of each microbatch, float32 [T], are appended to `kept`.
+        """
         engine = self._policy
-        counts = GlobalCounts(*engine.sum_over_dp(rows.count(microbatches)))
+        counts, step_fn = self._loss_step(rows, microbatches, loss)
         lr = learning_rate(engine.num_optimizer_steps, self.config.optimizer, self.config.scheduler)
         lr *= learning_rate_scale(self.config.scheduler, counts)
-        step_fn = LossStep(loss, loss.denominator(counts), engine.sum_over_cp)
         reset_peak_memory(engine.device)
         # Drops intervals that were measured outside of training, for example in evaluation.
         engine.clock.drop()
-        results = engine.run(
-            map(rows.inputs, microbatches),
-            step_fn,
-            backward=True,
-            **self._logprob_options(loss),
-        )
+        inputs = map(rows.inputs, microbatches)
+        options = self._logprob_options(loss)
+        if kept is None:
+            results = engine.run(inputs, step_fn, backward=True, **options)
+        else:
+            keeping = keeping_logprobs(engine, step_fn)
+            with_outputs = engine.run(inputs, keeping, backward=True, **options)
+            results = [result for result, _ in with_outputs]
+            kept += unpack_outputs([outputs for _, outputs in with_outputs])
         seconds = engine.clock.pop_seconds()
         num_steps_before = engine.num_optimizer_steps
         grad_norm = engine.optimizer_step(lr, is_loss_finite=step_fn.is_finite())
@@ -324,14 +367,22 @@ class PolicyWorker:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
         gathered = engine.gather_over_dp_cp((local_metrics, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
-        metrics["policy/grad_norm"] = Mean(grad_norm)
+        metrics |= _step_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
-        metrics["policy/num_tokens"] = Sum(counts.num_tokens)
-        metrics["policy/num_rows"] = Sum(counts.num_rows)
         imbalance = _max_over_mean([rank_seconds for _, rank_seconds in gathered])
         metrics["policy/rank_time_worst_over_mean"] = Mean(imbalance)
         return metrics | self._memory_metrics()
+
+    def _loss_step(
+        self,
+        rows: ShardRows,
+        microbatches: Sequence[Microbatch],
+        loss: Loss,
+    ) -> tuple[GlobalCounts, LossStep]:
+        """Count the optimizer step over the dp ranks; return the counts and the step function."""
+        counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
+        return counts, LossStep(loss, loss.denominator(counts), self._policy.sum_over_cp)
 
     def _memory_metrics(self) -> Metrics:
         """Peak memory of the step: maximum and mean over ranks; empty on the CPU."""
@@ -386,6 +437,15 @@ class PolicyWorker:
             f" completion is sampled from them. Lower policy.optimizer.lr (now"
             f" {self.config.optimizer.lr:g}), then run again"
         )
+
+
+def _step_metrics(grad_norm: float, counts: GlobalCounts) -> Metrics:
+    """Return the metrics of an optimizer step that do not come from the loss."""
+    return {
+        "policy/grad_norm": Mean(grad_norm),
+        "policy/num_tokens": Sum(counts.num_tokens),
+        "policy/num_rows": Sum(counts.num_rows),
+    }
 
 
 def _logprob_plan(shard: SlicedDataDict) -> RankPlan:

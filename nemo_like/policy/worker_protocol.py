@@ -72,14 +72,41 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         columns: Columns | None,
         loss: Loss,
         logprobs: LogprobHandle | None = None,
+        *,
+        keep_logprobs: bool = False,
     ) -> list[Metrics]:
         """Take one optimizer step for each step of the plan.
+
+        With `keep_logprobs` the log-probs that the training pass computes stay in host memory for
+        `fetch_trained_logprobs`.
 
         `columns` and the kept log-probs of the handle `logprobs` extend the columns of the shard.
         A step whose loss or gradients are not finite is skipped (`Engine.optimizer_step`);
         `skipped_steps` describes it. Returns the metrics of each step over all dp ranks, equal on
         all of them. Raises ValueError for a handle that `fetch_logprobs` refuses, and
         NonFiniteError when a step leaves weights that are not finite.
+        """
+        ...
+
+    def fetch_trained_logprobs(self) -> Jagged | None:
+        """Return the log-probs of the last `train`, float32 [T] in the row order of its shard.
+
+        0 for tokens that are not trained. None without `keep_logprobs`, and on all pipeline stages
+        but the last.
+        """
+        ...
+
+    def measure_gradient(
+        self,
+        shard: SlicedDataDict,
+        columns: Columns | None,
+        loss: Loss,
+        logprobs: LogprobHandle | None = None,
+    ) -> Metrics:
+        """Return the metrics of the first optimizer step of the plan without taking it.
+
+        They are those of the loss, the gradient's norm before clipping, and the counts. Weights
+        and optimizer state do not change. The arguments are those of `train`.
         """
         ...
 

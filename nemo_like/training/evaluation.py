@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.metrics import Metrics
-from nemo_like.progress import Sample
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rollout import Rollout, row_seeds
 from nemo_like.training.run import TrainingRun
 
@@ -72,13 +72,5 @@ def show_rollout(
     title: str,
 ) -> None:
     """Print the first `logger.num_samples_shown` rows of a rollout with their rewards."""
-    samples = []
-    for record in rollout.records()[: run.config.logger.num_samples_shown]:
-        notes = {"answer": str(record["answer"])}
-        for name, value in record.items():
-            if name.startswith("reward_"):
-                notes[name.removeprefix("reward_")] = f"{value:g}"
-        notes["finish"] = record["finish_reason"]
-        segments = ((record["prompt"], False), ("\n", False), (record["completion"], True))
-        samples.append(Sample(segments, reward=record["reward"], notes=notes))
-    run.progress.show_samples(samples, title)
+    records = rollout.records()[: run.config.logger.num_samples_shown]
+    run.progress.show_samples([record_sample(record) for record in records], title)

@@ -77,6 +77,13 @@ class CheckpointSaver:
             else:
                 self._checkpointer.publish(checkpoint)
 
+    def saved_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, with that of the pending one."""
+        steps = self._checkpointer.saved_steps()
+        if self._pending is not None:
+            steps.append(self._pending.checkpoint.step)
+        return steps
+
     def publish_if_written(self) -> None:
         """Publish the pending checkpoint if the workers have written it; does not wait for them.
 

@@ -57,14 +57,30 @@ def train(
     loss: Loss,
     logprobs: Logprobs | None = None,
 ) -> Metrics:
+    """Train on the sharded batch as `train_steps` does; return the metrics of all steps merged."""
+    return merge_metrics(train_steps(run, sharded, trained, loss, logprobs))
+
+
+def train_steps(
+    run: TrainingRun,
+    sharded: ShardedBatch,
+    trained: TrainedBatch,
+    loss: Loss,
+    logprobs: Logprobs | None = None,
+    *,
+    keep_logprobs: bool = False,
+) -> list[Metrics]:
     """Train on the sharded batch; count skipped optimizer steps and write their rows to a file.
 
-    `logprobs` are those on the workers that the loss reads. The file is
-    `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the step is logged.
+    `logprobs` are those on the workers that the loss reads; `keep_logprobs` is that of
+    `Policy.train`. The file is `<run>/skipped/step_<N>.jsonl`. Call `stop_if_too_many` after the
+    step is logged. Returns the metrics of each optimizer step.
     Raises NonFiniteError if an optimizer step left weights that are not finite.
     """
     try:
-        steps = run.policy.train(sharded, trained.columns, loss, logprobs)
+        steps = run.policy.train(
+            sharded, trained.columns, loss, logprobs, keep_logprobs=keep_logprobs
+        )
     except WorkerError as error:
         # Raised in the worker; the step number is known here only.
         if not isinstance(error.cause, NonFiniteError):
@@ -80,7 +96,7 @@ def train(
         _write_records(path, records, trained.step)
         summary = _summary(records, sum(skipped), len(steps))
         run.progress.print_line(f"step {trained.step}: {summary}; see {path}")
-    return merge_metrics(steps)
+    return steps
 
 
 def stop_if_too_many(

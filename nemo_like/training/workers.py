@@ -9,9 +9,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+import torch
 
 from nemo_like.config.parallel import (
     is_colocated,
@@ -19,7 +21,7 @@ from nemo_like.config.parallel import (
     policy_layout,
     workers_per_replica,
 )
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
@@ -112,7 +114,7 @@ def start_workers(
             "starting workers", 3 if config.generates else 1, unit="groups"
         ) as phase:
             start = _group_starter(config, closing, progress, logs=logs)
-            policy = _start_policy(config, start)
+            policy = _start_policy(config, start, needs_reference=config.needs_reference)
             offload = run_offload_decision(config, policy)
             if is_colocated(config):
                 _report_offload(offload, progress)
@@ -141,6 +143,20 @@ def start_workers(
         )
 
 
+@contextmanager
+def local_policy(config: RunConfig, *, needs_reference: bool) -> Iterator[Policy]:
+    """Start the policy alone, as one rank in this process, whatever layout `config` has.
+
+    It is on a GPU if `config` has GPUs and this machine has one. It stops with the block.
+    """
+    has_gpu = config.cluster.gpus_per_node > 0 and torch.cuda.is_available()
+    cluster = ClusterConfig(backend="local", gpus_per_node=int(has_gpu), env=config.cluster.env)
+    local = replace(config, cluster=cluster, parallel=ParallelConfig())
+    with ExitStack() as closing:
+        start = _local_starter(local, closing)
+        yield _start_policy(local, start, needs_reference=needs_reference)
+
+
 def _report_offload(offload: OffloadDecision, progress: Progress) -> None:
     """Print the decision of `cluster.offload` with its reason."""
     state = "stay on their GPUs"
@@ -161,14 +177,19 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
     return MegatronPolicyWorker
 
 
-def _start_policy(config: RunConfig, start: _StartGroup) -> Policy:
+def _start_policy(
+    config: RunConfig,
+    start: _StartGroup,
+    *,
+    needs_reference: bool,
+) -> Policy:
     group = start(
         "policy",
         policy_worker_class(config),
         config=config.policy,
         parallel=config.parallel,
         seed=config.seed,
-        needs_reference=config.needs_reference,
+        needs_reference=needs_reference,
     )
     return Policy(
         group,

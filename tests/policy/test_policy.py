@@ -146,3 +146,23 @@ def test_columns_that_are_placed_already_do_not_travel_again(policy):
     )  # would raise if it replaced the sharded column
     loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig())
     assert len(policy.train(sharded, {"generation_logprobs": wrong}, loss)) == 2
+
+
+def test_a_measured_gradient_is_that_of_the_step_and_changes_no_weight(policy):
+    batch = random_batch(LENGTHS)
+    for name in ("prev_logprobs", "reference_logprobs"):
+        batch.pop(name)
+    loss = ClippedPolicyGradientLoss(config=PolicyGradientLossConfig(), is_single_step=True)
+    sharded = policy.shard(batch, policy.plan(batch["length"]))
+    before = policy.fetch_logprobs(policy.compute_logprobs(sharded, ["prev_logprobs"]))
+    measured = policy.measure_gradient(sharded, None, loss)
+    assert measured == policy.measure_gradient(sharded, None, loss), "no gradient is left"
+    first, _ = policy.train(sharded, None, loss, keep_logprobs=True)
+    for name, metric in measured.items():
+        assert metric == first[name], name
+    trained = policy.fetch_trained_logprobs(sharded)
+    # The rows of the first optimizer step; those of the second were computed with other weights.
+    for row in range(4):
+        assert np.allclose(trained[row], before["prev_logprobs"][row], rtol=0, atol=1e-5)
+    changed = [not np.array_equal(trained[row], before["prev_logprobs"][row]) for row in (5, 7)]
+    assert all(changed)

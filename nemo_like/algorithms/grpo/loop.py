@@ -13,18 +13,17 @@ import numpy as np
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
+from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs, save_rollout
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
-from nemo_like.files import write_json_lines
 from nemo_like.losses import ClippedPolicyGradientLoss
-from nemo_like.metrics import Sum
+from nemo_like.metrics import Sum, merge_metrics
 from nemo_like.rollout.prompt import Prompt
-from nemo_like.rollout.rollout import Rollout
 from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
-from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
+from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train_steps
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,8 @@ def _train(
                         taken = pipeline.take(step)
                     if step == 0:
                         show_rollout(run, taken.rollout, "rollout sample")
-                    advantages, num_logprob_passes = _update(
-                        run, config, pipeline, taken, loss, step
-                    )
+                    trained, num_logprob_passes = _update(run, config, pipeline, taken, loss, step)
                 step += 1
-                save_rollout(run, taken.rollout, advantages, step)
                 if step < total and config.grpo.max_staleness > 0:
                     # Now, so that the generator has work while this step is logged and saved.
                     pipeline.start(step)
@@ -90,6 +86,7 @@ def _train(
                     run.add_metrics(score_answers(run, val_prompts, step, temperature))
                 run.add_generator_metrics()
                 with run.rollouts.background():
+                    save_rollout(run, trained, step)
                     lengths = taken.rollout.batch["length"]
                     run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
                     stop_if_too_many(run, step, pipeline.position)
@@ -105,11 +102,11 @@ def _update(
     taken: StepRollout,
     loss: ClippedPolicyGradientLoss,
     step: int,
-) -> tuple[np.ndarray, int]:
+) -> tuple[TrainedRollout, int]:
     """Train on the rollout and copy the new weights to the generator.
 
-    The rollouts of later steps, if any were started, run meanwhile. Returns the advantages, float32
-    [B], and the number of log-prob passes before training.
+    The rollouts of later steps, if any were started, run meanwhile. Returns the trained rollout and
+    the number of log-prob passes before training.
     """
     rollout = taken.rollout
     batch = rollout.batch
@@ -134,32 +131,27 @@ def _update(
                 locations=np.repeat(taken.locations, group_size).tolist(),
                 columns={"advantages": advantages},
             )
+            # No pass computes them where the training pass has the same values.
+            keep_logprobs = (
+                config.logger.save_rollouts and "prev_logprobs" not in loss.logprob_names
+            )
             with run.timers("train"):
-                metrics = train(run, sharded, trained, loss, logprobs)
+                steps = train_steps(
+                    run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs
+                )
+            columns = fetch_logprobs(run, sharded, logprobs)
         pipeline.prepare_update()
         # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
     num_effective = float(np.count_nonzero(advantages))
     run.add_metrics({"reward/num_effective_rows": Sum(num_effective)})
-    run.add_metrics(metrics | rollout.metrics() | plan_metrics(plan))
-    return advantages, len(loss.logprob_names)
-
-
-def save_rollout(
-    run: TrainingRun,
-    rollout: Rollout,
-    advantages: np.ndarray,
-    step: int,
-) -> None:
-    """Write `rollouts/step_<N>.jsonl`, one line per row, if `logger.save_rollouts` is set.
-
-    `advantages` is float32 [B].
-    """
-    if run.config.logger.save_rollouts:
-        path = run.directory.rollouts(step)
-        write_json_lines(
-            path,
-            rollout.records(advantages),
-            f"the rollouts of step {step}",
-        )
+    run.add_metrics(merge_metrics(steps) | rollout.metrics() | plan_metrics(plan))
+    trained_rollout = TrainedRollout(
+        rollout=rollout,
+        locations=trained.locations,
+        columns={**trained.columns, **columns},
+        advantages=advantages,
+        optimizer_steps=steps,
+    )
+    return trained_rollout, len(loss.logprob_names)
