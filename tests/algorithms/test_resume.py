@@ -92,10 +92,16 @@ def test_rollouts_after_the_checkpoint_are_removed(recipe: Recipe) -> None:
     run = run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2")).directory
     later = run.rollouts(7)
     shutil.copy(run.rollouts(2), later)
+    shutil.copy(run.rollout_tokens(2), run.rollout_tokens(7))
     with run.metrics.open("a") as metrics:
         metrics.write('{"step": 3, "policy/loss": 1.0}\n{"step": 4, "pol')
     run_grpo(recipe.grpo(*options, "grpo.max_num_steps=2", "resume=true"))
-    assert sorted(path.name for path in later.parent.iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    assert sorted(path.name for path in later.parent.iterdir()) == [
+        "step_1.jsonl",
+        "step_1.safetensors",
+        "step_2.jsonl",
+        "step_2.safetensors",
+    ]
     assert [line["step"] for line in read_metrics(run.path)] == [1, 2]
 
 
