@@ -327,7 +327,11 @@ class Checkpointer:
     def _is_latest(self, step: int) -> bool:
         if step != self._named_step():
             return False
-        return incomplete_reason(self._directory(step), step) is None
+        # Checksums of files that this process wrote or read are not computed again: after SIGTERM
+        # there may be no time for it.
+        checks_content = step != self._verified_step
+        directory = self._directory(step)
+        return incomplete_reason(directory, step, checks_content=checks_content) is None
 
     def _publish(self, directory: Path, step: int) -> None:
         """Rename the complete directory and write `latest`."""

@@ -73,6 +73,11 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         sharded = policy.shard(batch, plan)
         metrics: dict[str, Any] = {}
 
+        if device.type == "cuda":
+            # Otherwise memory that earlier cases left in the allocator is counted as reserved.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
         def step() -> None:
             nonlocal metrics
             metrics = policy.train(sharded, None, NllLoss())[0]

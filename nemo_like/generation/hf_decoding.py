@@ -108,9 +108,15 @@ class DecodingBatch:
         self._last_token_ids = token_ids
         return finished
 
+    def free_cache(self) -> None:
+        """Free the KV cache. Call `recompute` before the next `step`."""
+        self._forward.free()
+
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute the KV cache of the unfinished rows again, after the weights changed."""
+        """Compute the KV cache of the unfinished rows again, after the weights changed or
+        `free_cache`.
+        """
         unfinished = [slot for slot, row in enumerate(self._slots) if not row.is_finished]
         self._uniforms = self._uniforms[torch.tensor(unfinished, device=self._device)]
         self._slots = [self._slots[slot] for slot in unfinished]
@@ -213,6 +219,11 @@ class _CachedForward:
         next_positions = self._positions + 1
         self._positions = next_positions.clamp_(max=self._last_position)
         self.logits = self._forward(token_ids[:, None], self._positions)
+
+    def free(self) -> None:
+        """Free the KV cache and the logits."""
+        self._cache = DynamicCache()
+        self.logits = self.logits.new_empty(0)
 
     def keep(self, slots: Tensor) -> None:
         """Remove all rows except `slots` int64 [k]; `logits` are stale until the next `advance`."""

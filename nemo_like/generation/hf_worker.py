@@ -160,14 +160,19 @@ class HFGenerationWorker:
         return Jagged.from_rows(scored, np.float32)
 
     def offload(self) -> None:
-        """Move the weights to host memory; does nothing on CPU."""
+        """Move the weights to host memory and free the KV cache; does nothing on CPU."""
         if self._device.type == "cuda":
+            if self._batch is not None:
+                self._batch.free_cache()
             self._host_weights.offload()
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Move the weights back to the device."""
+        """Move the weights back to the device; an unfinished batch computes its KV cache again."""
+        was_offloaded = self._host_weights.is_offloaded
         self._host_weights.onload()
+        if was_offloaded and self._batch is not None:
+            self._batch.recompute()
 
     def weight_endpoints(self) -> tuple[Endpoint, ...]:
         """See `WeightTarget.weight_endpoints`."""
@@ -205,7 +210,8 @@ class HFGenerationWorker:
         self._coverage.check_complete()
         self._coverage = None
         self._weight_version = version
-        if self._batch is not None:
+        # Offloaded weights cannot be used; `onload` computes the cache then.
+        if self._batch is not None and not self._host_weights.is_offloaded:
             self._batch.recompute()
 
     def close_weight_channel(self) -> int:

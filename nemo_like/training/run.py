@@ -204,7 +204,7 @@ class TrainingRun:
                 with self.workers.generator_offloaded(), self.workers.policy_onloaded():
                     replicas = generator.replicas_without_weights
                     self.generator_weights.update(generator.version, replicas)
-                self.generator_weights.verify()
+                self.add_metrics(self.generator_weights.verify())
             self.rollouts.advance()
         return job.result()
 

@@ -87,8 +87,11 @@ class SyncReport:
             "weight_sync/gather_s": Sum(self.gather_s),
             "weight_sync/transfer_s": Sum(self.transfer_s),
             "weight_sync/load_s": Sum(self.load_s),
-            "weight_sync/gb_per_s": Mean(self.gb_per_s),
-            "weight_sync/transfer_gb_per_s": Mean(self.transfer_gb_per_s),
+            # With the seconds as weights: bytes over seconds of all updates of a step.
+            "weight_sync/gb_per_s": Mean(self.num_bytes / 1e9, self.total_s),
+            "weight_sync/transfer_gb_per_s": Mean(
+                self.transfer_gb_per_s * self.transfer_s, self.transfer_s
+            ),
             "weight_sync/num_failed_replicas": Sum(float(len(self.failed))),
         }
 
