@@ -18,6 +18,7 @@ from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.host_allocator import keep_freed_memory
 from nemo_like.policy.offload import HostMemory
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 
@@ -95,6 +96,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self._axes = groups
         self._optimizer: OptimizerT | None = None
         self._spec: ModelSpec | None = None
+        if device.type == "cpu":
+            keep_freed_memory()
         is_pinned = device.type == "cuda"
         self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
