@@ -113,6 +113,8 @@ class _Builder:
         path: str,
     ) -> Any:
         """Convert `value` to the type `annotation`; return None after adding a problem."""
+        if annotation is Any:
+            return value
         inner, may_be_null = without_none(annotation)
         if value is None and may_be_null:
             return None
@@ -273,7 +275,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _to_plain(inner) for name, inner in value.items()}
     # YAML has lists, and no tuples.
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return [_to_plain(item) for item in value]
     return _escaped(value) if isinstance(value, str) else value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
@@ -43,3 +43,18 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
             f" of one {argument}"
         )
     return function
+
+
+def import_class(key: str, path: str, example: str, methods: Sequence[str]) -> type[Any]:
+    """Import `module.Class`. Raises ConfigError that begins with `key`.
+
+    `example` is a legal path, and `methods` are those that the class must have.
+    """
+    imported = import_function(key, path, example, "conversation")
+    wanted = f"name a class with the methods {' and '.join(methods)}, e.g. {example}"
+    if not isinstance(imported, type):
+        raise ConfigError(f"{key} is {path!r}, which is no class; {wanted}")
+    missing = [name for name in methods if not callable(getattr(imported, name, None))]
+    if missing:
+        raise ConfigError(f"{key} is {path!r}, which has no {' and no '.join(missing)}; {wanted}")
+    return imported

@@ -136,6 +136,9 @@ def type_at(root: Any, path: str) -> Any | None:
     names = path.split(".") if path else []
     for name in names:
         annotation, _ = without_none(annotation)
+        if annotation is Any:
+            # Plain values of any depth.
+            return Any
         if is_open_section(annotation):
             # Any name is legal there; all entries have one type.
             annotation = get_args(annotation)[1]

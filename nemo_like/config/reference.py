@@ -33,6 +33,7 @@ _TYPE_NAMES = {
     float: "number",
     bool: "true or false",
     str: "text",
+    Any: "any value",
 }
 _REQUIRED = "required"
 

@@ -23,6 +23,7 @@ from nemo_like.config.constraints import (
     NotEmpty,
     PromptTemplate,
 )
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
 from nemo_like.config.generation import GenerationConfig
 
@@ -384,6 +385,7 @@ class RunConfig:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     kind: ClassVar[str] = ""
     """Name of the job: the command, and the section of its own keys."""

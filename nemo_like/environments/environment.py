@@ -10,7 +10,7 @@ conversation, so that any worker can answer the next turn.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nemo_like.data.tools import Message
@@ -42,6 +42,10 @@ class Conversation:
     def completion(self) -> str:
         """Text of the model's last turn."""
         return str(self.messages[-1].get("content") or "")
+
+    def with_state(self, state: State) -> Conversation:
+        """Return the conversation with another state."""
+        return replace(self, state=state)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import Above, AtLeast
+from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
@@ -141,6 +142,7 @@ class GrpoRunConfig(RunConfig):
         yield from _sampling_problems(self)
         yield from _group_problems(self)
         yield from _reward_problems(self)
+        yield from environment_problems(self.environment, self.policy.max_total_sequence_length)
         yield from self.loss_fn.importance_correction.problems()
         yield from _asynchronous_problems(self)
 
@@ -194,11 +196,15 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     functions = config.reward.functions
+    if config.environment.path is not None:
+        # The environment gives rewards.
+        return
     if not functions:
         yield Problem(
             ("reward.functions",),
             "reward.functions is empty, so nothing scores the completions; e.g."
-            " reward.functions.answer.path=nemo_like.environments.math.answer_reward",
+            " reward.functions.answer.path=nemo_like.environments.math.answer_reward, or set"
+            " environment.path",
         )
     elif all(function.weight == 0 for function in functions.values()):
         yield Problem(

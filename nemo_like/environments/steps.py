@@ -1,0 +1,192 @@
+"""Steps of environments on their way to a worker and back, and the checks of what a step returns."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nemo_like.data.tools import Message
+from nemo_like.environments.environment import (
+    Conversation,
+    EnvironmentFailure,
+    State,
+    StepResult,
+)
+
+ENVIRONMENT = "environment"
+"""Name of the reward component of an environment; named components have it as a prefix."""
+_MAX_SHOWN = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTask:
+    """One turn of the model that an environment answers; at the first turn it resets before."""
+
+    key: int
+    """Names the task among the unfinished tasks of the run."""
+    conversation: Conversation
+    timeout_s: float | None = None
+    """Seconds that are left to the environment in this conversation; None sets no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """The checked result of a step."""
+
+    key: int
+    """The key of the task."""
+    state: State
+    """State for the next turn."""
+    observation: tuple[Message, ...] = ()
+    rewards: Mapping[str, float]
+    """Components of the reward of this turn, by name."""
+    metrics: Mapping[str, float]
+    done: bool
+    is_timeout: bool = False
+    """The time of the conversation was over before the step ended; it has no reward then."""
+    seconds: float
+    """Time of the step."""
+
+
+class BadStep(Exception):
+    """A step returned an invalid value; `str()` continues the name of the method."""
+
+
+def checked_state(value: Any) -> State:
+    """Return the state that `reset` returned. Raises BadStep unless it consists of JSON values."""
+    if not isinstance(value, Mapping):
+        raise BadStep(f"returned {_shown(value)}, which is no mapping; return {{}} for no state")
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadStep(
+            f"returned a state that is not JSON ({error}): states travel between processes, so use"
+            " texts, numbers, lists and mappings with texts as keys"
+        ) from error
+    return dict(value)
+
+
+def checked_outcome(task: StepTask, state: State, value: Any, seconds: float) -> StepOutcome:
+    """Return the outcome of a step that returned `value` after `seconds`.
+
+    `state` is that before the step. Raises BadStep for an invalid value.
+    """
+    if not isinstance(value, StepResult):
+        raise BadStep(
+            f"returned {_shown(value)}; return a nemo_like.environments.environment.StepResult"
+        )
+    if value.state is not None:
+        state = checked_state(value.state)
+    observation = _checked_observation(value.observation)
+    if not observation and not value.done:
+        raise BadStep(
+            "returned neither an observation nor done=True, so the model has nothing to answer;"
+            " return one of the two"
+        )
+    return StepOutcome(
+        key=task.key,
+        state=state,
+        observation=observation,
+        rewards=_checked_rewards(value.reward),
+        metrics=_checked_numbers("metrics", value.metrics),
+        done=bool(value.done),
+        seconds=seconds,
+    )
+
+
+def timed_out(task: StepTask, seconds: float) -> StepOutcome:
+    """Return the outcome of a step that did not end in time."""
+    return StepOutcome(
+        key=task.key,
+        state=task.conversation.state,
+        rewards={},
+        metrics={},
+        done=True,
+        is_timeout=True,
+        seconds=seconds,
+    )
+
+
+def failure(path: str, problem: str, conversation: Conversation) -> EnvironmentFailure:
+    """Return the error of the environment with import path `path` on `conversation`."""
+    lines = [
+        f"environment.path {path} {problem}. A mistake of the model should be answered with an"
+        " observation or a reward; any other exception stops the run. The conversation:",
+        f"  row: {_shown(dict(conversation.row))}",
+        f"  state: {_shown(dict(conversation.state))}",
+        f"  turn {conversation.turn} of the model: {_shown(conversation.completion)}",
+    ]
+    return EnvironmentFailure("\n".join(lines))
+
+
+def _checked_observation(value: Any) -> tuple[Message, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence):
+        raise BadStep(
+            f"returned the observation {_shown(value)}; return a text, a list of messages or None"
+        )
+    for message in value:
+        problem = _message_problem(message)
+        if problem is not None:
+            raise BadStep(f"returned an observation with {_shown(message)}: {problem}")
+    return tuple(value)
+
+
+def _message_problem(message: Any) -> str | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "a message is a mapping with role and content"
+    if message["role"] == "assistant":
+        return "only the model has turns of role assistant; use user or tool"
+    content = message.get("content")
+    if not isinstance(content, str):
+        return "its content is no text"
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return "its content has half of a surrogate pair, which no tokenizer encodes; remove it"
+    return None
+
+
+def _checked_rewards(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {ENVIRONMENT: _checked_number("the reward", value)}
+    components = _checked_numbers("the reward", value)
+    return {f"{ENVIRONMENT}_{name}": reward for name, reward in components.items()}
+
+
+def _checked_numbers(what: str, values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise BadStep(f"returned {_shown(values)} as {what}; return a mapping of names to numbers")
+    checked = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise BadStep(
+                f"returned the name {_shown(name)} in {what}; names have letters, digits and '_'"
+            )
+        checked[name] = _checked_number(f"{what} {name!r}", value)
+    return checked
+
+
+def _checked_number(what: str, value: Any) -> float:
+    """Convert a number of Python, NumPy or torch. Raises BadStep unless it is finite."""
+    # The libraries are not imported for the check; scalars of both have `ndim` and `item`.
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(cast(float, value)):
+        raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
+    return float(cast(float, value))
+
+
+def _shown(value: Any) -> str:
+    # A part of an error message; a turn may have thousands of tokens.
+    text = repr(value)
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
