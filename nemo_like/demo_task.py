@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -100,25 +101,30 @@ def build_demo(directory: Path, seed: int) -> None:
     validation_rows = []
     for problem in validation.values():
         validation_rows.append(_supervised_row(problem, rng) | {"answer": problem.answer})
-    _write(directory / "sft_train.jsonl", sft_rows)
-    _write(directory / "grpo_train.jsonl", grpo_rows)
-    _write(directory / "validation.jsonl", validation_rows)
+    write_rows(directory / "sft_train.jsonl", sft_rows)
+    write_rows(directory / "grpo_train.jsonl", grpo_rows)
+    write_rows(directory / "validation.jsonl", validation_rows)
     # Drawn last, so that the other files do not depend on them.
     dpo_problems = [_draw(rng, validation) for _ in range(NUM_DPO_ROWS)]
-    _write(directory / "dpo_train.jsonl", [_preference_row(each, rng) for each in dpo_problems])
+    write_rows(directory / "dpo_train.jsonl", [_preference_row(each, rng) for each in dpo_problems])
     dpo_validation = [_preference_row(problem, rng) for problem in validation.values()]
-    _write(directory / "dpo_validation.jsonl", dpo_validation)
+    write_rows(directory / "dpo_validation.jsonl", dpo_validation)
     build_tokenizer().save_pretrained(directory / "model")
     build_model(seed).save_pretrained(directory / "model")
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character and the tokens of the chat template."""
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_CHARACTERS))}
+def build_tokenizer(
+    characters: str = _CHARACTERS, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character and the tokens of the chat template.
+
+    `words` are texts of one token each.
+    """
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -128,15 +134,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens(list(words))
+    return fast
 
 
-def build_model(seed: int) -> LlamaForCausalLM:
+def build_model(
+    seed: int, vocab_size: int = len(_SPECIAL_TOKENS) + len(_CHARACTERS)
+) -> LlamaForCausalLM:
     """Build a Llama of 0.4 million parameters with weights drawn from `seed`.
 
     The global random generator is not changed.
     """
     config = LlamaConfig(
-        vocab_size=len(_SPECIAL_TOKENS) + len(_CHARACTERS),
+        vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
@@ -189,6 +199,7 @@ def _draw_number(rng: random.Random) -> int:
     return rng.randrange(smallest, 10**num_digits)
 
 
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object per line."""
     lines = [json.dumps(row) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")

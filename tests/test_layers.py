@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 12, "demo": 12, "demo_task": 12, "__main__": 12,
+    "cli": 12, "demo": 12, "demo_environments": 12, "demo_task": 12, "__main__": 12,
     "commands": 11,
     "algorithms": 10,
     "training": 9,
@@ -60,6 +60,7 @@ LIGHT_MODULES = (
     "nemo_like.data.packing.algorithms",
     "nemo_like.distributed.ray.session_guard",
     "nemo_like.distributed.worker_group",
+    "nemo_like.environments.environment",
     "nemo_like.environments.math",
     "nemo_like.environments.reward",
     "nemo_like.metrics",

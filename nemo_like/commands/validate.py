@@ -16,6 +16,7 @@ from nemo_like.algorithms.registry import ALGORITHMS
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.datasets import Rows, conversation, question
+from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.reward import RewardSample
@@ -67,6 +68,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)
+    check_environment(config, algorithm.rewarded_rows(train, validation), encoder, diagnostics)
     return diagnostics.report()
 
 

@@ -125,6 +125,19 @@ class ChatEncoder:
         self._check(messages, tools, text, trains=False)
         return self._token_ids(text)
 
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """Render the messages, without the configured prompts, and the generation prompt.
+
+        Raises ConfigError if the template refuses the messages.
+        """
+        if not self.template.exists:
+            return self._plain(list(messages), None)[0]
+        return self.template.render(messages, opening=True)
+
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Tokenize a text that follows other tokens of its row, int32 [L]."""
+        return self._token_ids(text, follows=True)
+
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a generation: eos and the template's end-of-turn tokens."""

@@ -69,7 +69,8 @@ def load_environment(config: EnvironmentConfig) -> Environment:
 class EnvironmentWorker:
     """Implements `EnvironmentWorkerProtocol` with one instance of the environment."""
 
-    def __init__(self, context: WorkerContext, *, config: EnvironmentConfig) -> None:
+    def __init__(self, context: WorkerContext | None, *, config: EnvironmentConfig) -> None:
+        """Construct the environment and start the event loop; `context` is not needed."""
         self._path = config.path or ""
         self._environment = load_environment(config)
         self._loop = asyncio.new_event_loop()

@@ -15,6 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.data.tools import Message
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
 
@@ -37,6 +38,9 @@ class RewardSample:
     """The data row's answer, if it has one."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row in the data file."""
+    messages: Sequence[Message] = ()
+    """All turns of a conversation with an environment, whose `completion` is the last turn of the
+    model; empty for one completion of a prompt."""
 
     def __str__(self) -> str:
         fields = {

@@ -1,4 +1,4 @@
-"""Steps of environments on their way to a worker and back, and the checks of what a step returns."""
+"""Steps of environments as tasks and outcomes, and the checks of what a step returns."""
 
 from __future__ import annotations
 
@@ -113,9 +113,12 @@ def timed_out(task: StepTask, seconds: float) -> StepOutcome:
 
 def failure(path: str, problem: str, conversation: Conversation) -> EnvironmentFailure:
     """Return the error of the environment with import path `path` on `conversation`."""
-    lines = [
+    problem = (
         f"environment.path {path} {problem}. A mistake of the model should be answered with an"
-        " observation or a reward; any other exception stops the run. The conversation:",
+        " observation or a reward; any other exception stops the run. The conversation:"
+    )
+    lines = [
+        problem,
         f"  row: {_shown(dict(conversation.row))}",
         f"  state: {_shown(dict(conversation.state))}",
         f"  turn {conversation.turn} of the model: {_shown(conversation.completion)}",
@@ -147,6 +150,10 @@ def _message_problem(message: Any) -> str | None:
     content = message.get("content")
     if not isinstance(content, str):
         return "its content is no text"
+    try:
+        json.dumps(message)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"it is not JSON ({error})"
     try:
         content.encode()
     except UnicodeEncodeError:

@@ -16,6 +16,8 @@ from nemo_like.environments.reward import RewardEnvironment, RewardSample
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions
 from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.rollout.conversation_driver import ConversationDriver
+from nemo_like.rollout.conversations import ConversationRow, check_prompt_lengths, turn_seed
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, build_rollout
 
@@ -30,6 +32,9 @@ class RolloutJob:
     prompts: list[Prompt]
     """B prompts, one per completion; those of a group are consecutive."""
     group_size: int
+    sampling: SamplingParams
+    conversations: list[ConversationRow] | None = None
+    """B conversations of several turns; None in rollouts of one turn."""
     parts: list[Completions] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Row of each completion in `parts`."""
@@ -49,6 +54,24 @@ class RolloutJob:
     def __post_init__(self) -> None:
         self.rewards = np.zeros(len(self.prompts), dtype=np.float32)
 
+    def add_completions(self, rows: list[int], completions: Completions) -> None:
+        """Add the completions of `rows`, in their order."""
+        self.rows += rows
+        self.parts.append(completions)
+        if len(self.rows) == len(self.prompts):
+            self.generation_s = time.monotonic() - self.started_s
+
+    def add_component(self, name: str, row: int, value: float) -> None:
+        """Set a component of the reward of a row; it is 0 in rows without it."""
+        column = self.components.setdefault(name, np.zeros(len(self.prompts), np.float32))
+        column[row] = value
+
+    def add_scored(self) -> None:
+        """Count a row as scored."""
+        self.num_scored += 1
+        if self.is_done:
+            self.reward_s = time.monotonic() - self.started_s - self.generation_s
+
     @property
     def is_done(self) -> bool:
         """True if every completion has its reward."""
@@ -65,26 +88,34 @@ class RolloutJob:
             samples,
             self.rewards,
             self.components,
+            self.conversations,
         )
 
 
 class RolloutCollector:
     """Runs any number of jobs at a time on one generator and one group of reward workers.
 
-    Not thread-safe: `background` is the only way to run it in another thread.
+    With an environment every row is a conversation of several turns. Not thread-safe: `background`
+    is the only way to run it in another thread.
     """
 
     def __init__(
         self,
         generator: Generator,
-        rewards: RewardEnvironment,
+        rewards: RewardEnvironment | None,
         tokenizer: PreTrainedTokenizerBase,
+        conversations: ConversationDriver | None = None,
     ) -> None:
+        """`rewards` may be None with an environment, whose rewards are then the only ones."""
         self.generator = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
+        self._conversations = conversations
         self._jobs: dict[int, tuple[RolloutJob, int]] = {}
         """By request id: the job and the row of requests without a reward."""
+        self._next_turns: list[int] = []
+        """Requests whose conversations wait for their next turn."""
+        self._is_draining = False
 
     def start(
         self,
@@ -95,11 +126,23 @@ class RolloutCollector:
         max_total_length: int,
         seeds: np.ndarray,
     ) -> RolloutJob:
-        """Request `group_size` completions per prompt; `seeds` is uint64 [P x G]."""
+        """Request `group_size` completions per prompt; `seeds` is uint64 [P x G].
+
+        With an environment its limit on the tokens of a conversation replaces `max_total_length`.
+        Raises ConfigError for a prompt that reaches that limit.
+        """
         # Prompt-major: the completions of a prompt are consecutive rows.
         repeated: list[Prompt] = []
         for prompt in prompts:
             repeated += [prompt] * group_size
+        job = RolloutJob(repeated, group_size, sampling)
+        if self._conversations is not None:
+            check_prompt_lengths(prompts, self._conversations.limits)
+            max_total_length = self._conversations.limits.max_tokens
+            job.conversations = [
+                ConversationRow.start(prompt, int(seed))
+                for prompt, seed in zip(repeated, seeds, strict=True)
+            ]
         if self.generator.num_unfinished == 0:
             self.generator.start_rollout()
         request_ids = self.generator.submit(
@@ -108,23 +151,40 @@ class RolloutCollector:
             sampling,
             max_total_length=max_total_length,
         )
-        job = RolloutJob(repeated, group_size)
         for row, request_id in enumerate(request_ids):
             self._jobs[request_id] = (job, row)
         return job
 
     def advance(self) -> None:
-        """Collect finished completions, start their rewards, and collect rewards.
+        """Collect finished completions, steps and rewards, and start what follows them.
 
         Raises WorkerFailure if a worker fails that cannot be replaced.
         """
+        self._request_turns()
         if self.generator.num_unfinished:
             request_ids, completions = self.generator.collect(_WAIT_S)
             if request_ids:
                 self._add_completions(request_ids, completions)
+            self._collect_steps(0.0)
+            self._collect_rewards(0.0)
+        elif self._conversations is not None and self._conversations.num_unfinished:
+            self._collect_steps(_WAIT_S)
             self._collect_rewards(0.0)
         else:
             self._collect_rewards(_WAIT_S)
+
+    def drain(self) -> None:
+        """Finish the completions that are being decoded.
+
+        Conversations request their next turn after this. Requests that wait for a restarted replica
+        are not waited for.
+        """
+        self._is_draining = True
+        try:
+            while self.generator.num_running:
+                self.advance()
+        finally:
+            self._is_draining = False
 
     @contextmanager
     def background(self) -> Iterator[None]:
@@ -162,13 +222,19 @@ class RolloutCollector:
             raise errors[0]
 
     def _add_completions(self, request_ids: Sequence[int], completions: Completions) -> None:
-        """Add finished completions to their jobs and submit them for rewards."""
+        """Add finished completions to their jobs; submit them for steps or for rewards."""
         token_ids = [ids.tolist() for ids in completions.token_ids]
         texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         samples = []
+        turns: dict[int, ConversationRow] = {}
         rows_of_job: dict[int, tuple[RolloutJob, list[int], list[int]]] = {}
         for position, (request_id, text) in enumerate(zip(request_ids, texts, strict=True)):
             job, row = self._jobs[request_id]
+            if job.conversations is not None:
+                conversation = job.conversations[row]
+                conversation.add_turn(completions, position, text)
+                turns[request_id] = conversation
+                continue
             prompt = job.prompts[row]
             sample = RewardSample(
                 prompt=prompt.text,
@@ -182,20 +248,75 @@ class RolloutCollector:
             rows.append(row)
             positions.append(position)
         for job, rows, positions in rows_of_job.values():
-            job.rows += rows
-            job.parts.append(completions.take(np.array(positions)))
-            if len(job.rows) == len(job.prompts):
-                job.generation_s = time.monotonic() - job.started_s
-        self._rewards.submit(request_ids, samples)
+            job.add_completions(rows, completions.take(np.array(positions)))
+        if self._conversations is not None:
+            self._conversations.submit(turns)
+        elif self._rewards is not None:
+            self._rewards.submit(request_ids, samples)
+
+    def _collect_steps(self, timeout_s: float) -> None:
+        """Continue or end the conversations whose turn the environment has answered."""
+        if self._conversations is None:
+            return
+        ended = []
+        for request_id, conversation in self._conversations.collect(timeout_s).items():
+            if conversation.ended_by is None:
+                self._next_turns.append(request_id)
+            else:
+                ended.append(request_id)
+        self._end_conversations(ended)
+        self._request_turns()
+
+    def _request_turns(self) -> None:
+        """Request the next turns of conversations, unless completions are drained."""
+        if not self._next_turns or self._is_draining or self._conversations is None:
+            return
+        requests: dict[int, tuple[RolloutJob, list[int]]] = {}
+        for request_id in self._next_turns:
+            job, row = self._jobs.pop(request_id)
+            requests.setdefault(id(job), (job, []))[1].append(row)
+        self._next_turns = []
+        for job, rows in requests.values():
+            assert job.conversations is not None
+            conversations = [job.conversations[row] for row in rows]
+            seeds = [turn_seed(each.seed, each.num_turns) for each in conversations]
+            request_ids = self.generator.submit(
+                Jagged.from_rows([each.token_ids for each in conversations], np.int32),
+                np.array(seeds, dtype=np.uint64),
+                job.sampling,
+                max_total_length=self._conversations.limits.max_tokens,
+            )
+            self._jobs |= {
+                request_id: (job, row) for request_id, row in zip(request_ids, rows, strict=True)
+            }
+
+    def _end_conversations(self, request_ids: Sequence[int]) -> None:
+        """Add conversations that ended to their jobs and submit them for rewards."""
+        samples = []
+        for request_id in request_ids:
+            job, row = self._jobs[request_id]
+            assert job.conversations is not None
+            conversation = job.conversations[row]
+            job.samples[row] = conversation.sample()
+            samples.append(job.samples[row])
+            job.add_completions([row], conversation.completions())
+            job.rewards[row] = conversation.reward
+            for name, value in conversation.rewards.items():
+                job.add_component(name, row, value)
+            if self._rewards is None:
+                del self._jobs[request_id]
+                job.add_scored()
+        if self._rewards is not None and samples:
+            self._rewards.submit(request_ids, samples)
 
     def _collect_rewards(self, timeout_s: float) -> None:
+        if self._rewards is None:
+            return
         for scored in self._rewards.collect(timeout_s):
             for position, request_id in enumerate(scored.keys):
                 job, row = self._jobs.pop(request_id)
-                job.rewards[row] = scored.rewards[position]
+                # On top of the reward of the environment, if there is one.
+                job.rewards[row] += scored.rewards[position]
                 for name, values in scored.components.items():
-                    column = job.components.setdefault(name, np.zeros(len(job.prompts), np.float32))
-                    column[row] = values[position]
-                job.num_scored += 1
-                if job.is_done:
-                    job.reward_s = time.monotonic() - job.started_s - job.generation_s
+                    job.add_component(name, row, float(values[position]))
+                job.add_scored()

@@ -198,7 +198,18 @@ def record_sample(record: Mapping[str, Any]) -> Sample:
         ("\n", False),
         (str(record["completion"]), True),
     )
+    if "messages" in record:
+        segments = _conversation_segments(record["messages"])
     return Sample(segments, reward=record["reward"], notes=notes)
+
+
+def _conversation_segments(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
+    """Return the text of each turn, on lines of its own, and whether it is an assistant turn."""
+    segments = []
+    for message in messages:
+        text = str(message.get("content") or "")
+        segments.append((f"{text}\n", message["role"] == "assistant"))
+    return tuple(segments)
 
 
 def _shown(value: float | None) -> str:

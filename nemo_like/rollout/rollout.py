@@ -13,6 +13,8 @@ from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.requests import Completions
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
+from nemo_like.rollout.conversation_metrics import conversation_metrics
+from nemo_like.rollout.conversations import ConversationRow, conversation_record, row_segments
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_metrics import reward_metrics
 
@@ -22,7 +24,8 @@ class Rollout:
     """Scored completions: P prompts x G completions = B rows, prompt-major.
 
     `batch` columns: `input_ids`, `token_mask`, `generation_logprobs` (Jagged over prompt +
-    completion), `length`, `reward`, `group`, `row_mask` ([B]).
+    completion, or over prompt, turns and observations of a conversation), `length`, `reward`,
+    `group`, `row_mask` ([B]).
     """
 
     batch: BatchedDataDict
@@ -30,6 +33,9 @@ class Rollout:
     components: dict[str, np.ndarray]
     """The named parts of the reward, float [B] each."""
     completions: Completions
+    """The tokens of the model only: in a conversation all its turns, concatenated."""
+    conversations: Sequence[ConversationRow] | None = None
+    """B conversations, in rollouts of several turns."""
 
     def metrics(self) -> Metrics:
         """Return metrics of rewards, lengths, and completions that reached the length limit."""
@@ -39,6 +45,8 @@ class Rollout:
         # Without the completions that reached the limit, whose length is that of the limit.
         stopped_lengths = lengths[is_stopped]
         prompt_lengths = self.batch["length"] - lengths
+        if self.conversations is not None:
+            prompt_lengths = np.array([len(each.segments[0]) for each in self.conversations])
         num_rows = len(lengths)
         num_tokens = float(lengths.sum())
         num_prompt_tokens = float(prompt_lengths.sum())
@@ -62,6 +70,8 @@ class Rollout:
             "generation/prompt_length_mean": Mean(num_prompt_tokens, num_rows),
             "generation/num_tokens": Sum(num_tokens),
         }
+        if self.conversations is not None:
+            metrics |= conversation_metrics(self.conversations)
         return metrics
 
     def check_versions(self, oldest: int, newest: int) -> None:
@@ -116,6 +126,8 @@ class Rollout:
             record["finish_reason"] = self.completions.finish_reasons[i]
             versions = self.completions.weight_versions[i]
             record["weight_versions"] = np.unique(versions).tolist()
+            if self.conversations is not None:
+                record |= conversation_record(self.conversations[i])
             records.append(record)
         return records
 
@@ -140,46 +152,50 @@ def build_rollout(
     samples: list[RewardSample],
     rewards: np.ndarray,
     components: dict[str, np.ndarray],
+    conversations: Sequence[ConversationRow] | None = None,
 ) -> Rollout:
     """Build the training rows of B scored completions.
 
     `prompts` has one entry per completion, prompt-major; `rewards` and each of the `components` are
-    float32 [B].
+    float32 [B]. With `conversations` the rows are theirs, and `completions` has their turns of the
+    model.
     """
-    prompt_ids = Jagged.from_rows([prompt.token_ids for prompt in prompts], np.int32)
-    batch = _training_rows(prompt_ids, completions)
+    if conversations is None:
+        pairs = zip(prompts, completions.token_ids, strict=True)
+        segments = [[prompt.token_ids, token_ids] for prompt, token_ids in pairs]
+    else:
+        segments = row_segments(conversations)
+    batch = _training_rows(segments, completions)
     batch["reward"] = rewards
     prompt_indices = np.arange(len(prompts) // group_size, dtype=np.int64)
     batch["group"] = np.repeat(prompt_indices, group_size)
-    return Rollout(batch, samples, components, completions)
+    return Rollout(batch, samples, components, completions, conversations)
 
 
-def _training_rows(prompt_ids: Jagged, completions: Completions) -> BatchedDataDict:
-    """Concatenate each of the B prompts and its completion to one row.
+def _training_rows(
+    segments: Sequence[Sequence[np.ndarray]], completions: Completions
+) -> BatchedDataDict:
+    """Concatenate the segments of each of B rows, int32 [L] each.
 
-    Only completion tokens are trained and have the log-probs of the sampler. Token columns are
-    [T] over the tokens of all rows, row columns [B].
+    They alternate between given tokens (the prompt, observations) and turns of the model, which are
+    the rows of `completions`. Only the model's tokens are trained and have the log-probs of the
+    sampler. Token columns are [T] over the tokens of all rows, row columns [B].
     """
-    num_rows = len(prompt_ids)
     rows = []
-    for i in range(num_rows):
-        row = np.concatenate([prompt_ids[i], completions.token_ids[i]])
-        rows.append(row)
+    masks = []
+    for parts in segments:
+        rows.append(np.concatenate(parts))
+        is_model = (np.arange(len(parts)) % 2).astype(np.uint8)
+        masks.append(np.repeat(is_model, [len(segment) for segment in parts]))
     input_ids = Jagged.from_rows(rows, np.int32)
-    num_tokens = len(input_ids.values)
-    # [T] over the tokens of all rows: the position in the row tells prompt and completion apart.
-    row_start = np.repeat(input_ids.offsets[:-1], input_ids.lengths)
-    prompt_length = np.repeat(prompt_ids.lengths, input_ids.lengths)
-    position = np.arange(num_tokens) - row_start
-    is_completion = position >= prompt_length
-    token_mask = is_completion.astype(np.uint8)
-    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    token_mask = Jagged.from_rows(masks, np.uint8)
+    logprobs = np.zeros(len(input_ids.values), dtype=np.float32)
     # Both sides are in row order, so the completions' log-probs fit the selected positions.
-    logprobs[is_completion] = completions.logprobs.values
+    logprobs[token_mask.values.astype(bool)] = completions.logprobs.values
     return BatchedDataDict(
         input_ids=input_ids,
-        token_mask=Jagged(token_mask, input_ids.offsets),
+        token_mask=token_mask,
         generation_logprobs=Jagged(logprobs, input_ids.offsets),
         length=input_ids.lengths,
-        row_mask=np.ones(num_rows, dtype=bool),
+        row_mask=np.ones(len(rows), dtype=bool),
     )

@@ -46,6 +46,7 @@ from nemo_like.run_directory import (
 )
 from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
+from nemo_like.training.collector import open_collector
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
@@ -159,9 +160,8 @@ class TrainingRun:
 
     @cached_property
     def rollouts(self) -> RolloutCollector:
-        """Drives generation and rewards."""
-        workers = self.workers.rollout
-        return RolloutCollector(workers.generator, workers.rewards, self.encoder.tokenizer)
+        """Drives generation, the environment and rewards."""
+        return open_collector(self.config, self.workers.rollout, self.encoder)
 
     @cached_property
     def generator_weights(self) -> GeneratorWeights:

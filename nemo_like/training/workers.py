@@ -25,6 +25,8 @@ from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.environments.environment_worker import EnvironmentWorker, load_environment
+from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardEnvironment
 from nemo_like.environments.rewards import RewardWorker, load_reward_functions
 from nemo_like.generation.generator import Generator
@@ -57,7 +59,10 @@ class RolloutWorkers:
     """The workers of a run that generates completions."""
 
     generator: Generator
-    rewards: RewardEnvironment
+    rewards: RewardEnvironment | None
+    """None with an environment and without reward functions."""
+    environment: EnvironmentWorkers | None = None
+    """None in rollouts of one turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,8 @@ def start_workers(
     # Only the check: the workers import the functions themselves.
     if config.generates:
         load_reward_functions(config.reward.functions)
+        if config.environment.path is not None:
+            load_environment(config.environment)
     with ExitStack() as closing:
         with progress.phase(
             "starting workers", 3 if config.generates else 1, unit="groups"
@@ -131,10 +138,13 @@ def start_workers(
                 if offload.offloads:
                     generator.offload()
                 phase.advance()
-                functions = config.reward.functions
-                reward_group = start("reward", RewardWorker, functions=functions)
-                rewards = RewardEnvironment(reward_group, functions)
-                rollout_workers = RolloutWorkers(generator, rewards)
+                environment = _start_environment(config, start, closing, progress)
+                rewards = None
+                if config.reward.functions or environment is None:
+                    functions = config.reward.functions
+                    reward_group = start("reward", RewardWorker, functions=functions)
+                    rewards = RewardEnvironment(reward_group, functions)
+                rollout_workers = RolloutWorkers(generator, rewards, environment)
                 phase.advance()
         yield RunWorkers(
             policy=policy,
@@ -238,6 +248,34 @@ def _start_generator(
     )
 
 
+def _start_environment(
+    config: RunConfig,
+    start: _StartGroup,
+    closing: ExitStack,
+    progress: Progress,
+) -> EnvironmentWorkers | None:
+    """Start the workers of the environment; None in a run without one."""
+    environment = config.environment
+    if environment.path is None:
+        return None
+    num_workers = environment.num_workers
+    if config.cluster.backend == "local":
+        # The steps share this process in any case.
+        num_workers = 1
+
+    def start_worker(index: int) -> WorkerGroup:
+        return start("environment", EnvironmentWorker, index, config=environment)
+
+    workers = EnvironmentWorkers(
+        start_worker,
+        num_workers,
+        max_restarts=environment.max_restarts,
+        report=progress.print_line,
+    )
+    closing.callback(workers.shutdown)
+    return workers
+
+
 def _group_starter(
     config: RunConfig,
     closing: ExitStack,
@@ -308,6 +346,7 @@ def _ray_starter(
         "generation": ("generation", ParallelLayout()),
         # Reward functions need no GPU and little CPU, so their workers reserve nothing.
         "reward": ("anywhere", ParallelLayout(dp=config.reward.num_workers)),
+        "environment": ("anywhere", ParallelLayout()),
     }
     # A replica with resources of its own has one bundle, a colocated one those of several workers.
     bundles_per_replica = 1
@@ -326,6 +365,8 @@ def _ray_starter(
         if name == "generation":
             name = f"generation-{index}"
             progress_timeout_s = config.policy.generation.progress_timeout_s
+        if name == "environment":
+            name = f"environment-{index}"
         group = RayWorkerGroup(
             cluster,
             worker_class,

@@ -11,6 +11,7 @@ from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warning
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
+from nemo_like.diagnostics.environment_checks import check_conversation_prompts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
 from nemo_like.diagnostics.row_checks import (
@@ -101,6 +102,7 @@ def check_rows(
         encoded = encode_sample(rows, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         check_prompts(config, rows, lengths, diagnostics)
+        check_conversation_prompts(config, rows, lengths, diagnostics)
         if rows is data.train:
             check_vocabulary(model, encoded.values(), diagnostics)
     if len(diagnostics.problems) > num_problems_before:
@@ -153,10 +155,14 @@ def rollout_lengths(
 
     `prompt_lengths` is int [P]. In the first guess completion lengths are drawn uniformly from 1 to
     `max_new_tokens`, or to the tokens left in the row; in the second all have that maximum.
+    With an environment the turns and observations of a conversation may take all tokens left.
     """
     prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)
-    tokens_left = config.policy.max_total_sequence_length - prompts
-    max_completions = np.minimum(tokens_left, config.policy.generation.max_new_tokens)
+    limit = config.environment.conversation_limit(config.policy.max_total_sequence_length)
+    max_completions = limit - prompts
+    if config.environment.path is None:
+        max_new_tokens = config.policy.generation.max_new_tokens
+        max_completions = np.minimum(max_completions, max_new_tokens)
     rng = np.random.default_rng(config.seed % 2**64)
     completions = rng.integers(1, max_completions + 1)
     return prompts + completions, prompts + max_completions

@@ -110,8 +110,7 @@ class RolloutPipeline:
         if self._config.grpo.weight_update == "drain":
             with self._run.timers("drain"):
                 # Requests that wait for a restarted replica may start with the new weights.
-                while generator.num_running:
-                    self._run.rollouts.advance()
+                self._run.rollouts.drain()
         elif self._config.grpo.partial_completions == "restart":
             generator.restart_unfinished()
 

@@ -1,0 +1,144 @@
+"""Token ids between two turns of a model: the end of a turn, observations, and the next opening.
+
+In a rollout of several turns the token ids of the model are never tokenized again, because another
+split into tokens would be off-policy. What comes between two of its turns is text of the chat
+template around the observation. It is the difference of two texts: the rendering of a conversation
+whose last turns are a probe answer and the observation, and its part up to the probe answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.tools import Message
+
+_USER: Message = {"role": "user", "content": "qzuserzq"}
+_ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")
+"""Probe answers; texts that no template contains."""
+_WAY_OUT = (
+    "observations of a conversation cannot be appended to its token ids; give a"
+    " policy.chat_template that renders every turn alike"
+)
+
+
+class ObservationEncoder:
+    r"""Encodes the observations of one tokenizer's chat template.
+
+    Example with ChatML: after a turn that ended with `<|im_end|>` the observation "higher" of role
+    user is `\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n`.
+    """
+
+    def __init__(self, encoder: ChatEncoder) -> None:
+        self._encoder = encoder
+        self._template = encoder.template
+        self._checked: set[tuple[str, ...]] = set()
+        """Sequences of roles for which the template was checked."""
+
+    def encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
+        """Return the token ids that follow a turn of the model, int32 [L].
+
+        They are the end of the turn, unless `last_token_id` is a token that ends turns, then the
+        `messages`, and the generation prompt. Texts of control tokens are removed from the
+        messages, so that an observation cannot end its own turn or begin one of the model. Raises
+        ConfigError if the template has no fixed text between two turns, or refuses or drops the
+        messages.
+        """
+        self.check(messages)
+        plain = [self._without_control_texts(message) for message in messages]
+        text = self._after_answer(plain, _ANSWERS[0], num_exchanges=1)
+        if last_token_id in self._end_token_ids:
+            text = self._without_end(text)
+        return self._encoder.encode_continuation(text)
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise ConfigError unless the template has a fixed text around messages of these roles.
+
+        The text must not depend on the model's turn before it, or on the number of turns.
+        """
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles in self._checked:
+            return
+        probes: list[Message] = []
+        for index, message in enumerate(messages):
+            probes.append({**message, "content": f"qz{index}observationzq"})
+        expected = self._after_answer(probes, _ANSWERS[0], num_exchanges=1)
+        for answer in _ANSWERS:
+            for num_exchanges in (1, 2):
+                text = self._after_answer(probes, answer, num_exchanges=num_exchanges)
+                if text != expected:
+                    raise ConfigError(
+                        f"the chat template of {self._encoder.tokenizer.name_or_path!r} renders the"
+                        " text after a turn of the model differently for another turn or another"
+                        f" number of turns ({expected!r} and {text!r}), so {_WAY_OUT}"
+                    )
+        for message, probe in zip(messages, probes, strict=True):
+            if probe["content"] not in expected:
+                raise ConfigError(
+                    f"the chat template of {self._encoder.tokenizer.name_or_path!r} drops the"
+                    f" content of an observation of role {message['role']!r}; use another role, or"
+                    " give a policy.chat_template that renders it"
+                )
+        self._checked.add(roles)
+
+    def _after_answer(
+        self,
+        messages: Sequence[Message],
+        answer: str,
+        *,
+        num_exchanges: int,
+    ) -> str:
+        """Render `messages` after a number of exchanges; return what follows the last answer."""
+        exchange = [_USER, {"role": "assistant", "content": answer}]
+        history = exchange * num_exchanges
+        text = self._encoder.render_prompt([*history, *messages])
+        _, found, after = text.rpartition(answer)
+        if not found:
+            raise ConfigError(
+                f"the chat template of {self._encoder.tokenizer.name_or_path!r} does not render the"
+                f" text of an assistant turn before an observation, so {_WAY_OUT}"
+            )
+        return after
+
+    def _without_end(self, text: str) -> str:
+        """Remove the end of the model's turn, which the turn itself has already."""
+        for end in self._end_texts:
+            before, found, after = text.partition(end)
+            # White space before the end token was not sampled and is left out.
+            if found and not before.strip():
+                return after
+        return text
+
+    @cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        """Texts of the tokens with which the template ends a turn of the model."""
+        if not self._template.exists:
+            return (str(self._encoder.tokenizer.eos_token),)
+        return self._template.end_texts
+
+    @cached_property
+    def _end_token_ids(self) -> frozenset[int]:
+        """Ids of `_end_texts`."""
+        if not self._template.exists:
+            return frozenset({self._encoder.eos_token_id})
+        return frozenset(self._template.end_token_ids)
+
+    @cached_property
+    def _control_texts(self) -> re.Pattern[str]:
+        # Longer texts first: one may be the beginning of another.
+        texts = sorted(self._template.control_texts, key=len, reverse=True)
+        return re.compile("|".join(re.escape(text) for text in texts if text))
+
+    def _without_control_texts(self, message: Mapping[str, object]) -> Message:
+        """Return the message without texts that the tokenizer converts to control tokens."""
+        content = str(message["content"])
+        num_removed = 1
+        # Again, because a removal may join the two halves of another one.
+        while num_removed:
+            content, num_removed = self._control_texts.subn("", content)
+        return {**message, "content": content}
