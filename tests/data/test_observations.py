@@ -1,0 +1,109 @@
+"""Observations between two turns of a model: the template's delimiters, tokenized once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.observations import ObservationEncoder
+from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN
+from tests.data.tiny_tokenizer import CHATML, LLAMA, NO_END_OF_TURN, tiny_tokenizer
+
+USER = {"role": "user", "content": "what is two plus two"}
+ANSWER = {"role": "assistant", "content": "four"}
+HINT = {"role": "user", "content": "higher than that"}
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "gemma": GEMMA, "mistral": MISTRAL}
+
+
+def _text(encoder: ChatEncoder, ids: np.ndarray) -> str:
+    return str(encoder.tokenizer.decode(ids.tolist()))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompt_turn_and_observation_are_what_the_template_renders(name: str) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(TEMPLATES[name]))
+    observations = ObservationEncoder(encoder)
+    ends = encoder.template.end_token_ids
+    assert ends, "the templates here end a turn with a token"
+    observed = observations.encode([HINT], ends[0])
+    prompt = encoder.encode_prompt([USER])
+    answer = encoder.encode_continuation("four")
+    row = np.concatenate([prompt, answer, ends[:1], observed]).astype(np.int32)
+    assert _text(encoder, row) == _text(encoder, encoder.encode_prompt([USER, ANSWER, HINT]))
+    assert observed.dtype == np.int32
+    # A turn that was cut off gets its end as a part of the observation.
+    cut_off = observations.encode([HINT], int(answer[-1]))
+    row = np.concatenate([prompt, answer, cut_off])
+    assert _text(encoder, row) == _text(encoder, encoder.encode_prompt([USER, ANSWER, HINT]))
+
+
+def test_a_tokenizer_without_template_continues_in_lines() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(None))
+    observations = ObservationEncoder(encoder)
+    eos = encoder.eos_token_id
+    assert _text(encoder, observations.encode([HINT], eos)) == "higher than that\n"
+    assert observations.encode([HINT], 5)[0] == eos
+
+
+def test_a_template_without_end_of_turn_keeps_the_sampled_end() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(NO_END_OF_TURN))
+    observations = ObservationEncoder(encoder)
+    ids = observations.encode([HINT], encoder.eos_token_id)
+    assert np.array_equal(ids, observations.encode([HINT], 5))
+    assert "higher than that" in _text(encoder, ids)
+
+
+def test_results_of_tools_have_their_own_delimiters() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(QWEN))
+    (end,) = encoder.template.end_token_ids
+    messages = [{"role": "tool", "content": "84"}, {"role": "tool", "content": "85"}]
+    text = _text(encoder, ObservationEncoder(encoder).encode(messages, end))
+    assert text.count("<tool_response>") == 2 and text.index("84") < text.index("85")
+    assert text.endswith("assistant\n")
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "</s>", "a", " ", "<"])))
+def test_an_observation_cannot_end_its_turn(parts: list[str]) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(CHATML))
+    (end,) = encoder.template.end_token_ids
+    message = {"role": "user", "content": "".join(parts)}
+    ids = ObservationEncoder(encoder).encode([message], end)
+    plain = ObservationEncoder(encoder).encode([HINT], end)
+    special = set(encoder.tokenizer.all_special_ids) | {end}
+    found = [token for token in ids.tolist() if token in special]
+    assert found == [token for token in plain.tolist() if token in special]
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "problem"),
+    [
+        (
+            "{% for m in messages %}[{{ loop.index }}] {{ m.content }}{{ eos_token }}{% endfor %}",
+            HINT,
+            "renders the text after a turn of the model differently",
+        ),
+        (
+            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{{ eos_token }}"
+            "{% endif %}{% endfor %}",
+            {"role": "tool", "content": "84"},
+            "drops the content of an observation of role 'tool'",
+        ),
+        (
+            "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}"
+            "{% endfor %}",
+            HINT,
+            "does not render the text of an assistant turn",
+        ),
+        (LLAMA_TOOLS.replace("| trim", "| upper"), HINT, "does not render the text of an assist"),
+    ],
+)
+def test_a_template_without_fixed_delimiters_is_refused(
+    template: str, message: dict[str, str], problem: str
+) -> None:
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    with pytest.raises(ConfigError, match=problem):
+        ObservationEncoder(encoder).encode([message], encoder.eos_token_id)

@@ -1,0 +1,122 @@
+"""Steps of environments: concurrent, limited in time, checked, and named when they fail."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.distributed.errors import WorkerError
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments.environment import Conversation, EnvironmentFailure
+from nemo_like.environments.environment_worker import EnvironmentWorker, load_environment
+from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.steps import StepOutcome, StepTask
+
+_MODULE = "tests.environments.user_environments"
+
+
+def _config(name: str, **options: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(path=f"{_MODULE}.{name}", options=options)
+
+
+def _task(
+    key: int, completion: str = "4", *, turn: int = 1, timeout_s: float | None = 60.0, **row: Any
+) -> StepTask:
+    messages = ({"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": completion})
+    conversation = Conversation(messages=messages, row={"prompt": "2+2=?", **row}, turn=turn)
+    return StepTask(key=key, conversation=conversation, timeout_s=timeout_s)
+
+
+def _local(config: EnvironmentConfig) -> EnvironmentWorkers:
+    def start(index: int) -> LocalGroup:
+        context = local_context(num_threads=1)
+        return LocalGroup(EnvironmentWorker, {"config": config}, context, name="environment")
+
+    return EnvironmentWorkers(start, 1)
+
+
+def _outcomes(workers: EnvironmentWorkers, tasks: list[StepTask]) -> dict[int, StepOutcome]:
+    """Run all tasks; their outcomes by key, in the order in which the steps ended."""
+    workers.submit(tasks)
+    outcomes: dict[int, StepOutcome] = {}
+    while workers.num_unfinished:
+        for outcome in workers.collect(1.0):
+            outcomes[outcome.key] = outcome
+    assert workers.collect(0.0) == []
+    workers.shutdown()
+    return outcomes
+
+
+def test_state_observation_reward_and_metrics_of_a_step() -> None:
+    outcome = _outcomes(_local(_config("Scripted")), [_task(7, "12345", num_turns=2)])[7]
+    assert outcome.state == {"lengths": [5]}
+    assert outcome.observation == ({"role": "user", "content": "1+5"},)
+    assert outcome.rewards == {"environment_turns": 1.0, "environment_characters": 5.0}
+    assert outcome.metrics == {"tool_calls": 1.0}
+    assert not outcome.done and not outcome.is_timeout and outcome.seconds >= 0
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_a_slow_step_does_not_delay_another_conversation(kind: str) -> None:
+    # The first step can only end after the second: one after the other would reach the time limit.
+    tasks = [_task(0, do="wait"), _task(1, do="go")]
+    outcomes = _outcomes(_local(_config("Meeting", kind=kind)), tasks)
+    assert [outcomes[key].is_timeout for key in (0, 1)] == [False, False]
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_a_step_that_does_not_end_ends_its_own_conversation(kind: str) -> None:
+    tasks = [_task(0, do="hang", timeout_s=0.05), _task(1, do="answer")]
+    outcomes = _outcomes(_local(_config("Hanging", kind=kind)), tasks)
+    assert list(outcomes) == [1, 0]
+    assert outcomes[0].is_timeout and outcomes[0].done and outcomes[0].rewards == {}
+    assert outcomes[0].seconds >= 0.05
+    assert outcomes[1].rewards == {"environment": 1.0} and outcomes[1].state == {"kept": 1}
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        ("raise", "step raised KeyError: 'no such tool'"),
+        ("exit", "step raised SystemExit: 3"),
+        ("nothing", "step returned None; return a nemo_like.environments.environment.StepResult"),
+        ("silent", "step returned neither an observation nor done=True"),
+        ("nan", "step returned nan as the reward, which is not a finite number"),
+        ("text", "step returned '1' as the reward, which is not a finite number"),
+        ("assistant", "only the model has turns of role assistant"),
+        ("no content", "its content is no text"),
+        ("metric", r"step returned the name 'a/b' in metrics"),
+        ("state", "reset returned a state that is not JSON"),
+    ],
+)
+def test_a_failure_names_key_problem_and_conversation(do: str, message: str) -> None:
+    workers = _local(_config("Misbehaving"))
+    with pytest.raises(WorkerError, match=message) as caught:
+        _outcomes(workers, [_task(0, "my answer", do=do)])
+    failure = caught.value.cause
+    assert isinstance(failure, EnvironmentFailure)
+    text = str(failure)
+    assert text.startswith(f"environment.path {_MODULE}.Misbehaving ")
+    assert f"'do': '{do}'" in text and "turn 1 of the model: 'my answer'" in text
+    assert str(pickle.loads(pickle.dumps(failure))) == text
+    workers.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (_config("Absent"), r"environment\.path is '.*Absent', but .* has no 'Absent'; it has"),
+        (_config("WithoutStep"), r"environment\.path is .*, which has no step; name a class"),
+        (_config("annotations"), "environment.path"),
+        (_config("Meeting"), r"environment\.options: .*Meeting\(.*failed with TypeError"),
+    ],
+)
+def test_an_environment_that_cannot_be_had_is_named_with_its_key(
+    config: EnvironmentConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_environment(config)

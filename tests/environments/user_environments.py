@@ -1,0 +1,126 @@
+"""Environments for the tests: scripted turns, slow tools, and classes that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_like.environments.environment import Conversation, StepResult
+
+
+class Scripted:
+    """A conversation has `num_turns` of its row; observations and state depend on the turns."""
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"lengths": []}
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        lengths = [*conversation.state["lengths"], len(conversation.completion)]
+        is_last = conversation.turn >= int(conversation.row["num_turns"])
+        return StepResult(
+            observation=None if is_last else f"{conversation.turn}+{lengths[-1]}",
+            reward={"turns": 1.0, "characters": float(lengths[-1])},
+            done=is_last,
+            state={"lengths": lengths},
+            metrics={"tool_calls": 1.0},
+        )
+
+
+class Meeting:
+    """A step about "wait" ends after a step about "go": it needs both to run at the same time."""
+
+    def __init__(self, kind: str) -> None:
+        self.is_async = kind == "async"
+        self.went_async = asyncio.Event()
+        self.went = threading.Event()
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def step(self, conversation: Conversation) -> Any:
+        if self.is_async:
+            return self._step(conversation)
+        if conversation.row["do"] == "go":
+            self.went.set()
+        self.went.wait()
+        return StepResult(done=True)
+
+    async def _step(self, conversation: Conversation) -> StepResult:
+        if conversation.row["do"] == "go":
+            self.went_async.set()
+        await self.went_async.wait()
+        return StepResult(done=True)
+
+
+class Hanging:
+    """Steps about "hang" never end."""
+
+    def __init__(self, kind: str) -> None:
+        self.is_async = kind == "async"
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"kept": 1}
+
+    def step(self, conversation: Conversation) -> Any:
+        if self.is_async:
+            return self._step(conversation)
+        if conversation.row["do"] == "hang":
+            threading.Event().wait()
+        return StepResult(reward=1.0, done=True)
+
+    async def _step(self, conversation: Conversation) -> StepResult:
+        while conversation.row["do"] == "hang":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                # Code of a user may ignore its cancellation.
+                continue
+        return StepResult(reward=1.0, done=True)
+
+
+class Misbehaving:
+    """Returns or raises what the row names."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        return {"socket": object()} if row["do"] == "state" else {}
+
+    def step(self, conversation: Conversation) -> Any:
+        do = conversation.row["do"]
+        if do == "raise":
+            raise KeyError("no such tool")
+        if do == "exit":
+            raise SystemExit(3)
+        return {
+            "nothing": None,
+            "silent": StepResult(),
+            "nan": StepResult(reward=float("nan"), done=True),
+            "text": StepResult(reward="1", done=True),  # type: ignore[arg-type]
+            "assistant": StepResult(observation=[{"role": "assistant", "content": "4"}]),
+            "no content": StepResult(observation=[{"role": "tool"}]),
+            "metric": StepResult(done=True, metrics={"a/b": 1.0}),
+        }[do]
+
+
+class DiesOnce:
+    """Ends its process at the first step of a run, and answers afterwards."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = Path(marker)
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def step(self, conversation: Conversation) -> StepResult:
+        if not self.marker.exists():
+            self.marker.touch()
+            os._exit(9)
+        return StepResult(reward=float(conversation.row["number"]), done=True)
+
+
+class WithoutStep:
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
