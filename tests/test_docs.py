@@ -40,6 +40,7 @@ PAGE_NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 AREAS = (
     "packing", "policy", "mismatch", "reward", "generation", "validation", "timing", "performance",
+    "conversation", "environment",
     "progress", "data", "rewards", "logprobs", "importance", "staleness",
     "weight_sync",
 )  # fmt: skip

@@ -218,14 +218,5 @@ def conversation_record(conversation: ConversationRow) -> dict[str, Any]:
     }
 
 
-def conversation_segments(messages: Sequence[Message]) -> tuple[tuple[str, bool], ...]:
-    """Return the texts of `messages` with whether the model wrote them, one per line."""
-    segments = []
-    for message in messages:
-        text = str(message.get("content") or "")
-        segments.append((f"{text}\n", message["role"] == "assistant"))
-    return tuple(segments)
-
-
 def _shortened(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -17,6 +17,13 @@ USER = {"role": "user", "content": "what is two plus two"}
 ANSWER = {"role": "assistant", "content": "four"}
 HINT = {"role": "user", "content": "higher than that"}
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "gemma": GEMMA, "mistral": MISTRAL}
+_WITHOUT_TOOLS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+_WITHOUT_ANSWERS = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+)
 
 
 def _text(encoder: ChatEncoder, ids: np.ndarray) -> str:
@@ -31,7 +38,8 @@ def test_prompt_turn_and_observation_are_what_the_template_renders(name: str) ->
     assert ends, "the templates here end a turn with a token"
     observed = observations.encode([HINT], ends[0])
     prompt = encoder.encode_prompt([USER])
-    answer = encoder.encode_continuation("four")
+    # The template itself puts a space before the text, which a model then samples.
+    answer = encoder.encode_continuation(" four" if name == "mistral" else "four")
     row = np.concatenate([prompt, answer, ends[:1], observed]).astype(np.int32)
     assert _text(encoder, row) == _text(encoder, encoder.encode_prompt([USER, ANSWER, HINT]))
     assert observed.dtype == np.int32
@@ -87,14 +95,12 @@ def test_an_observation_cannot_end_its_turn(parts: list[str]) -> None:
             "renders the text after a turn of the model differently",
         ),
         (
-            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{{ eos_token }}"
-            "{% endif %}{% endfor %}",
+            _WITHOUT_TOOLS,
             {"role": "tool", "content": "84"},
             "drops the content of an observation of role 'tool'",
         ),
         (
-            "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}"
-            "{% endfor %}",
+            _WITHOUT_ANSWERS,
             HINT,
             "does not render the text of an assistant turn",
         ),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_like.environments.environment import Conversation, StepResult
+from nemo_like.environments.guessing_game import GuessingGame
 
 
 class Scripted:
@@ -105,20 +106,18 @@ class Misbehaving:
         }[do]
 
 
-class DiesOnce:
-    """Ends its process at the first step of a run, and answers afterwards."""
+class DiesOnce(GuessingGame):
+    """Ends its process at the first step of a run, and plays afterwards."""
 
     def __init__(self, marker: str) -> None:
+        super().__init__()
         self.marker = Path(marker)
-
-    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
 
     def step(self, conversation: Conversation) -> StepResult:
         if not self.marker.exists():
             self.marker.touch()
             os._exit(9)
-        return StepResult(reward=float(conversation.row["number"]), done=True)
+        return super().step(conversation)
 
 
 class WithoutStep:

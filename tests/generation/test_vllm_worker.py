@@ -23,11 +23,17 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
+from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
+from nemo_like.data.observations import ObservationEncoder
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments.environment_worker import EnvironmentWorker
+from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions, GenerationRequests
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.metrics import metric_values
@@ -36,6 +42,10 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.megatron.worker import MegatronPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
+from nemo_like.rollout.collector import RolloutCollector
+from nemo_like.rollout.conversation_driver import ConversationDriver
+from nemo_like.rollout.conversations import ConversationLimits
+from nemo_like.rollout.prompt import Prompt
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
 from nemo_like.weight_sync.sync import WeightSync
@@ -479,3 +489,39 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
     assert len(children) >= 2
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
+
+
+def test_turns_of_a_conversation_are_sampled_after_all_ids_before_them(engine: Engine) -> None:
+    tokenizer = byte_level_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    config = EnvironmentConfig(path="tests.environments.user_environments.Scripted")
+    context = local_context(num_threads=1)
+    workers = EnvironmentWorkers(
+        lambda index: LocalGroup(EnvironmentWorker, {"config": config}, context), 1
+    )
+    limits = ConversationLimits(max_turns=5, max_tokens=MAX_LENGTH, timeout_s=60.0)
+    driver = ConversationDriver(workers, ObservationEncoder(encoder), limits)
+    generator = Generator(lambda index: LocalGroup(lambda context: engine.worker, {}, context))
+    collector = RolloutCollector(generator, None, tokenizer, driver)
+    prompts = []
+    for num_turns in (5, 2, 1):
+        row = {"prompt": "what is it", "num_turns": num_turns}
+        token_ids = encoder.encode_prompt([{"role": "user", "content": "what is it"}])
+        prompts.append(Prompt(token_ids=token_ids, text="what is it", answer=None, row=row))
+    sampling = SamplingParams(max_new_tokens=12)
+    job = collector.start(
+        prompts, group_size=1, sampling=sampling, max_total_length=MAX_LENGTH, seeds=_seeds(3)
+    )
+    while not job.is_done:
+        collector.advance()
+    workers.shutdown()
+    rollout = job.result()
+    assert rollout.conversations is not None
+    assert [each.num_turns for each in rollout.conversations] == [5, 2, 1]
+    batch = rollout.batch
+    for row in range(len(prompts)):
+        is_sampled = batch["token_mask"][row].astype(bool)
+        expected = logprobs_of(engine.model, batch["input_ids"][row], sampling)
+        expected = np.concatenate([[0.0], expected]) * is_sampled
+        np.testing.assert_allclose(batch["generation_logprobs"][row], expected, atol=TOLERANCE)
+    assert rollout.completions.versions == (engine.version, engine.version)

@@ -1,0 +1,117 @@
+"""Complete runs with an environment: resumed in this process, and asynchronously on Ray with a
+worker of the environment that dies.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.commands.validate import validate
+from tests.algorithms.test_ray_runs import environment
+from tests.algorithms.test_runs import interrupt_at, read_metrics
+from tests.recipe import Recipe
+
+GAME = (
+    "environment.path=nemo_like.environments.guessing_game.GuessingGame",
+    "environment.options={guess_cost: 0.1}",
+    "environment.max_turns=3",
+    "policy.generation.max_new_tokens=12",
+)
+
+
+def _rollout(run: Path, step: int) -> list[dict]:
+    path = run / "rollouts" / f"step_{step}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _check_records(records: list[dict]) -> None:
+    for record in records:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == (["user", "assistant"] * record["num_turns"])
+        assert 1 <= record["num_turns"] <= 3
+        assert record["ended_by"] in ("done", "turns", "tokens")
+        assert record["completion"] == record["messages"][-1]["content"]
+
+
+def test_a_resumed_run_of_conversations_equals_a_straight_one_bit_for_bit(recipe: Recipe) -> None:
+    options = (*GAME, "grpo.max_num_steps=2", "checkpointing.save_period=1")
+    straight = run_grpo(recipe.grpo(*options, "checkpointing.keep_latest=5"))
+    run = straight.directory.path
+
+    def steps() -> list[dict[str, float]]:
+        clocks = ("conversation/step_s_mean", "conversation/step_s_max")
+        return [
+            {name: value for name, value in line.items() if name not in clocks}
+            for line in read_metrics(run)
+        ]
+
+    expected = steps()
+    weights = (straight.directory.hf / "model.safetensors").read_bytes()
+    for line in expected[1:]:
+        assert line["policy/grad_norm"] > 0
+        assert 1 < line["conversation/turns_mean"] <= 3
+        assert line["conversation/observation_tokens_mean"] > 0
+        assert line["mismatch/logprob_diff_max"] < 1e-4
+        assert "reward/environment_mean" in line and "reward/digits_mean" in line
+    assert "validation/environment_mean" in expected[0]
+    records = _rollout(run, 1)
+    _check_records(records)
+    assert (
+        sum(each["num_turns"] for each in records) / len(records)
+        == (expected[1]["conversation/turns_mean"])
+    )
+    interrupt_at(run, 1)
+    run_grpo(recipe.grpo(*options, "checkpointing.keep_latest=5", "resume=true"))
+    assert steps() == expected
+    assert (straight.directory.hf / "model.safetensors").read_bytes() == weights
+
+
+def test_an_asynchronous_run_on_ray_survives_a_worker_of_the_environment(recipe: Recipe) -> None:
+    marker = recipe.folder / "died"
+    options = [
+        *GAME[2:],
+        "environment.path=tests.environments.user_environments.DiesOnce",
+        f"environment.options.marker={marker}",
+        "environment.num_workers=2",
+        "cluster.backend=ray",
+        "cluster.cpus_per_worker=0.5",
+        "~reward.functions.digits",
+        "grpo.max_num_steps=4",
+        "grpo.max_staleness=1",
+        "grpo.weight_update=in_flight",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "data.validation_path=null",
+    ]
+    recipe.grpo(*options)
+    path = recipe.folder / "grpo.yaml"
+    command = [sys.executable, "-m", "nemo_like", "grpo", "--config", str(path), *options]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "of the environment failed and is restarted with its" in done.stdout
+    assert marker.exists()
+    run = recipe.folder / "grpo"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        _check_records(_rollout(run, line["step"]))
+        assert line["staleness/max"] <= 1
+
+
+def test_validate_steps_the_environment_with_the_first_row(recipe: Recipe) -> None:
+    report = validate(recipe.grpo(*GAME))
+    assert report.problems == ()
+    (line,) = report.sections["environment"]
+    assert line.startswith(GAME[0].partition("=")[2] + ": reward ")
+    scripted = "environment.path=tests.environments.user_environments.Scripted"
+    (problem,) = validate(recipe.grpo(scripted)).problems
+    assert "Scripted step raised KeyError: 'num_turns'" in problem
+    assert "grpo_train.jsonl" in problem
+    short = validate(recipe.grpo(*GAME, "environment.max_tokens=4"))
+    assert any("environment.max_tokens is 4" in problem for problem in short.problems)

@@ -1,0 +1,279 @@
+"""Rollouts of several turns with a real generator and environment: ids, masks, limits, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.config.environment import EnvironmentConfig
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.data.jagged import Jagged
+from nemo_like.data.observations import ObservationEncoder
+from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments.environment_worker import EnvironmentWorker
+from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.reward import RewardEnvironment
+from nemo_like.environments.rewards import RewardWorker
+from nemo_like.generation.generator import Generator
+from nemo_like.generation.hf_worker import HFGenerationWorker
+from nemo_like.generation.requests import Completions
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.metrics import metric_values
+from nemo_like.rollout.collector import RolloutCollector
+from nemo_like.rollout.conversation_driver import ConversationDriver
+from nemo_like.rollout.conversations import ConversationLimits, ConversationRow, turn_seed
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.rollout import Rollout, build_rollout, row_seeds
+
+CONTEXT = local_context(num_threads=1)
+SAMPLING = SamplingParams(max_new_tokens=6)
+MAX_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(directory)
+    build_model(seed=0).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def generator(model_directory: Path) -> Generator:
+    kwargs = {"model_name": str(model_directory), "batch_size": 8}
+    return Generator(lambda index: LocalGroup(HFGenerationWorker, kwargs, CONTEXT))
+
+
+def _environment(name: str, **options: Any) -> EnvironmentWorkers:
+    path = f"tests.environments.user_environments.{name}"
+    kwargs = {"config": EnvironmentConfig(path=path, options=options)}
+    return EnvironmentWorkers(lambda index: LocalGroup(EnvironmentWorker, kwargs, CONTEXT), 1)
+
+
+def _collector(
+    generator: Generator,
+    workers: EnvironmentWorkers,
+    rewards: RewardEnvironment | None = None,
+    *,
+    max_turns: int = 9,
+    max_tokens: int = MAX_TOKENS,
+    timeout_s: float | None = 60.0,
+) -> RolloutCollector:
+    encoder = ChatEncoder(build_tokenizer())
+    limits = ConversationLimits(max_turns=max_turns, max_tokens=max_tokens, timeout_s=timeout_s)
+    driver = ConversationDriver(workers, ObservationEncoder(encoder), limits)
+    return RolloutCollector(generator, rewards, encoder.tokenizer, driver)
+
+
+def _prompts(rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+    encoder = ChatEncoder(build_tokenizer())
+    prompts = []
+    for row in rows:
+        token_ids = encoder.encode_prompt([{"role": "user", "content": row["prompt"]}])
+        prompts.append(Prompt(token_ids=token_ids, text=row["prompt"], answer=None, row=row))
+    return prompts
+
+
+def _rollout(collector: RolloutCollector, prompts: list[Prompt], group_size: int = 1) -> Rollout:
+    seeds = row_seeds(3, 0, len(prompts) * group_size)
+    job = collector.start(
+        prompts, group_size=group_size, sampling=SAMPLING, max_total_length=512, seeds=seeds
+    )
+    while not job.is_done:
+        collector.advance()
+    return job.result()
+
+
+def _scripted(turns: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"prompt": f"{index}+{count}", "num_turns": count} for index, count in enumerate(turns)]
+
+
+def test_rows_are_the_sampled_ids_and_the_ids_of_the_observations(generator: Generator) -> None:
+    turns = [5, 1, 3, 2]
+    workers = _environment("Scripted")
+    rollout = _rollout(_collector(generator, workers), _prompts(_scripted(turns)), group_size=2)
+    workers.shutdown()
+    conversations = rollout.conversations
+    assert conversations is not None
+    assert [each.num_turns for each in conversations] == np.repeat(turns, 2).tolist()
+    tokenizer = build_tokenizer()
+    eos = tokenizer.eos_token_id
+    seeds = row_seeds(3, 0, len(conversations))
+    for row, conversation in enumerate(conversations):
+        ids: list[int] = conversation.prompt.token_ids.tolist()
+        mask = [0] * len(ids)
+        logprobs = [0.0] * len(ids)
+        for turn in range(conversation.num_turns):
+            # The turn sampled again by itself, from all ids before it.
+            again = generator.generate(
+                Jagged.from_rows([ids], np.int32),
+                np.array([turn_seed(int(seeds[row]), turn)], dtype=np.uint64),
+                SAMPLING,
+                max_total_length=MAX_TOKENS,
+            )
+            ids += again.token_ids[0].tolist()
+            mask += [1] * len(again.token_ids[0])
+            logprobs += again.logprobs[0].tolist()
+            if turn + 1 < conversation.num_turns:
+                text = tokenizer.decode(again.token_ids[0], skip_special_tokens=True)
+                end = "" if ids[-1] == eos else "<eos>"
+                observation = f"{end}<user>{turn + 1}+{len(text)}<assistant>"
+                observed = tokenizer(observation, add_special_tokens=False)["input_ids"]
+                ids += observed
+                mask += [0] * len(observed)
+                logprobs += [0.0] * len(observed)
+        assert rollout.batch["input_ids"][row].tolist() == ids
+        assert rollout.batch["token_mask"][row].tolist() == mask
+        found = rollout.batch["generation_logprobs"][row]
+        np.testing.assert_allclose(found, logprobs, atol=1e-5)
+        assert rollout.batch["length"][row] == len(ids)
+
+
+def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
+    functions = {
+        "digits": RewardFunctionConfig(path="tests.algorithms.rewards.digit_share", weight=10.0)
+    }
+    rewards = RewardEnvironment(
+        LocalGroup(RewardWorker, {"functions": functions}, CONTEXT), functions
+    )
+    workers = _environment("Scripted")
+    collector = _collector(generator, workers, rewards)
+    rollout = _rollout(collector, _prompts(_scripted([2, 4])))
+    workers.shutdown()
+    assert rollout.conversations is not None
+    components = rollout.components
+    assert components["environment_turns"].tolist() == [2, 4]
+    lengths = [sum(conversation.state["lengths"]) for conversation in rollout.conversations]
+    assert components["environment_characters"].tolist() == lengths
+    expected = (
+        components["environment_turns"]
+        + components["environment_characters"]
+        + 10 * components["digits"]
+    )
+    np.testing.assert_allclose(rollout.batch["reward"], expected, rtol=1e-6)
+    for sample, conversation in zip(rollout.samples, rollout.conversations, strict=True):
+        assert sample.completion == conversation.messages[-1]["content"]
+        assert list(sample.messages) == conversation.messages
+    values = metric_values(rollout.metrics())
+    assert values["conversation/turns_mean"] == 3 and values["conversation/turns_max"] == 4
+    assert values["environment/tool_calls"] == 3
+    assert values["conversation/ended_by_environment_share"] == 1
+    assert values["generation/prompt_length_mean"] == len(rollout.conversations[0].segments[0])
+    record = rollout.records()[1]
+    assert record["num_turns"] == 4 and record["ended_by"] == "done"
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_turns": 2}, "turns"),
+        ({"max_tokens": 22}, "tokens"),
+    ],
+)
+def test_limits_end_a_conversation(
+    generator: Generator, limits: dict[str, int], reason: str
+) -> None:
+    workers = _environment("Scripted")
+    rollout = _rollout(_collector(generator, workers, **limits), _prompts(_scripted([9, 9, 1])))
+    workers.shutdown()
+    assert rollout.conversations is not None
+    assert [each.ended_by for each in rollout.conversations] == [reason, reason, "done"]
+    assert max(rollout.batch["length"]) <= limits.get("max_tokens", MAX_TOKENS)
+    for conversation in rollout.conversations:
+        assert conversation.num_turns <= limits.get("max_turns", 9)
+        # Every turn has its reward, and a row ends with a turn of the model.
+        assert conversation.rewards["environment_turns"] == conversation.num_turns
+        assert len(conversation.segments) == 2 * conversation.num_turns
+    values = metric_values(rollout.metrics())
+    assert values[f"conversation/ended_by_{reason}_share"] == pytest.approx(2 / 3)
+
+
+def test_a_tool_that_hangs_ends_its_own_conversation(generator: Generator) -> None:
+    workers = _environment("Hanging", kind="async")
+    rows = [{"prompt": "1+1", "do": "hang"}, {"prompt": "2+2", "do": "answer"}]
+    rollout = _rollout(_collector(generator, workers, timeout_s=0.1), _prompts(rows))
+    workers.shutdown()
+    assert rollout.conversations is not None
+    assert [each.ended_by for each in rollout.conversations] == ["timeout", "done"]
+    assert rollout.batch["reward"].tolist() == [0.0, 1.0]
+    assert metric_values(rollout.metrics())["conversation/ended_by_timeout_share"] == 0.5
+
+
+def test_drained_conversations_go_on_later(generator: Generator) -> None:
+    workers = _environment("Scripted")
+    collector = _collector(generator, workers)
+    prompts = _prompts(_scripted([3, 3]))
+    seeds = row_seeds(3, 0, 2)
+    job = collector.start(
+        prompts, group_size=1, sampling=SAMPLING, max_total_length=512, seeds=seeds
+    )
+    collector.drain()
+    assert generator.num_unfinished == 0 and not job.is_done
+    with collector.background():
+        while not job.is_done:
+            pass
+    drained = job.result().batch["input_ids"]
+    straight = _rollout(collector, prompts).batch["input_ids"]
+    workers.shutdown()
+    assert [row.tolist() for row in drained] == [row.tolist() for row in straight]
+
+
+def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
+    workers = _environment("Scripted")
+    collector = _collector(generator, workers, max_tokens=5)
+    with pytest.raises(ConfigError, match=r"'0\+1' has 5 tokens.*environment\.max_tokens"):
+        _rollout(collector, _prompts(_scripted([1])))
+    workers.shutdown()
+
+
+def test_the_first_turn_has_the_seed_of_the_row() -> None:
+    seed = int(row_seeds(1, 2, 1)[0])
+    seeds = [turn_seed(seed, turn) for turn in range(5)]
+    assert seeds[0] == seed and len(set(seeds)) == 5
+    assert seeds == [turn_seed(seed, turn) for turn in range(5)]
+
+
+_IDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+
+
+_PAIRS = st.lists(st.tuples(_IDS, _IDS), min_size=1, max_size=4)
+"""Prompt and turn, then observation and turn for each further pair."""
+
+
+@given(st.lists(_PAIRS, min_size=1, max_size=5))
+def test_a_row_is_its_segments_with_every_second_one_trained(
+    pairs: list[list[tuple[list[int], list[int]]]],
+) -> None:
+    rows = [[part for pair in each for part in pair] for each in pairs]
+    prompt = Prompt(token_ids=np.array([1], np.int32), text="", answer=None)
+    conversations = []
+    for parts in rows:
+        conversation = ConversationRow.start(prompt, 0)
+        conversation.segments = [np.array(part, np.int32) for part in parts]
+        for part in parts[1::2]:
+            conversation.logprobs.append(-np.array(part, np.float32))
+            conversation.weight_versions.append(np.array(part, np.int32))
+        conversations.append(conversation)
+    completions = Completions.concat([each.completions() for each in conversations])
+    prompts = [prompt] * len(rows)
+    rewards = np.zeros(len(rows), np.float32)
+    rollout = build_rollout(prompts, 1, completions, [], rewards, {}, conversations)
+    for row, parts in enumerate(rows):
+        ids = [token for part in parts for token in part]
+        trained = [index % 2 for index, part in enumerate(parts) for _ in part]
+        assert rollout.batch["input_ids"][row].tolist() == ids
+        assert rollout.batch["token_mask"][row].tolist() == trained
+        expected = [-token * is_trained for token, is_trained in zip(ids, trained, strict=True)]
+        assert rollout.batch["generation_logprobs"][row].tolist() == expected
+        gaps = [(100 - token) * is_trained for token, is_trained in zip(ids, trained, strict=True)]
+        assert rollout.version_gaps(100)[row].tolist() == gaps
