@@ -230,7 +230,7 @@ def test_drained_conversations_go_on_later(generator: Generator) -> None:
 
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
     workers = _environment("Scripted")
-    collector = _collector(generator, workers, max_tokens=5)
+    collector = _collector(generator, workers, max_tokens=6)
     with pytest.raises(ConfigError, match=r"'0\+1' has 5 tokens.*environment\.max_tokens"):
         _rollout(collector, _prompts(_scripted([1])))
     workers.shutdown()
