@@ -8,7 +8,7 @@ repeat its value, the others answer at once:
 A model this small cannot multiply, so after SFT most of its direct answers are wrong. GRPO with the
 calculator increases the share of conversations that call the tool.
 
-The guessing game: the prompt `1-16` asks for a number between the two, and the supervised
+The guessing game: the prompt `1-16` has the bounds of a number, and the supervised
 conversations guess within what is still possible, but not in the middle of it.
 
     python -m nemo_like.demo_environments

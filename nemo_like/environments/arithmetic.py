@@ -30,7 +30,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class BadExpression(ValueError):
-    """An expression cannot be evaluated; `str()` says why, in a few words for the model."""
+    """An expression cannot be evaluated; `str()` is the reason, in a few words for the model."""
 
 
 def evaluate(expression: str) -> Fraction:

@@ -1,4 +1,4 @@
-"""A game of several turns: the model guesses a number and is told whether it is higher or lower."""
+"""A game of several turns: the model guesses a number, and the answer is `higher` or `lower`."""
 
 from __future__ import annotations
 

@@ -49,10 +49,22 @@ TEXTS = st.one_of(
     ),
 ).filter(lambda text: text != "???")
 
+ANY_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["", "a text", "two\nlines", "-", "a: b"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Any value of a type that stands in the schema."""
     inner, may_be_null = without_none(annotation)
+    if inner is Any:
+        return ANY_VALUES
     if may_be_null:
         return st.none() | values(inner)
     if is_section(inner):

@@ -94,7 +94,7 @@ def test_a_conversation_of_five_turns_packed_with_others_equals_the_row_by_itsel
     reference = AutoModelForCausalLM.from_pretrained(model)
     value = row_loss(reference, only(batch, 0))
     value.backward()
-    gradients = {name: each.grad for name, each in reference.named_parameters()}
+    gradients: Any = {name: each.grad for name, each in reference.named_parameters()}
     assert relative_error(found, gradients) < TOLERANCE
     assert metrics["policy/loss"] == pytest.approx(value.item(), rel=1e-5)
 

@@ -174,23 +174,20 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        ({"max_turns": 2}, "turns"),
-        ({"max_tokens": 22}, "tokens"),
-    ],
+    ("max_turns", "max_tokens", "reason"), [(2, MAX_TOKENS, "turns"), (9, 22, "tokens")]
 )
 def test_limits_end_a_conversation(
-    generator: Generator, limits: dict[str, int], reason: str
+    generator: Generator, max_turns: int, max_tokens: int, reason: str
 ) -> None:
     workers = _environment("Scripted")
-    rollout = _rollout(_collector(generator, workers, **limits), _prompts(_scripted([9, 9, 1])))
+    collector = _collector(generator, workers, max_turns=max_turns, max_tokens=max_tokens)
+    rollout = _rollout(collector, _prompts(_scripted([9, 9, 1])))
     workers.shutdown()
     assert rollout.conversations is not None
     assert [each.ended_by for each in rollout.conversations] == [reason, reason, "done"]
-    assert max(rollout.batch["length"]) <= limits.get("max_tokens", MAX_TOKENS)
+    assert max(rollout.batch["length"]) <= max_tokens
     for conversation in rollout.conversations:
-        assert conversation.num_turns <= limits.get("max_turns", 9)
+        assert conversation.num_turns <= max_turns
         # Every turn has its reward, and a row ends with a turn of the model.
         assert conversation.rewards["environment_turns"] == conversation.num_turns
         assert len(conversation.segments) == 2 * conversation.num_turns
@@ -231,7 +228,7 @@ def test_drained_conversations_go_on_later(generator: Generator) -> None:
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
     workers = _environment("Scripted")
     collector = _collector(generator, workers, max_tokens=6)
-    with pytest.raises(ConfigError, match=r"'0\+1' has 5 tokens.*environment\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"'0\+1' has 6 tokens.*environment\.max_tokens"):
         _rollout(collector, _prompts(_scripted([1])))
     workers.shutdown()
 
