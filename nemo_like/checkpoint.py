@@ -7,7 +7,7 @@ The order of a save, each line durable before the next begins:
 2. the driver checks that it sees every file that the ranks report, with its size, and writes
    `manifest.json` last;
 3. the directory is renamed to `checkpoints/step_<N>`;
-4. `<run>/latest` is replaced by a file with its name;
+4. `<run>/latest` is replaced by a file with its name, and `<run>/best` if it is the best one;
 5. only now are older checkpoints removed, down to `keep_latest`.
 
 So after a kill at any point, `latest` refers to a complete checkpoint or does not exist. State is
@@ -38,6 +38,8 @@ from nemo_like.files import (
     WriteError,
     describe_write_error,
     is_disk_full,
+    remove_file,
+    reporting_write_errors,
     sync_directory,
     system_error_number,
     write_json,
@@ -78,6 +80,8 @@ class TrainingState:
     """States of the driver's random generators, by name."""
     counters: dict[str, float] = field(default_factory=dict)
     """Totals since the start of the run, such as tokens seen."""
+    selection: dict[str, Any] = field(default_factory=dict)
+    """Best values of the metrics that select checkpoints and end the run."""
 
     def save(self, directory: Path) -> None:
         """Write `training_state.json`. Raises ValueError for a value that JSON does not support."""
@@ -89,6 +93,9 @@ class TrainingState:
         path = directory / _STATE
         values = read_json(path)
         expected = {known.name: known.type for known in fields(TrainingState)}
+        if isinstance(values, dict):
+            # Absent in checkpoints of versions that had no such state.
+            values.setdefault("selection", {})
         if not isinstance(values, dict) or set(values) != set(expected):
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise CheckpointError(
@@ -126,9 +133,12 @@ class OpenCheckpoint:
         step: int,
         *,
         prunes: bool,
+        is_best: bool = False,
     ) -> None:
         self.path = path
         self.step = step
+        self.is_best = is_best
+        """The file `best` will name it."""
         self.prunes = prunes
         """Older checkpoints are removed, down to `keep_latest`, once this one is published."""
         self.reported: dict[str, FileRecord] = {}
@@ -158,6 +168,7 @@ class Checkpointer:
         self.config = config
         self.path = run_path / "checkpoints"
         self.latest_path = run_path / "latest"
+        self.best_path = run_path / "best"
         self._verified_step: int | None = None
 
     def saved_steps(self) -> list[int]:
@@ -165,29 +176,51 @@ class Checkpointer:
         steps = reversed(self._steps())
         return [step for step in steps if (self._directory(step) / MANIFEST).exists()]
 
-    def should_save(self, step: int, *, is_last: bool = False) -> bool:
-        """Return True every `save_period` steps and at the end, unless `latest` is this step."""
+    def should_save(
+        self,
+        step: int,
+        *,
+        is_last: bool = False,
+        is_best: bool = False,
+    ) -> bool:
+        """Return True every `save_period` steps, at the end, and for the best step so far.
+
+        False if `latest` is this step.
+        """
         period = self.config.save_period
-        is_due = is_last or (period > 0 and step % period == 0)
+        is_due = is_last or is_best or (period > 0 and step % period == 0)
         return self.config.enabled and is_due and not self._is_latest(step)
 
     @contextmanager
-    def writing(self, step: int, *, prunes: bool = True) -> Iterator[OpenCheckpoint]:
+    def writing(
+        self,
+        step: int,
+        *,
+        prunes: bool = True,
+        is_best: bool = False,
+    ) -> Iterator[OpenCheckpoint]:
         """Create an empty directory that becomes checkpoint `step` when the block ends.
 
         See `begin` and `publish`. If the block raises, the directory is removed.
         """
-        checkpoint = self.begin(step, prunes=prunes)
+        checkpoint = self.begin(step, prunes=prunes, is_best=is_best)
         with self.discarding(checkpoint):
             yield checkpoint
         self.publish(checkpoint)
 
-    def begin(self, step: int, *, prunes: bool = True) -> OpenCheckpoint:
+    def begin(
+        self,
+        step: int,
+        *,
+        prunes: bool = True,
+        is_best: bool = False,
+    ) -> OpenCheckpoint:
         """Create the empty directory of a checkpoint, to be filled and then published.
 
         `prunes=False` keeps the older checkpoints, whatever `keep_latest` is, until the next one
-        that prunes. Raises CheckpointError if the directory cannot be created, and ValueError if
-        `latest` is this step.
+        that prunes. `is_best` lets `best` name the checkpoint, which is then kept. Raises
+        CheckpointError if the directory cannot be created, and ValueError if `latest` is this
+        step.
         """
         if self._is_latest(step):
             raise ValueError(
@@ -195,7 +228,7 @@ class Checkpointer:
                 f" should_save({step}) first"
             )
         directory = self.path / f"{_WRITING}step_{step}"
-        checkpoint = OpenCheckpoint(directory, step, prunes=prunes)
+        checkpoint = OpenCheckpoint(directory, step, prunes=prunes, is_best=is_best)
         with self.discarding(checkpoint):
             self.path.mkdir(parents=True, exist_ok=True)
             # Directories of saves that were interrupted; the lock of the run excludes others.
@@ -213,6 +246,8 @@ class Checkpointer:
         with self.discarding(checkpoint):
             write_manifest(checkpoint.path, checkpoint.step, checkpoint.reported)
             self._publish(checkpoint.path, checkpoint.step)
+        if checkpoint.is_best:
+            self.set_best(checkpoint.step)
         if checkpoint.prunes:
             self._prune(checkpoint.step)
 
@@ -268,6 +303,40 @@ class Checkpointer:
         logger.warning("no checkpoint in %s: starting at step 0", self.path)
         return None
 
+    def set_best(self, step: int | None) -> None:
+        """Let the file `best` name the checkpoint of `step`; None removes the file.
+
+        Without a complete checkpoint of `step` the file is removed, with a warning. Raises
+        WriteError.
+        """
+        if step is not None and not (self._directory(step) / MANIFEST).exists():
+            logger.warning("the best checkpoint, of step %d, does not exist any more", step)
+            step = None
+        if step is None:
+            with reporting_write_errors(self.best_path):
+                remove_file(self.best_path)
+        elif self._named_step(self.best_path) != step:
+            write_text(self.best_path, f"checkpoints/step_{step}\n")
+
+    def find(self, name: str) -> Path:
+        """Return the directory of the checkpoint `best`, or of a step such as `20`.
+
+        Raises CheckpointError if there is none.
+        """
+        step = None
+        if name == "best":
+            step = self._named_step(self.best_path) if self.best_path.exists() else None
+        elif re.fullmatch(_STEP, name):
+            step = int(name)
+        steps = self.saved_steps()
+        if step not in steps:
+            raise CheckpointError(
+                f"{self.path} has no checkpoint {name!r}; it has steps"
+                f" {', '.join(map(str, steps)) or 'none'}"
+                + ("" if name != "best" else ", and checkpointing.keep_best records the best one")
+            )
+        return self._directory(step)
+
     def _unusable_text(self, reasons: Sequence[str]) -> str:
         shown = "; ".join(reasons[:5])
         if len(reasons) > 5:
@@ -303,24 +372,26 @@ class Checkpointer:
                 steps.append(int(match[1]))
         return sorted(steps, reverse=True)
 
-    def _named_step(self) -> int | None:
-        """Return the step that `latest` names; None without the file or with other content."""
+    def _named_step(self, path: Path | None = None) -> int | None:
+        """Return the step that a file names, by default `latest`.
+
+        None without the file or with other content.
+        """
+        path = path or self.latest_path
         try:
-            if not self.latest_path.is_file():
-                if self.latest_path.exists():
-                    logger.warning("%s is not a regular file; ignoring it", self.latest_path)
+            if not path.is_file():
+                if path.exists():
+                    logger.warning("%s is not a regular file; ignoring it", path)
                 return None
             # A limit, because a damaged file may have any size.
-            with self.latest_path.open(encoding="utf-8", errors="replace") as file:
+            with path.open(encoding="utf-8", errors="replace") as file:
                 text = file.read(1000).strip()
         except OSError as error:
-            logger.warning("%s cannot be read (%s); ignoring it", self.latest_path, error.strerror)
+            logger.warning("%s cannot be read (%s); ignoring it", path, error.strerror)
             return None
         match = re.fullmatch(f"checkpoints/step_{_STEP}", text)
         if match is None:
-            logger.warning(
-                "%s has %r, not checkpoints/step_<N>; ignoring it", self.latest_path, text[:80]
-            )
+            logger.warning("%s has %r, not checkpoints/step_<N>; ignoring it", path, text[:80])
             return None
         return int(match[1])
 
@@ -346,14 +417,17 @@ class Checkpointer:
         self._verified_step = step
 
     def _prune(self, step: int) -> None:
-        """Remove all checkpoints but the newest `keep_latest` up to `step`."""
+        """Remove all checkpoints but the newest `keep_latest` up to `step`, and `best`."""
         steps = self._steps()
         kept = []
         for other in steps:
             # Newer steps are of a run that was resumed at an older step.
             if other <= step and (self._directory(other) / MANIFEST).exists():
                 kept.append(other)
-        kept = kept[: self.config.keep_latest]
+        best = self._named_step(self.best_path)
+        kept = [
+            other for other in kept if other == best or other in kept[: self.config.keep_latest]
+        ]
         self._remove(self._directory(other) for other in steps if other not in kept)
 
     def _remove(self, directories: Iterable[Path]) -> None:

@@ -106,6 +106,11 @@ def _add_conversion_commands(commands: Any) -> None:
         help="a run directory (its latest checkpoint) or a step folder",
     )
     export.add_argument(
+        "--step",
+        metavar="N",
+        help="the step of a run directory to export, or `best` (checkpointing.keep_best)",
+    )
+    export.add_argument(
         "--out",
         required=True,
         type=Path,
@@ -218,7 +223,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
         from nemo_like.commands.export import export_checkpoint
 
-        step_folder = export_checkpoint(arguments.source, arguments.out, arguments.overrides)
+        step_folder = export_checkpoint(
+            arguments.source, arguments.out, arguments.overrides, arguments.step
+        )
         say(f"wrote {arguments.out} from {step_folder}")
         return 0
     if arguments.command == "plan":

@@ -31,6 +31,7 @@ _NAMES = {
     "skipped",
     "checkpoints",
     "latest",
+    "best",
     "tb",
     "hf",
     "logs",

@@ -55,17 +55,19 @@ def export_checkpoint(
     source: Path,
     target: Path,
     overrides: Sequence[str] = (),
+    step: str | None = None,
 ) -> Path:
     """Write the model of `source` to the new directory `target`; return the step folder.
 
-    `source` is a run directory (its latest checkpoint is exported) or a step folder. `overrides`
+    `source` is a run directory (its latest checkpoint is exported, or that of `step`: a number or
+    `best`) or a step folder. `overrides`
     change keys of the run's config, e.g. `policy.model_name` if the model has moved. Raises
     ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that exists or
     cannot be written, and for weights that are not finite.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
-    step_folder, config = _find(source, overrides)
+    step_folder, config = _find(source, overrides, step)
     model_config = open_model_config(config)
     try:
         with open_checkpoint(step_folder / "policy") as reader:
@@ -95,7 +97,11 @@ def export_checkpoint(
     return step_folder
 
 
-def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
+def _find(
+    source: Path,
+    overrides: Sequence[str],
+    step: str | None,
+) -> tuple[Path, RunConfig]:
     """Return the step folder and the config of its run."""
     is_step = (source / "policy").is_dir()
     # <run>/checkpoints/step_<N>; resolved, because the step folder may be given as `.`.
@@ -107,11 +113,14 @@ def _find(source: Path, overrides: Sequence[str]) -> tuple[Path, RunConfig]:
         )
     config = load_any_config(run / _CONFIG, overrides)
     if is_step:
+        if step is not None:
+            raise ConfigError(f"--step {step}: {shown_path(source)} is a step folder already")
         return source, config
+    checkpointer = Checkpointer(run, config.checkpointing)
     try:
-        latest = Checkpointer(run, config.checkpointing).find_latest(
-            lambda folder: checkpoint_problem(folder / "policy")
-        )
+        if step is not None:
+            return checkpointer.find(step), config
+        latest = checkpointer.find_latest(lambda folder: checkpoint_problem(folder / "policy"))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if latest is None:

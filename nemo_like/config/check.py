@@ -57,6 +57,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_environment(config),
         *_scheduler(config),
         *_validation(config),
+        *_selection(config),
     ]
     if problems:
         # The arithmetic below would divide by numbers that were just refused.
@@ -244,6 +245,37 @@ def _validation(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             (key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0"
         )
+
+
+def _selection(config: RunConfig) -> Iterator[Problem]:
+    """The best checkpoint and early stopping need their metric, and values of it."""
+    best = config.checkpointing.keep_best
+    if best is not None and not config.checkpointing.enabled:
+        yield Problem(
+            ("checkpointing.keep_best", "checkpointing.enabled"),
+            f"checkpointing.keep_best is {best!r}, but checkpointing.enabled is false: set it to"
+            " true, or checkpointing.keep_best to null",
+        )
+    period_key = f"{config.kind}.val_period"
+    chosen = {
+        "checkpointing.keep_best": best,
+        "early_stopping.metric": config.early_stopping.metric,
+    }
+    for key, metric in chosen.items():
+        if metric is None or not metric.startswith("validation/"):
+            continue
+        if config.data.validation_path is None:
+            yield Problem(
+                (key,),
+                f"{key} is {metric!r}, but data.validation_path is not set; set it, or {key} to"
+                " another metric or null",
+            )
+        elif value_at(config, period_key) == 0:
+            yield Problem(
+                (key, period_key),
+                f"{key} is {metric!r}, but {period_key} is 0, so that the run validates only at its"
+                f" end; set {period_key}, or {key} to null",
+            )
 
 
 def _worker_shares(config: RunConfig) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from nemo_like.config.constraints import (
     NotEmpty,
     PromptTemplate,
 )
+from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
 from nemo_like.config.generation import GenerationConfig
@@ -338,6 +339,12 @@ class CheckpointingConfig:
     async_save: bool = True
     """Write checkpoints while training continues. Every worker copies its weights and optimizer
     state to host memory (12 bytes per parameter of its shard) and writes the copy."""
+    keep_best: Annotated[str | None, NotEmpty()] = None
+    """Name of a logged metric, e.g. `validation/reward_mean`. The checkpoint of the step with its
+    best value is saved at once and kept in addition to `keep_latest`; the file `best` names it.
+    null keeps none."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller value of `keep_best` is better."""
     export_hf: bool = True
     """Write a Hugging Face model to `<output_dir>/<run_name>/hf` at the end."""
 
@@ -383,6 +390,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

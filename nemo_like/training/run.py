@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from nemo_like.data.loader import BatchLoader, Position
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.files import AppendedFile, remove_link, reporting_write_errors, write_text
+from nemo_like.files import AppendedFile, write_text
 from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
@@ -47,11 +46,14 @@ from nemo_like.run_directory import (
 from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.collector import open_collector
+from nemo_like.training.export import export_model
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import CheckpointSaver, policy_directory
+from nemo_like.training.selection import Selection
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
 from nemo_like.training.throughput import throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
+from nemo_like.training.worker_checks import check_workers
 from nemo_like.training.workers import RunWorkers, start_workers
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,7 @@ class TrainingRun:
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     saver: CheckpointSaver = field(init=False)
+    selection: Selection = field(init=False)
     tracker: Tracker = field(init=False)
     lengths: AppendedFile = field(init=False)
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
@@ -105,6 +108,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)
+        self.selection = Selection(self.config)
 
     @property
     def policy(self) -> Policy:
@@ -125,6 +129,8 @@ class TrainingRun:
             )
         # The policy and the loader accepted the checkpoint, so files may change now.
         start_run_directory(self.directory, self.resolved, resumed_step)
+        # A kill may have come between `latest` and `best`, or the run went back to an older step.
+        self.checkpointer.set_best(self.selection.best_step)
         tracker = Tracker(
             self.directory,
             self.config.logger,
@@ -155,6 +161,7 @@ class TrainingRun:
                 f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
             ) from error
         self.counters.update(state.counters)
+        self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
         return state.step
 
@@ -307,6 +314,7 @@ class TrainingRun:
         self.tracker.log(step, values)
         self.last |= values
         self.first = values | self.first
+        self.selection.observe(step, values)
 
     def save_if_due(
         self,
@@ -317,17 +325,20 @@ class TrainingRun:
     ) -> None:
         """Save a checkpoint if this step is due; its time is the next step's `checkpoint_s`.
 
-        `position` is the loader, or its position after the rows of `step`. With `is_last` this
-        waits until the checkpoint is written; otherwise, with `checkpointing.async_save`, it may be
-        written during the following steps. Call it after every step: it also publishes the earlier
-        checkpoint. Raises CheckpointError.
+        The step with the best metric of `checkpointing.keep_best` is always due. `position` is the
+        loader, or its position after the rows of `step`. With `is_last` this waits until the
+        checkpoint is written; otherwise, with `checkpointing.async_save`, it may be written during
+        the following steps. Call it after every step: it also publishes the earlier checkpoint.
+        Raises CheckpointError.
         """
+        is_last = is_last or self.stops_early
+        is_best = self.selection.is_best(step)
         if is_last:
             # First, because the pending checkpoint may be of this step.
             self.saver.finish()
         else:
             self.saver.publish_if_written()
-        if self.checkpointer.should_save(step, is_last=is_last):
+        if self.checkpointer.should_save(step, is_last=is_last, is_best=is_best):
             in_background = self.config.checkpointing.async_save and not is_last
             self._save(step, position, in_background=in_background)
 
@@ -349,8 +360,19 @@ class TrainingRun:
             step=step,
             loader=position.state_dict(),
             counters=dict(self.counters),
+            selection=self.selection.state_dict(),
         )
-        self.saver.save(state, prunes=prunes, in_background=in_background)
+        self.saver.save(
+            state,
+            prunes=prunes,
+            in_background=in_background,
+            is_best=self.selection.is_best(step),
+        )
+
+    @property
+    def stops_early(self) -> bool:
+        """True if `early_stopping` ends the run after the step that was logged last."""
+        return self.selection.stops
 
     def stop_if_requested(self, step: int, position: Position) -> None:
         """After a stop request, save a checkpoint of `step` and raise RunStopped."""
@@ -378,28 +400,15 @@ class TrainingRun:
                 self.stop.exit_code,
             )
         self.stop.finish_steps(enabled=False)
-        export = self._export() if exports else None
+        for line in self.selection.summary():
+            self.progress.print_line(line)
+        export = export_model(self.directory, self.workers, self.progress) if exports else None
         self.log_file.check()
         text = f"done: {step} steps, run directory {self.directory.path}"
         if export is not None:
             text += f", model {export}"
         self.progress.print_line(text)
         return RunResult(self.directory, step, self.last, self.first, export)
-
-    def _export(self) -> Path:
-        """Write the Hugging Face model and return its directory."""
-        export = self.directory.hf
-        # Written under another name first, so that `hf` never has an incomplete model.
-        unfinished = export.with_name("hf.unfinished")
-        with reporting_write_errors(export, "the exported model"):
-            # A link would direct the removal to the files it refers to.
-            remove_link(unfinished)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with self.progress.phase("exporting"), self.workers.policy_onloaded():
-                self.policy.export_hf(unfinished)
-            shutil.rmtree(export, ignore_errors=True)
-            unfinished.rename(export)
-        return export
 
 
 def plan_metrics(plan: BatchPlan) -> Metrics:
@@ -457,7 +466,7 @@ def open_training_run(
             logs=directory.logs / "ray",
             end_token_ids=encoder.end_token_ids,
         ) as workers:
-            _check_workers(config, encoder, workers, directory, progress)
+            check_workers(config, encoder, workers, directory, progress)
             run = TrainingRun(
                 config=config,
                 directory=directory,
@@ -476,24 +485,3 @@ def open_training_run(
             except Exception as error:
                 run.saver.finish_after_error(error)
                 raise
-
-
-def _check_workers(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    workers: RunWorkers,
-    directory: RunDirectory,
-    progress: Progress,
-) -> None:
-    """Check chat template, shared directory and row isolation before the first step."""
-    difference = encoder.prompt_difference()
-    if difference is not None:
-        logger.warning("the chat template makes rollouts and SFT rows differ: %s", difference)
-    if config.checkpointing.enabled or config.checkpointing.export_hf:
-        workers.policy.check_shared_directory(directory.path)
-    with (
-        progress.phase("checking that packed rows cannot see each other", unit="checks"),
-        workers.policy_onloaded(),
-    ):
-        # A kernel that attends across rows would train without an error, and wrongly.
-        workers.policy.probe_isolation()

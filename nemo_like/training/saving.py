@@ -53,8 +53,11 @@ class CheckpointSaver:
         *,
         prunes: bool,
         in_background: bool,
+        is_best: bool = False,
     ) -> None:
         """Save the policy and `state`, after the checkpoint that is being written.
+
+        `prunes` and `is_best` are those of `Checkpointer.begin`.
 
         With `in_background` the workers have copied the policy when this returns, and write it
         while training continues; `publish_if_written` and `finish` make it the latest. Raises
@@ -63,7 +66,7 @@ class CheckpointSaver:
         policy = self._workers.policy
         with self.timers("checkpoint"):
             self.finish()
-            checkpoint = self._checkpointer.begin(state.step, prunes=prunes)
+            checkpoint = self._checkpointer.begin(state.step, prunes=prunes, is_best=is_best)
             directory = policy_directory(checkpoint.path)
             with self._checkpointer.discarding(checkpoint):
                 with self._workers.policy_onloaded():

@@ -52,7 +52,7 @@ def _train(
                 run.add_metrics(validate(run, validation_batches, loss))
                 run.log_metrics(step)
         with run.progress.phase("dpo", total, unit="steps", done=step) as phase:
-            while step < total:
+            while step < total and not run.stops_early:
                 run.stop_if_requested(step, loader)
                 with run.timers("step"):
                     lengths = _update(run, loader, loss, step)

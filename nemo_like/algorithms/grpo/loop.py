@@ -66,7 +66,7 @@ def _train(
             run.log_metrics(step)
         pipeline = RolloutPipeline(run, config, loader, step)
         with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
-            while step < total:
+            while step < total and not run.stops_early:
                 run.stop_if_requested(step, pipeline.position)
                 with run.timers("step"):
                     pipeline.fetch(step)

@@ -67,7 +67,7 @@ def _train(
                 run.log_metrics(step)
         is_last = _is_last(source, loader, step, total)
         with run.progress.phase("sft", total, unit="steps", done=step) as phase:
-            while not is_last:
+            while not is_last and not run.stops_early:
                 run.stop_if_requested(step, loader)
                 with run.timers("step"):
                     batch = BatchedDataDict(collate(run.next_rows(loader, step)))
