@@ -111,6 +111,20 @@ class NoEmptyTexts:
 
 
 @dataclass(frozen=True, slots=True)
+class SubsetOf:
+    """A list of texts, each of which is one of `names`."""
+
+    names: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return f"a list of names among {', '.join(self.names)}"
+
+    def accepts(self, value: tuple[str, ...]) -> bool:
+        return set(value) <= set(self.names)
+
+
+@dataclass(frozen=True, slots=True)
 class DirectoryName:
     """The name of one directory, portable between file systems."""
 

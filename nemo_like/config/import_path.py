@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
+
+_PATH_HINT = "If it is a file of your own, put its directory on PYTHONPATH (on every node)"
 
 
 def import_function(key: str, path: str, example: str, argument: str) -> Callable[..., Any]:
@@ -23,8 +26,7 @@ def import_function(key: str, path: str, example: str, argument: str) -> Callabl
         # The import of a user's module can fail in any way.
         raise ConfigError(
             f"{key} is {path!r}, but importing {module_name!r} failed with {type(error).__name__}:"
-            f" {error}. If it is a file of your own, put its directory on PYTHONPATH (on every"
-            " node)"
+            f" {error}. {_PATH_HINT}"
         ) from error
     function = getattr(module, attribute, None)
     if function is None:
@@ -58,3 +60,23 @@ def import_class(key: str, path: str, example: str, methods: Sequence[str]) -> t
     if missing:
         raise ConfigError(f"{key} is {path!r}, which has no {' and no '.join(missing)}; {wanted}")
     return imported
+
+
+def check_module(key: str, path: str) -> None:
+    """Check that the module of the import path exists, without importing it.
+
+    Its parent packages are imported. Raises ConfigError that begins with `key`.
+    """
+    module_name, _, _ = path.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (Exception, SystemExit) as error:
+        # The import of a parent package can fail in any way.
+        raise ConfigError(
+            f"{key} is {path!r}, but {module_name!r} cannot be found: {type(error).__name__}:"
+            f" {error}. {_PATH_HINT}"
+        ) from error
+    if spec is None:
+        raise ConfigError(
+            f"{key} is {path!r}, but there is no module {module_name!r}. {_PATH_HINT}"
+        )

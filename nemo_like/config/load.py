@@ -46,6 +46,8 @@ from nemo_like.config.yaml_locations import (
 
 __all__ = ["JobSchema", "detect_kind", "load_config", "to_dict", "to_yaml"]
 
+_NUMBER_LIKE = re.compile(r"[-+.0-9_]+([eE][-+]?[0-9_]*)?")
+
 
 def load_config(
     job: JobSchema,
@@ -136,11 +138,32 @@ def _own_sections(jobs: Mapping[str, type[RunConfig]]) -> dict[str, str]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the complete resolved config as YAML; loading the text gives an equal config."""
-    text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    text = _dumped(config, allow_unicode=True)
     # YAML reads these line breaks as spaces unless they are escaped.
     if re.search("[\x85\u2028\u2029]", text):
-        text = yaml.safe_dump(to_dict(config), sort_keys=False)
+        text = _dumped(config, allow_unicode=False)
     return text
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """Quotes texts that OmegaConf reads as numbers and PyYAML does not, such as `1e-5`."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _NUMBER_LIKE.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_QuotingDumper.add_representer(str, _represent_text)
+
+
+def _dumped(config: RunConfig, *, allow_unicode: bool) -> str:
+    return yaml.dump(
+        to_dict(config),
+        Dumper=_QuotingDumper,
+        sort_keys=False,
+        allow_unicode=allow_unicode,
+    )
 
 
 def _raise_foreign(
