@@ -1,28 +1,69 @@
-"""The keys of `loss_fn` of GRPO: the policy-gradient loss."""
+"""The keys of `loss_fn` of GRPO, the policy-gradient loss, and the checks of their relations."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, AtMost
+from nemo_like.config.constraints import Above, AtLeast, AtMost, ImportPath, SubsetOf
+from nemo_like.config.errors import Problem
 from nemo_like.config.importance_correction import ImportanceCorrectionConfig
+
+Surrogate = Literal["ppo", "gspo", "gspo_token", "cispo", "reinforce"]
+LossNormalization = Literal["token", "sequence", "constant"]
+LogprobName = Literal["prev_logprobs", "reference_logprobs"]
+LOGPROB_NAMES: tuple[LogprobName, ...] = ("prev_logprobs", "reference_logprobs")
+"""Columns that a log-prob pass computes before training."""
+
+_DEFAULT_CLIPS: dict[Surrogate, tuple[float | None, float | None]] = {
+    "ppo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "gspo_token": (3e-4, 4e-4),
+    "cispo": (None, 4.0),
+    "reinforce": (None, None),
+}
+"""Default (`ratio_clip_min`, `ratio_clip_max`); None is no bound. PPO (Schulman et al. 2017), GSPO
+(Zheng et al. 2025, section 5.1), CISPO with an upper bound only (MiniMax-M1), at 5 as in ScaleRL
+(Khatri et al. 2025).
+"""
+MAX_ROW_RATIO_CLIP = 0.1
+"""Max clip of a row's ratio: as the geometric mean of its tokens' ratios it never reaches more in
+a stable run."""
+_NORMALIZATION = "loss_fn.normalization"
+_SURROGATE = "loss_fn.surrogate"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientLossConfig:
-    """The clipped policy-gradient loss of GRPO."""
+    """The policy-gradient loss of GRPO: a surrogate, a KL penalty and an entropy bonus. `nemo-like
+    explain loss --config FILE` prints the formula that a config selects.
+    """
 
-    ratio_clip_min: Annotated[float, AtLeast(0), AtMost(1)] = 0.2
-    """Lower clip: the ratio of policy to previous probability is clipped at 1 - this."""
-    ratio_clip_max: Annotated[float, AtLeast(0)] = 0.2
-    """Upper clip: the ratio is clipped at 1 + this. DAPO uses 0.28."""
+    surrogate: Surrogate = "ppo"
+    """`ppo` clips the ratio of each token (GRPO, DAPO). `gspo` clips one ratio per row, the
+    geometric mean of its tokens' ratios; `gspo_token` does the same with advantages of tokens.
+    `cispo` multiplies the log-prob by the clipped ratio as a constant, so that no token loses its
+    gradient. `reinforce` is log-prob times advantage, without a ratio (RLOO, REINFORCE++)."""
+    ratio_clip_min: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """Lower clip: the ratio of policy to previous probability is clipped at 1 - this. null is 0.2
+    for `ppo`, 3e-4 for `gspo` and `gspo_token`, and no lower bound for `cispo`. Must be null for
+    `reinforce`."""
+    ratio_clip_max: Annotated[float | None, AtLeast(0)] = None
+    """Upper clip: the ratio is clipped at 1 + this. null is 0.2 for `ppo` (DAPO uses 0.28), 4e-4
+    for `gspo` and `gspo_token`, and 4 for `cispo`. Must be null for `reinforce`."""
     ratio_clip_c: Annotated[float | None, Above(1, "about 3; null turns the dual clip off")] = None
-    """Dual clip: for negative advantages the loss of a token is at most this x |advantage|; null
-    turns it off."""
-    normalization: Literal["token", "sequence"] = "token"
+    """Dual clip of `ppo`, `gspo` and `gspo_token`: for negative advantages the loss of a token is
+    at most this x |advantage|; null turns it off."""
+    normalization: LossNormalization | None = None
     """Denominator of the loss: `token` is the mean over all completion tokens of the global batch,
-    `sequence` the mean over rows of each row's token mean."""
+    `sequence` the mean over rows of each row's token mean, `constant` the sum over tokens divided
+    by rows x `constant_length` (Dr. GRPO). null is `sequence` for `gspo` and `gspo_token`, else
+    `token`."""
+    constant_length: Annotated[int | None, AtLeast(1)] = None
+    """Tokens per row in the denominator of `loss_fn.normalization=constant`; null is
+    `policy.generation.max_new_tokens`."""
     reference_policy_kl_penalty: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL divergence to the frozen initial policy. Above 0 the workers keep a copy of
     that model and run one more log-prob pass per step."""
@@ -34,6 +75,175 @@ class PolicyGradientLossConfig:
     """Log `policy/entropy`, the exact entropy over the complete vocabulary, which takes about three
     more passes over the logits of each chunk. An entropy bonus logs it as well.
     `policy/entropy_estimate` costs nothing and is always logged."""
+    path: Annotated[str | None, ImportPath()] = None
+    """Import path of a loss of your own, a class or function that returns one, e.g.
+    `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
+    `options` and `logprobs`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class or function at `loss_fn.path`."""
+    logprobs: Annotated[tuple[str, ...], SubsetOf(LOGPROB_NAMES)] = ()
+    """Columns that the loss at `loss_fn.path` reads and that a pass before training computes:
+    `prev_logprobs` of the policy before the first optimizer step, `reference_logprobs` of the
+    frozen initial policy."""
     importance_correction: ImportanceCorrectionConfig = field(
         default_factory=ImportanceCorrectionConfig
     )
+
+    @property
+    def clips(self) -> tuple[float | None, float | None]:
+        """(`ratio_clip_min`, `ratio_clip_max`) with the defaults of `surrogate`; None: no bound."""
+        lower, upper = _DEFAULT_CLIPS[self.surrogate]
+        if self.ratio_clip_min is not None:
+            lower = self.ratio_clip_min
+        if self.ratio_clip_max is not None:
+            upper = self.ratio_clip_max
+        return lower, upper
+
+    @property
+    def ratio_bounds(self) -> tuple[float | None, float | None]:
+        """(lowest, highest) value of the clipped ratio; None is no bound. Example: (0.8, 1.28)."""
+        lower, upper = self.clips
+        lowest = None if lower is None else 1.0 - lower
+        highest = None if upper is None else 1.0 + upper
+        return lowest, highest
+
+    @property
+    def has_kl_in_loss(self) -> bool:
+        """True if the loss has a KL penalty."""
+        return self.reference_policy_kl_penalty > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the log-probs of the reference are computed before training."""
+        if self.path is not None:
+            return "reference_logprobs" in self.logprobs
+        return self.reference_policy_kl_penalty > 0
+
+    @property
+    def has_row_ratio(self) -> bool:
+        """True if the tokens of a row share one ratio."""
+        return self.surrogate in ("gspo", "gspo_token")
+
+    @property
+    def divisor(self) -> LossNormalization:
+        """`normalization` with the default of `surrogate`."""
+        if self.normalization is not None:
+            return self.normalization
+        return "sequence" if self.has_row_ratio else "token"
+
+    def logprob_names(self, *, is_single_step: bool) -> tuple[LogprobName, ...]:
+        """Return the columns that a log-prob pass has to compute before training.
+
+        With `is_single_step` exactly one optimizer step is taken on the batch. The built-in losses
+        then need no `prev_logprobs`: they are those of the training pass.
+        """
+        if self.path is not None:
+            return tuple(name for name in LOGPROB_NAMES if name in self.logprobs)
+        kind = self.importance_correction.kind
+        # REINFORCE has no ratio, only weights of the importance correction.
+        has_ratio = self.surrogate != "reinforce" or self.importance_correction.has_weights
+        names: list[LogprobName] = []
+        if has_ratio and kind != "bypass" and not is_single_step:
+            names.append("prev_logprobs")
+        if self.has_kl_in_loss:
+            names.append("reference_logprobs")
+        return tuple(names)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the combinations of keys that have no meaning, each with the reason."""
+        yield from self.importance_correction.problems()
+        if self.path is not None:
+            yield from _custom_problems(self)
+            return
+        for name in ("options", "logprobs"):
+            if getattr(self, name):
+                yield Problem(
+                    (f"loss_fn.{name}", "loss_fn.path"),
+                    f"loss_fn.{name} is set, but loss_fn.path is null, and only a loss of your own"
+                    f" reads it: remove loss_fn.{name}, or set loss_fn.path",
+                )
+        yield from _clip_problems(self)
+        yield from _normalization_problems(self)
+        yield from _correction_problems(self)
+
+
+def _custom_problems(loss: PolicyGradientLossConfig) -> Iterator[Problem]:
+    """A loss of the user has its own keys, `options`."""
+    defaults = PolicyGradientLossConfig()
+    for each in dataclasses.fields(loss):
+        if each.name in ("path", "options", "logprobs"):
+            continue
+        if getattr(loss, each.name) != getattr(defaults, each.name):
+            key = f"loss_fn.{each.name}"
+            yield Problem(
+                (key, "loss_fn.path"),
+                f"{key} is set, but loss_fn.path {loss.path} replaces the loss that reads it:"
+                f" remove {key}, and give the loss its settings in loss_fn.options",
+            )
+
+
+def _clip_problems(loss: PolicyGradientLossConfig) -> Iterator[Problem]:
+    surrogate = loss.surrogate
+    for name in ("ratio_clip_min", "ratio_clip_max"):
+        key = f"loss_fn.{name}"
+        value = getattr(loss, name)
+        if value is None:
+            continue
+        if surrogate == "reinforce":
+            yield Problem(
+                (key, _SURROGATE),
+                f"{key} is {value:g}, but {_SURROGATE} reinforce has no ratio to clip: set {key} to"
+                f" null, or {_SURROGATE} to ppo or cispo",
+            )
+        elif loss.has_row_ratio and value > MAX_ROW_RATIO_CLIP:
+            yield Problem(
+                (key, _SURROGATE),
+                f"{key} is {value:g}, but the ratio of {_SURROGATE} {surrogate} is the geometric"
+                " mean over the tokens of a row, which stays so close to 1 that this clip has no"
+                f" effect: set {key} to null (3e-4 below, 4e-4 above) or to at most"
+                f" {MAX_ROW_RATIO_CLIP:g}",
+            )
+    if loss.ratio_clip_c is not None and surrogate in ("cispo", "reinforce"):
+        reason = "has no ratio"
+        if surrogate == "cispo":
+            reason = "has the ratio as a weight that ratio_clip_max limits already"
+        yield Problem(
+            ("loss_fn.ratio_clip_c", _SURROGATE),
+            f"loss_fn.ratio_clip_c is {loss.ratio_clip_c:g}, but {_SURROGATE} {surrogate} {reason}:"
+            f" set loss_fn.ratio_clip_c to null, or {_SURROGATE} to ppo",
+        )
+
+
+def _normalization_problems(loss: PolicyGradientLossConfig) -> Iterator[Problem]:
+    if loss.constant_length is not None and loss.divisor != "constant":
+        yield Problem(
+            ("loss_fn.constant_length", _NORMALIZATION),
+            f"loss_fn.constant_length is {loss.constant_length}, but {_NORMALIZATION} is"
+            f" {loss.divisor}: set loss_fn.constant_length to null, or {_NORMALIZATION} to"
+            " constant",
+        )
+    if loss.surrogate == "gspo" and loss.divisor != "sequence":
+        yield Problem(
+            (_NORMALIZATION, _SURROGATE),
+            f"{_NORMALIZATION} is {loss.divisor}, but {_SURROGATE} gspo has one loss per row, which"
+            " it would multiply by the row's number of tokens: set it to sequence or null, or"
+            f" {_SURROGATE} to gspo_token",
+        )
+
+
+def _correction_problems(loss: PolicyGradientLossConfig) -> Iterator[Problem]:
+    key = "loss_fn.importance_correction.kind"
+    kind = loss.importance_correction.kind
+    if loss.surrogate == "gspo" and kind in ("token_truncate", "token_mask"):
+        yield Problem(
+            (key, _SURROGATE),
+            f"{key} is {kind}, which weights tokens, but {_SURROGATE} gspo has one ratio and"
+            " therefore one weight per row: set it to sequence_truncate or sequence_mask, or"
+            f" {_SURROGATE} to gspo_token",
+        )
+    if loss.surrogate == "reinforce" and kind == "bypass":
+        yield Problem(
+            (key, _SURROGATE),
+            f"{key} is bypass, which corrects in the ratio, but {_SURROGATE} reinforce has no"
+            " ratio: set it to token_truncate, which is a weight, or to none",
+        )

@@ -3,6 +3,7 @@
 from nemo_like.losses.likelihood import NllLoss
 from nemo_like.losses.policy_gradient import ClippedPolicyGradientLoss
 from nemo_like.losses.reduce import GlobalCounts, HostRows, Loss, LossInputs, LossTerms
+from nemo_like.losses.rollout_loss import RolloutLoss, rollout_loss
 from nemo_like.losses.tensor_metrics import LossMetrics, TensorMean, fetch_metrics
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "LossMetrics",
     "LossTerms",
     "NllLoss",
+    "RolloutLoss",
     "TensorMean",
     "fetch_metrics",
+    "rollout_loss",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_like.config.importance_correction import ImportanceCorrectionConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses.mismatch import MAX_EXPONENT, log_weights
 from nemo_like.losses.reduce import LossInputs
 
@@ -37,22 +37,23 @@ class ImportanceWeights:
 
 
 def importance_weights(
-    config: ImportanceCorrectionConfig,
+    loss: PolicyGradientLossConfig,
     inputs: LossInputs,
     prev_logprobs: Tensor,
     generation_logprobs: Tensor,
 ) -> ImportanceWeights:
     """Compute the factor of each token's surrogate loss from the log-probs, float32 [T] each.
 
-    The factor is 0 for a token whose w is not finite, and in the sequence kinds for all tokens of
-    its row. Counts are those of all trained tokens and rows: a masked token stays in the
-    denominator of the loss.
+    The factor is 0 for a token whose w is not finite. It is 0 for all tokens of its row in the
+    sequence kinds, and with `bypass` where the ratio is one of the row. Counts are those of all
+    trained tokens and rows: a masked token stays in the denominator of the loss.
     """
+    config = loss.importance_correction
     log_weight, is_finite = log_weights(prev_logprobs, generation_logprobs, inputs.token_mask)
     if config.kind in ("sequence_truncate", "sequence_mask"):
         # NaN marks rows with a weight that is not finite.
         marked = torch.where(is_finite, log_weight, torch.nan)
-        return _sequence_weights(config, inputs, log_weight, inputs.sum_over_row(marked))
+        return _sequence_weights(loss, inputs, log_weight, inputs.sum_over_row(marked))
     lower, upper = config.bounds if config.has_weights else _REPORTED_BOUNDS
     weight = torch.exp(log_weight)
     is_within = _is_within(weight, lower, upper) & is_finite
@@ -62,7 +63,11 @@ def importance_weights(
     if config.kind == "bypass":
         # The ratio of a token without a finite log-prob has no meaning. Where the policy's own is
         # not finite, the loss is not finite either, and the optimizer step is skipped.
-        weights = generation_logprobs.isfinite().float()
+        has_ratio = generation_logprobs.isfinite()
+        weights = has_ratio.float()
+        if loss.has_row_ratio:
+            num_without = inputs.sum_over_row((~has_ratio).float())
+            weights = (num_without == 0).float()[inputs.row_ids]
         return ImportanceWeights(weights=weights, per_token=per_token, per_row={})
     if config.kind == "token_truncate":
         weights = torch.where(is_finite, weight.clamp(lower, upper), 0.0)
@@ -73,12 +78,13 @@ def importance_weights(
 
 
 def _sequence_weights(
-    config: ImportanceCorrectionConfig,
+    loss: PolicyGradientLossConfig,
     inputs: LossInputs,
     log_weight: Tensor,
     sums: Tensor,
 ) -> ImportanceWeights:
     """Return the weights of the sequence kinds from log w, float32 [T], and its row sums [R]."""
+    config = loss.importance_correction
     lower, upper = config.bounds
     if config.kind == "sequence_truncate":
         weight = torch.exp(sums.clamp(-MAX_EXPONENT, MAX_EXPONENT))
@@ -89,7 +95,11 @@ def _sequence_weights(
         # The geometric mean of the row's weights.
         mean = torch.exp(sums / inputs.row_num_tokens.clamp(min=1.0))
         is_within = _is_within(mean, lower, upper)
-        weights = torch.where(is_within[inputs.row_ids], torch.exp(log_weight), 0.0)
+        weight = torch.exp(log_weight)
+        if loss.surrogate == "gspo":
+            # A row has one ratio and one weight; their product is exp(mean(l - l_generation)).
+            weight = mean[inputs.row_ids]
+        weights = torch.where(is_within[inputs.row_ids], weight, 0.0)
     return ImportanceWeights(
         weights=weights,
         per_token={_WEIGHT_MEAN: weights},

@@ -99,7 +99,7 @@ def by_definition(
         applied += weights[mask].tolist()
         prev = generation if kind == "bypass" else engine
         ratio = np.exp(policy - prev)
-        low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+        low, high = 0.8, 1.2
         advantage = row["advantages"]
         surrogate = np.maximum(-advantage * ratio, -advantage * np.clip(ratio, low, high))
         is_clipped = ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))

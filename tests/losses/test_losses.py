@@ -19,8 +19,8 @@ from nemo_like.losses import (
     fetch_metrics,
 )
 from nemo_like.losses.mismatch import mismatch_metrics
-from nemo_like.losses.policy_gradient import reference_kl
 from nemo_like.losses.reduce import Normalization
+from nemo_like.losses.reference_kl import reference_kl
 from nemo_like.metrics import merge_metrics, metric_values
 
 

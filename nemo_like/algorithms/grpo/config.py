@@ -85,18 +85,19 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """True with a KL penalty."""
-        return self.loss_fn.reference_policy_kl_penalty > 0
+        """True with a KL penalty, or a loss of the user that reads the reference's log-probs."""
+        return self.loss_fn.needs_reference
 
     @property
     def computes_prev_logprobs(self) -> bool:
         """True if the policy's log-probs are computed before the first optimizer step of a rollout.
 
-        With one optimizer step they are those of the training pass, and with
-        `loss_fn.importance_correction.kind=bypass` the generator's are used.
+        With one optimizer step they are those of the training pass, with
+        `loss_fn.importance_correction.kind=bypass` the generator's are used, and
+        `loss_fn.surrogate=reinforce` has no ratio.
         """
         has_many_steps = self.rows_per_step > self.policy.train_global_batch_size
-        return has_many_steps and self.loss_fn.importance_correction.kind != "bypass"
+        return "prev_logprobs" in self.loss_fn.logprob_names(is_single_step=not has_many_steps)
 
     @property
     def has_logprob_pass(self) -> bool:
@@ -128,8 +129,12 @@ class GrpoRunConfig(RunConfig):
             f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {steps_noun}",
             f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows",
         ]
+        read = self.loss_fn.logprob_names(is_single_step=False)
+        has_no_ratio = "prev_logprobs" not in read
         if self.loss_fn.importance_correction.kind == "bypass":
             lines.append("previous log-probs: those of the generator")
+        elif has_no_ratio:
+            lines.append("previous log-probs: the loss does not read them")
         elif not self.computes_prev_logprobs:
             lines.append(
                 "previous log-probs: those of the training pass, as each rollout has 1 optimizer"
@@ -143,7 +148,7 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from _reward_problems(self)
         yield from environment_problems(self.environment, self.policy.max_total_sequence_length)
-        yield from self.loss_fn.importance_correction.problems()
+        yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
 

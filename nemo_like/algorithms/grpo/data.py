@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
+from nemo_like.config.import_path import check_module
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.datasets import PROMPT_ROWS, Rows
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts, prompt_messages
@@ -95,6 +96,10 @@ def check_rows(
         diagnostics.add_lines("data", epoch)
     updates_per_step = config.rows_per_step // config.policy.train_global_batch_size
     diagnostics.warnings += asynchronous_warnings(config)
+    loss_path = config.loss_fn.path
+    if loss_path is not None:
+        # Without the import, because a loss imports torch.
+        diagnostics.check(lambda: check_module("loss_fn.path", loss_path))
     diagnostics.warnings += step_warnings(config, config.grpo.max_num_steps * updates_per_step)
     for rows in (data.train, data.validation):
         if rows is None:

@@ -17,7 +17,7 @@ from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs, sa
 from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
-from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.metrics import Sum, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, validation_prompts
@@ -45,7 +45,7 @@ def _train(
 ) -> RunResult:
     total = config.grpo.max_num_steps
     val_prompts = validation_prompts(config, source.data)
-    loss = ClippedPolicyGradientLoss(config=config.loss_fn)
+    loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     with open_training_run(
         config,
         source.data.encoder,
@@ -100,7 +100,7 @@ def _update(
     config: GrpoRunConfig,
     pipeline: RolloutPipeline,
     taken: StepRollout,
-    loss: ClippedPolicyGradientLoss,
+    loss: RolloutLoss,
     step: int,
 ) -> tuple[TrainedRollout, int]:
     """Train on the rollout and copy the new weights to the generator.

@@ -1,0 +1,23 @@
+"""The policy-gradient losses on Megatron-Core: pipeline stages, tensor and context parallelism."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.policy.megatron.ranks import Step, of_model, take_steps
+from tests.policy.megatron.reference import assert_step_is
+from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
+from tests.policy.test_gradient_equality import LENGTHS, packed
+from tests.policy.tiny import random_batch
+
+
+@pytest.mark.parametrize("parallel", ["dp2", "cp2", "tp2 x pp2 + sp", "pp2 x cp2"])
+def test_a_layout_does_not_change_the_gradient_of_a_member(parallel, model_dir, on_ranks):
+    model = model_dir("qwen3")
+    config = of_model(packed(48), model)
+    steps = [Step(config, random_batch(LENGTHS), loss) for loss in LOSSES.values()]
+    ranks = on_ranks(take_steps, parallel, steps)
+    for index, name in enumerate(LOSSES):
+        gradients, loss = gradients_by_definition(model, random_batch(LENGTHS), MEMBERS[name])
+        results = [steps_of_rank[index] for steps_of_rank in ranks]
+        assert_step_is(results, gradients, loss, (parallel, name))

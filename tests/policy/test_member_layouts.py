@@ -1,0 +1,67 @@
+"""The gradient of every policy-gradient loss is the same in every layout of rows and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_like.config.schema import ParallelConfig
+from nemo_like.distributed import process_groups
+from nemo_like.distributed.worker_group import WorkerContext
+from tests.policy.dtensor.test_layouts import BASE, DYNAMIC, PACKED, Rank, gradients
+from tests.policy.members import LOSSES, MEMBERS, gradients_by_definition
+from tests.policy.test_gradient_equality import LENGTHS
+from tests.policy.tiny import context, random_batch, relative_error, run_ranks
+
+TOLERANCE = 1e-5
+BATCHING = {
+    "packed": PACKED,
+    "dynamic": DYNAMIC,
+    "one row at a time": dataclasses.replace(BASE, train_micro_batch_size=1),
+}
+LAYOUTS = {
+    "one rank": (1, ParallelConfig()),
+    "dp 2": (2, ParallelConfig()),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "cp 2": (2, ParallelConfig(context=2)),
+    "tp 2 x cp 2": (4, ParallelConfig(tensor=2, context=2)),
+}
+Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
+
+
+def program(worker_context: WorkerContext, parallel: ParallelConfig, model: str) -> Found:
+    """Gradient and metrics for each way of batching and each loss; gradients are on rank 0."""
+    process_groups.init_process_group(worker_context)
+    torch.set_num_threads(1)
+    rank = Rank(worker_context, parallel)
+    found: Found = {}
+    for batching, batching_config in BATCHING.items():
+        config = dataclasses.replace(batching_config, model_name=model)
+        worker = rank.worker(config)
+        shard = rank.shard(config, random_batch(LENGTHS))
+        for name, loss in LOSSES.items():
+            found[batching, name] = gradients(worker, shard, loss)
+    process_groups.destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_gradient_of_a_member(layout, model_dir, rank_pool, meeting):
+    world_size, parallel = LAYOUTS[layout]
+    model = model_dir("qwen3")
+    if world_size == 1:
+        results = [program(context(0, 1, meeting), parallel, model)]
+    else:
+        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model)
+    for name, config in MEMBERS.items():
+        expected, loss = gradients_by_definition(model, random_batch(LENGTHS), config)
+        for batching in BATCHING:
+            values, metrics = results[0][batching, name]
+            found = {key: torch.from_numpy(value) for key, value in values.items()}
+            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
+            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+            for other in results[1:]:
+                assert other[batching, name][1]["policy/loss"] == metrics["policy/loss"]
