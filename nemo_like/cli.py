@@ -1,5 +1,5 @@
-"""The command line: `nemo-like sft | grpo | dpo | validate | check | plan | config | init |
-show | replay | export | convert`.
+"""The command line: `nemo-like sft | grpo | dpo | validate | explain | check | plan | config |
+init | show | replay | export | convert`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
@@ -66,6 +66,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = "compare engine and parallel layout with plain transformers, on a tiny copy of the model"
     _add_config_command(checks, "parity", text, has_kind=True)
+    text = "print the formula of a config's loss, an example, and keys without effect"
+    explain = commands.add_parser("explain", help=text, description=text)
+    topics = explain.add_subparsers(dest="what", required=True, metavar="WHAT")
+    _add_config_command(topics, "loss", text, has_kind=True)
     text = "predict padding, rank balance, step time and memory from row lengths alone, in seconds"
     plan = commands.add_parser(
         "plan",
@@ -252,6 +256,11 @@ def _run(arguments: argparse.Namespace) -> int:
         parity = check_parity(config)
         say(str(parity))
         return 0 if parity.is_equal else 1
+    if arguments.command == "explain":
+        from nemo_like.commands.explain_loss import explain_loss
+
+        say(explain_loss(load_any_config(arguments.config, arguments.overrides, arguments.kind)))
+        return 0
     if arguments.command == "validate":
         from nemo_like.commands.validate import validate
         from nemo_like.progress import Progress
