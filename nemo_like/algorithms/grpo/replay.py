@@ -25,7 +25,7 @@ from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.data.columns import take_rows
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.losses import rollout_loss
 from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
@@ -204,7 +204,7 @@ def _measure(
     weights: Path | None,
 ) -> dict[str, float]:
     """Return the metrics of the first optimizer step, and `packing/*` of the complete rollout."""
-    loss = ClippedPolicyGradientLoss(config=config.loss_fn)
+    loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     loss = loss.for_num_steps(len(record.optimizer_steps))
     unused = {"prev_logprobs", "reference_logprobs", "policy_logprobs"} - set(loss.logprob_names)
     rows = _first_rows(config, record)
