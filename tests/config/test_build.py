@@ -54,7 +54,7 @@ ANY_VALUES: st.SearchStrategy[Any] = st.recursive(
     | st.booleans()
     | st.integers(-(10**12), 10**12)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(["", "a text", "two\nlines", "-", "a: b", "1e-5"]),
+    | st.sampled_from(["", "a text", "two\nlines", "-", "a: b"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
     max_leaves=4,
 )

@@ -6,7 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.registry import load_config
 from nemo_like.config.importance_correction import ImportanceCorrectionConfig
+from nemo_like.config.load import to_yaml
 from nemo_like.config.loss import PolicyGradientLossConfig, Surrogate
 from tests.recipe import Recipe
 
@@ -130,3 +133,13 @@ def test_a_run_config_reports_them_with_the_key(recipe: Recipe) -> None:
         "flag": True,
     }
     assert config.needs_reference and config.has_logprob_pass
+
+
+def test_an_option_that_looks_like_a_number_stays_a_text(recipe: Recipe) -> None:
+    """PyYAML writes `1e-5` without quotes, and OmegaConf would read a number."""
+    keys = ("loss_fn.reference_policy_kl_penalty=0", "loss_fn.path=my.Loss")
+    config = recipe.grpo(*keys, "loss_fn.options={text: '1e-5', number: 1e-5}")
+    assert config.loss_fn.options == {"text": "1e-5", "number": 1e-5}
+    path = recipe.folder / "written.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(GrpoRunConfig, path, []).loss_fn.options == config.loss_fn.options
