@@ -312,7 +312,7 @@ def train(config: RunConfig) -> RunResult | int:
             f"error: {shortened(str(error).strip(), _MAX_REASON)}. The traceback is in {place}"
         )
         return 1
-    except ClusterError as error:
+    except (ClusterError, RewardError) as error:
         raise ConfigError(str(error)) from error
     except WorkerFailure as error:
         say_error(f"error: {error} {_how_to_continue(config)}")

@@ -19,12 +19,11 @@ from benchmarks.gpu.training_steps import synchronize
 from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoConfig, GrpoRunConfig
 from nemo_like.config.generation import HFGenerationConfig
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import (
     ClusterConfig,
     DataConfig,
     GenerationConfig,
-    RewardConfig,
-    RewardFunctionConfig,
 )
 from nemo_like.environments.reward import RewardSample
 from nemo_like.generation.sampling_params import SamplingParams

@@ -19,8 +19,8 @@ from nemo_like.data.datasets import Rows, conversation, question
 from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.environments.calling import BadReward, score_samples
+from nemo_like.environments.loading import load_reward_functions
 from nemo_like.environments.reward import RewardSample
-from nemo_like.environments.rewards import load_reward_functions
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.progress import Progress
 from nemo_like.tracking import check_logger

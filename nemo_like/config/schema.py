@@ -19,7 +19,6 @@ from nemo_like.config.constraints import (
     Below,
     DirectoryName,
     Duration,
-    ImportPath,
     NotEmpty,
     PromptTemplate,
 )
@@ -27,6 +26,7 @@ from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
 from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.reward import RewardConfig
 
 PackingName = Literal[
     "balanced",
@@ -235,25 +235,6 @@ class EpochLoopConfig:
     `data.validation_path`."""
     val_at_start: bool = False
     """Validate before the first step as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardFunctionConfig:
-    """One reward function."""
-
-    path: Annotated[str, ImportPath()]
-    """Import path of a function `(RewardSample) -> float`, e.g. `my_package.rewards.brevity`."""
-    weight: float = 1.0
-    """Weight of the function in the sum; may be negative."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Rewards of completions: the weighted sum of plain functions."""
-
-    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
-    num_workers: Annotated[int, AtLeast(1)] = 1
-    """Processes that compute rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import isawaitable, iscoroutinefunction
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 from nemo_like.distributed import activity
 from nemo_like.environments.reward import RewardFunction, RewardSample
@@ -19,13 +19,25 @@ _MAX_CONCURRENT = 32
 """Maximum number of concurrent calls of an async function."""
 _MAX_VALUE_SHOWN = 200
 
+BadRewardKind = Literal["raised", "timeout", "value", "ended"]
+"""`raised` an exception; exceeded the `timeout`; the `value` is not one finite number; called
+sys.exit or os._exit, or its process `ended`."""
+
+Report = Callable[[int, "float | BadReward"], None]
+"""Callback with the index of a sample and its score."""
+
 
 class BadReward(Exception):
     """A reward function failed on `sample`; `str()` is the problem, e.g. "returned None, ..."."""
 
-    def __init__(self, problem: str, sample: RewardSample) -> None:
+    def __init__(self, problem: str, sample: RewardSample, kind: BadRewardKind = "raised") -> None:
         super().__init__(problem)
         self.sample = sample
+        self.kind: BadRewardKind = kind
+
+
+Score = float | BadReward
+"""The reward of a sample, or why there is none."""
 
 
 def score_samples(
@@ -35,43 +47,169 @@ def score_samples(
 ) -> list[float]:
     """Return the reward of each sample; `label` names the function in the worker's activity.
 
-    An async function is called for several samples concurrently. Raises BadReward for its
-    exceptions, for sys.exit and os._exit, and for a value that is not one finite number.
+    Raises BadReward for the first problem; see `score_each`.
     """
-    if iscoroutinefunction(function):
-        return asyncio.run(_score_concurrently(function, samples, label))
     rewards = []
+    for score in score_each(function, samples, label, stops=True):
+        if isinstance(score, BadReward):
+            raise score
+        rewards.append(score)
+    return rewards
+
+
+def score_each(
+    function: RewardFunction,
+    samples: Sequence[RewardSample],
+    label: str,
+    *,
+    stops: bool = False,
+    timeout_s: float | None = None,
+    max_concurrent: int | None = None,
+    report: Report | None = None,
+) -> list[Score]:
+    """Return the reward of each sample, or the BadReward of a sample on which the function failed.
+
+    Failures are its exceptions, calls of sys.exit and os._exit, and a value that is not one finite
+    number; True and False are 1 and 0. An async function is called for several samples
+    concurrently, and a call is cancelled after `timeout_s`; other functions cannot be interrupted
+    here. A function with the attribute `batched` is called once with all samples. `stops` raises
+    the first BadReward. `report` is called for each sample when its score is known.
+    """
+    if is_batched(function):
+        scores = _score_batch(function, samples, label, timeout_s)
+        for index, score in enumerate(scores):
+            _finish(index, score, stops=stops, report=report)
+        return scores
+    if iscoroutinefunction(function):
+        return asyncio.run(
+            _score_concurrently(
+                function,
+                samples,
+                label,
+                stops=stops,
+                timeout_s=timeout_s,
+                max_concurrent=max_concurrent or _MAX_CONCURRENT,
+                report=report,
+            )
+        )
+    scores = []
     for index, sample in enumerate(samples):
         # A slow reward function is progress, sample by sample, and not a hung worker.
         activity.note(f"{label}, sample {index + 1} of {len(samples)}")
+        score = _score_one(function, sample, timeout_s)
+        _finish(index, score, stops=stops, report=report)
+        scores.append(score)
+    return scores
+
+
+def is_batched(function: RewardFunction) -> bool:
+    """Return True if the function takes a list of samples, which its attribute declares."""
+    declared = getattr(function, "batched", None)
+    if declared is None:
+        # A function with options is a partial of the user's.
+        declared = getattr(getattr(function, "func", None), "batched", False)
+    return bool(declared)
+
+
+def _finish(
+    index: int,
+    score: Score,
+    *,
+    stops: bool,
+    report: Report | None,
+) -> None:
+    if report is not None:
+        report(index, score)
+    if stops and isinstance(score, BadReward):
+        raise score
+
+
+def _score_one(
+    function: RewardFunction,
+    sample: RewardSample,
+    timeout_s: float | None,
+) -> Score:
+    try:
         with _reported(sample), _exit_refused():
             value = function(sample)
             if isawaitable(value):  # a plain function that returns a coroutine
-                value = asyncio.run(_result_of(value))
-        rewards.append(_number(value, sample))
-    return rewards
+                value = asyncio.run(_result_of(value, sample, timeout_s))
+        return _number(value, sample)
+    except BadReward as problem:
+        return problem
+
+
+def _score_batch(
+    function: Callable[[Any], Any],
+    samples: Sequence[RewardSample],
+    label: str,
+    timeout_s: float | None,
+) -> list[Score]:
+    """Call a batched function once; an exception is the problem of every sample."""
+    if not samples:
+        return []
+    activity.note(f"{label}, a batch of {len(samples)} samples")
+    try:
+        with _reported(samples[0]), _exit_refused():
+            values = function(list(samples))
+            if isawaitable(values):
+                values = asyncio.run(_result_of(values, samples[0], timeout_s))
+            values = _as_list(values)
+        if len(values) != len(samples):
+            problem = f"returned {len(values)} values for a batch of {len(samples)} samples,"
+            raise BadReward(problem, samples[0], "value")
+    except BadReward as problem:
+        return [BadReward(str(problem), sample, problem.kind) for sample in samples]
+    scores: list[Score] = []
+    for value, sample in zip(values, samples, strict=True):
+        try:
+            scores.append(_number(value, sample))
+        except BadReward as problem:
+            scores.append(problem)
+    return scores
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Return the values of a batch; a NumPy array or a torch tensor has [B] of them."""
+    if getattr(values, "ndim", None) == 0:
+        return [values]
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        return [values]
+    return list(values)
 
 
 async def _score_concurrently(
     function: Callable[[RewardSample], Any],
     samples: Sequence[RewardSample],
     label: str,
-) -> list[float]:
-    slots = asyncio.Semaphore(_MAX_CONCURRENT)
+    *,
+    stops: bool,
+    timeout_s: float | None,
+    max_concurrent: int,
+    report: Report | None,
+) -> list[Score]:
+    slots = asyncio.Semaphore(max_concurrent)
     done = 0
 
-    async def score(sample: RewardSample) -> float:
+    async def score(index: int, sample: RewardSample) -> Score:
         nonlocal done
         async with slots:
-            with _reported(sample):
-                value = await function(sample)
+            try:
+                with _reported(sample):
+                    value = await _result_of(function(sample), sample, timeout_s)
+                result: Score = _number(value, sample)
+            except BadReward as problem:
+                result = problem
         done += 1
         activity.note(f"{label}, {done} of {len(samples)} samples done")
-        return _number(value, sample)
+        _finish(index, result, stops=stops, report=report)
+        return result
 
     activity.note(f"{label}, 0 of {len(samples)} samples done")
     with _exit_refused():
-        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
+        tasks = [asyncio.ensure_future(score(index, each)) for index, each in enumerate(samples)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -81,8 +219,25 @@ async def _score_concurrently(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _result_of(value: Awaitable[Any]) -> Any:
-    return await value
+async def _result_of(
+    value: Awaitable[Any],
+    sample: RewardSample,
+    timeout_s: float | None,
+) -> Any:
+    """Await a result. Raises BadReward after `timeout_s`, but not for a TimeoutError of its own."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await value
+    except TimeoutError as error:
+        if limit.expired():
+            raise timed_out(timeout_s, sample) from error
+        raise
+
+
+def timed_out(timeout_s: float | None, sample: RewardSample) -> BadReward:
+    """Return the failure of a call that exceeded the timeout."""
+    return BadReward(f"exceeded reward.timeout_s {timeout_s:g}", sample, "timeout")
 
 
 @contextmanager
@@ -92,11 +247,11 @@ def _reported(sample: RewardSample) -> Iterator[None]:
         yield
     except SystemExit as error:
         problem = f"called sys.exit({error.code!r}), which would end the run,"
-        raise BadReward(problem, sample) from error
+        raise BadReward(problem, sample, "ended") from error
     except _OsExit as error:
         problem = f"called os._exit({error}), which would end the run,"
-        raise BadReward(problem, sample) from error
-    except asyncio.CancelledError:
+        raise BadReward(problem, sample, "ended") from error
+    except (asyncio.CancelledError, BadReward):
         # Another sample failed, and its BadReward is the one to report.
         raise
     except Exception as error:
@@ -137,8 +292,9 @@ def _number(value: Any, sample: RewardSample) -> float:
         if len(shown) > _MAX_VALUE_SHOWN:
             shown = f"{shown[:_MAX_VALUE_SHOWN]}..."
         count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
-        raise BadReward(f"returned {shown}{count}, which is not a finite number,", sample)
+        problem = f"returned {shown}{count}, which is not a finite number,"
+        raise BadReward(problem, sample, "value")
     number = float(cast(float, value))
     if not math.isfinite(number):
-        raise BadReward(f"returned {value!r}, which is not a finite number,", sample)
+        raise BadReward(f"returned {value!r}, which is not a finite number,", sample, "value")
     return number

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.config.reward import RewardConfig
 from nemo_like.data.tools import Message
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
@@ -51,8 +51,9 @@ class RewardSample:
         return "\n".join(f"  {name}: {_shorten(text)}" for name, text in fields.items())
 
 
-RewardFunction = Callable[[RewardSample], Any]
-"""Returns a float, or a coroutine of one."""
+RewardFunction = Callable[[Any], Any]
+"""Takes a `RewardSample` and returns a float, or a coroutine of one. A batched function takes a
+list of samples and returns one float for each."""
 
 
 class RewardError(Exception):
@@ -70,11 +71,39 @@ class RewardError(Exception):
         return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
 
 
+@dataclass(frozen=True, slots=True)
+class RewardProblem:
+    """Why a reward function failed on one sample.
+
+    Example: `RewardProblem("tests", "my_rewards.tests", "timeout", "exceeded reward.timeout_s 5")`.
+    """
+
+    name: str
+    """Name of the function in `reward.functions`."""
+    path: str
+    kind: str
+    """`raised`, `timeout`, `value` or `ended`; see `calling.BadRewardKind`."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"reward.functions.{self.name} ({self.path}) {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScores:
+    """What a reward worker returns for B samples."""
+
+    values: dict[str, np.ndarray]
+    """float32 [B] of every function, by name; 0 where it failed."""
+    problems: list[RewardProblem | None]
+    """The first problem of each sample."""
+
+
 class RewardWorkerProtocol(Protocol):
     """The method of `rewards.RewardWorker` that the driver calls."""
 
-    def score(self, samples: Sequence[RewardSample]) -> dict[str, np.ndarray]:
-        """Return the values of every function, float32 [B], by name."""
+    def score(self, samples: Sequence[RewardSample]) -> RewardScores:
+        """Return the values of every function, and problems unless they stop the run."""
         ...
 
 
@@ -87,7 +116,9 @@ class ScoredSamples:
     rewards: np.ndarray
     """float32 [n]: weighted sums."""
     components: dict[str, np.ndarray]
-    """float32 [n] each: unweighted values of every function, by name."""
+    """float32 [n] each: unweighted values of every function, by name; 0 where it failed."""
+    problems: list[RewardProblem | None]
+    """The first problem of each sample."""
 
 
 class RewardEnvironment:
@@ -97,14 +128,15 @@ class RewardEnvironment:
     while others are still generated: `submit` them as they arrive, and `collect` the results.
     """
 
-    def __init__(self, group: WorkerGroup, functions: Mapping[str, RewardFunctionConfig]) -> None:
-        if not functions:
+    def __init__(self, group: WorkerGroup, config: RewardConfig) -> None:
+        if not config.functions:
             raise ConfigError(
                 "reward.functions is empty; name at least one, e.g."
                 " nemo_like.environments.math.answer_reward"
             )
         self.group = group
-        self._weights = {name: function.weight for name, function in functions.items()}
+        self.config = config
+        self._weights = {name: function.weight for name, function in config.functions.items()}
         self._waiting: list[tuple[int, RewardSample]] = []
         self._running: dict[int, tuple[list[int], Handle]] = {}
         """By rank of the worker: the keys of its samples, and its call."""
@@ -127,10 +159,10 @@ class RewardEnvironment:
         scored = []
         for rank, (keys, handle) in list(self._running.items()):
             if self.group.is_done([handle]):
-                components = self.group.get([handle])[0]
+                scores: RewardScores = self.group.get([handle])[0]
                 del self._running[rank]
-                rewards = self._weighted_sum(components, len(keys))
-                scored.append(ScoredSamples(keys, rewards, components))
+                rewards = self._weighted_sum(scores.values, len(keys))
+                scored.append(ScoredSamples(keys, rewards, scores.values, scores.problems))
         self._start()
         return scored
 

@@ -12,13 +12,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from nemo_like.data.jagged import Jagged
-from nemo_like.environments.reward import RewardEnvironment, RewardSample
+from nemo_like.environments.reward import RewardEnvironment, RewardProblem, RewardSample
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.requests import Completions
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.rollout.conversation_driver import ConversationDriver
 from nemo_like.rollout.conversations import ConversationRow, check_prompt_lengths, turn_seed
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.reward_problems import check_error_share
 from nemo_like.rollout.rollout import Rollout, build_rollout
 
 _WAIT_S = 0.05
@@ -44,6 +45,10 @@ class RolloutJob:
     """float32 [B]; valid for the rows that are scored."""
     components: dict[str, np.ndarray] = field(default_factory=dict)
     """float32 [B] each: unweighted values of the reward functions."""
+    reward_problems: dict[int, RewardProblem] = field(default_factory=dict)
+    """By row: why a reward function failed."""
+    drops_problems: bool = False
+    """Rows with such a problem are left out of training."""
     num_scored: int = 0
     started_s: float = field(default_factory=time.monotonic)
     generation_s: float = 0.0
@@ -89,6 +94,8 @@ class RolloutJob:
             self.rewards,
             self.components,
             self.conversations,
+            [self.reward_problems.get(row) for row in range(len(self.prompts))],
+            drops_problems=self.drops_problems,
         )
 
 
@@ -136,6 +143,8 @@ class RolloutCollector:
         for prompt in prompts:
             repeated += [prompt] * group_size
         job = RolloutJob(repeated, group_size, sampling)
+        if self._rewards is not None:
+            job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
             check_prompt_lengths(prompts, self._conversations.limits)
             max_total_length = self._conversations.limits.max_tokens
@@ -158,7 +167,8 @@ class RolloutCollector:
     def advance(self) -> None:
         """Collect finished completions, steps and rewards, and start what follows them.
 
-        Raises WorkerFailure if a worker fails that cannot be replaced.
+        Raises WorkerFailure if a worker fails that cannot be replaced, and RewardError if more
+        reward functions failed than `reward.max_error_share` allows.
         """
         self._request_turns()
         if self.generator.num_unfinished:
@@ -319,4 +329,9 @@ class RolloutCollector:
                 job.rewards[row] += scored.rewards[position]
                 for name, values in scored.components.items():
                     job.add_component(name, row, float(values[position]))
+                problem = scored.problems[position]
+                if problem is not None:
+                    job.reward_problems[row] = problem
+                    problems = job.reward_problems.values()
+                    check_error_share(problems, len(job.prompts), self._rewards.config)
                 job.add_scored()

@@ -10,13 +10,14 @@ import numpy as np
 
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.environments.reward import RewardSample
+from nemo_like.environments.reward import RewardProblem, RewardSample
 from nemo_like.generation.requests import Completions
 from nemo_like.metrics import Max, Mean, Metrics, Min, Sum
 from nemo_like.rollout.conversation_metrics import conversation_metrics
 from nemo_like.rollout.conversations import ConversationRow, conversation_record, row_segments
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_metrics import reward_metrics
+from nemo_like.rollout.reward_problems import problem_metrics, reward_mask
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Rollout:
 
     `batch` columns: `input_ids`, `token_mask`, `generation_logprobs` (Jagged over prompt +
     completion, or over prompt, turns and observations of a conversation), `length`, `reward`,
-    `group`, `row_mask` ([B]).
+    `group`, `row_mask`, `reward_mask` ([B]). A row without a reward (`reward_mask` False) is not
+    trained.
     """
 
     batch: BatchedDataDict
@@ -36,6 +38,8 @@ class Rollout:
     """The tokens of the model only: in a conversation all its turns, concatenated."""
     conversations: Sequence[ConversationRow] | None = None
     """B conversations, in rollouts of several turns."""
+    reward_problems: Sequence[RewardProblem | None] = ()
+    """Of each row why a reward function failed; empty if none did."""
 
     def metrics(self) -> Metrics:
         """Return metrics of rewards, lengths, and completions that reached the length limit."""
@@ -53,11 +57,14 @@ class Rollout:
         num_stopped_tokens = float(stopped_lengths.sum())
         num_truncated = float(num_rows - len(stopped_lengths))
         p90 = float(np.quantile(lengths, 0.9))
-        metrics: Metrics = reward_metrics(
-            self.batch["reward"],
-            self.batch["group"],
-            self.components,
-        )
+        mask = self.batch["reward_mask"]
+        metrics = problem_metrics(self.reward_problems, mask)
+        if mask.any():
+            metrics |= reward_metrics(
+                self.batch["reward"][mask],
+                self.batch["group"][mask],
+                {name: values[mask] for name, values in self.components.items()},
+            )
         metrics |= {
             "generation/completion_length_mean": Mean(num_tokens, num_rows),
             "generation/completion_length_max": Max(float(lengths.max())),
@@ -120,6 +127,10 @@ class Rollout:
             }
             for name, values in self.components.items():
                 record[f"reward_{name}"] = float(values[i])
+            problem = self.reward_problems[i] if self.reward_problems else None
+            if problem is not None:
+                record["error"] = str(problem)
+                record["dropped"] = not self.batch["reward_mask"][i]
             if advantages is not None:
                 record["advantage"] = float(advantages[i])
             record["completion_tokens"] = int(lengths[i])
@@ -153,12 +164,15 @@ def build_rollout(
     rewards: np.ndarray,
     components: dict[str, np.ndarray],
     conversations: Sequence[ConversationRow] | None = None,
+    problems: Sequence[RewardProblem | None] = (),
+    *,
+    drops_problems: bool = False,
 ) -> Rollout:
     """Build the training rows of B scored completions.
 
     `prompts` has one entry per completion, prompt-major; `rewards` and each of the `components` are
     float32 [B]. With `conversations` the rows are theirs, and `completions` has their turns of the
-    model.
+    model. `problems` has B entries, or none. With `drops_problems` rows with one are not trained.
     """
     if conversations is None:
         pairs = zip(prompts, completions.token_ids, strict=True)
@@ -169,7 +183,10 @@ def build_rollout(
     batch["reward"] = rewards
     prompt_indices = np.arange(len(prompts) // group_size, dtype=np.int64)
     batch["group"] = np.repeat(prompt_indices, group_size)
-    return Rollout(batch, samples, components, completions, conversations)
+    mask = reward_mask(problems or [None] * len(prompts), drops=drops_problems)
+    batch["reward_mask"] = mask
+    batch["row_mask"] = batch["row_mask"] & mask
+    return Rollout(batch, samples, components, completions, conversations, problems)
 
 
 def _training_rows(

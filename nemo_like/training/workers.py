@@ -27,8 +27,9 @@ from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
 from nemo_like.environments.environment_worker import EnvironmentWorker, load_environment
 from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.loading import load_reward_functions
 from nemo_like.environments.reward import RewardEnvironment
-from nemo_like.environments.rewards import RewardWorker, load_reward_functions
+from nemo_like.environments.rewards import RewardWorker
 from nemo_like.generation.generator import Generator
 from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.parallel_layout import ParallelLayout
@@ -141,9 +142,14 @@ def start_workers(
                 environment = _start_environment(config, start, closing, progress)
                 rewards = None
                 if config.reward.functions or environment is None:
-                    functions = config.reward.functions
-                    reward_group = start("reward", RewardWorker, functions=functions)
-                    rewards = RewardEnvironment(reward_group, functions)
+                    reward_group = start(
+                        "reward",
+                        RewardWorker,
+                        functions=config.reward.functions,
+                        timeout_s=config.reward.timeout_s,
+                        on_error=config.reward.on_error,
+                    )
+                    rewards = RewardEnvironment(reward_group, config.reward)
                 rollout_workers = RolloutWorkers(generator, rewards, environment)
                 phase.advance()
         yield RunWorkers(

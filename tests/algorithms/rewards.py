@@ -19,6 +19,18 @@ def broken(sample: RewardSample) -> float:
     raise KeyError("no such key in the verifier")
 
 
+_num_calls = 0
+
+
+def broken_sometimes(sample: RewardSample) -> float:
+    """As `digit_share`; every eighth call raises."""
+    global _num_calls
+    _num_calls += 1
+    if _num_calls % 8 == 0:
+        raise KeyError("no such key in the verifier")
+    return digit_share(sample)
+
+
 def signal_once(sample: RewardSample) -> float:
     """As `digit_share`; at its first call it sends this process the signal named by TEST_SIGNAL."""
     name = os.environ.pop("TEST_SIGNAL", None)

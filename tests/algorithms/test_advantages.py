@@ -133,3 +133,26 @@ def test_the_std_of_the_others_needs_three_completions() -> None:
     config = AdvantageConfig(baseline="leave_one_out", normalize="leave_one_out_std")
     with pytest.raises(ValueError, match="num_generations_per_prompt to 3 or more"):
         group_advantages(np.array([0.0, 1.0]), np.array([0, 0]), config)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5), st.booleans()), min_size=1),
+    st.sampled_from(["group_std", "leave_one_out_std", "none"]),
+)
+def test_rows_without_a_reward_are_no_part_of_their_group(rows, normalize) -> None:
+    # At least one row has no reward; without any, a group that is too small is an error.
+    rows = [(9, 1.0, False), *rows]
+    groups = np.array([group for group, _, _ in rows])
+    rewards = np.array([reward for _, reward, _ in rows], dtype=np.float32)
+    mask = np.array([has_reward for _, _, has_reward in rows])
+    config = AdvantageConfig(normalize=normalize)
+    advantages = group_advantages(rewards, groups, config, mask)
+    assert advantages.dtype == np.float32 and not advantages[~mask].any()
+    min_size = 3 if normalize == "leave_one_out_std" else 2
+    for group in np.unique(groups):
+        kept = np.flatnonzero(mask & (groups == group))
+        if len(kept) < min_size:
+            assert not advantages[kept].any()
+        else:
+            alone = group_advantages(rewards[kept], groups[kept], config)
+            np.testing.assert_array_equal(advantages[kept], alone)

@@ -23,11 +23,10 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import (
     ClusterConfig,
     PolicyConfig,
-    RewardConfig,
-    RewardFunctionConfig,
 )
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample

@@ -19,7 +19,7 @@ from nemo_like.config.build import build_config, to_dict
 from nemo_like.config.compose import compose_plain, hydra_session
 from nemo_like.config.keys import field_types, is_open_section, is_section, without_none
 from nemo_like.config.load import to_yaml
-from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.config.reward import RewardFunctionConfig
 from nemo_like.config.yaml_locations import Sources, read_yaml, record
 
 NAMES = st.text(string.ascii_letters + string.digits + "_-", max_size=8).map(

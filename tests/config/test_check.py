@@ -18,11 +18,10 @@ from nemo_like.config.check import batching_section, derivation, find_problems
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.importance_correction import CorrectionKind
 from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import (
     ClusterConfig,
     PolicyConfig,
-    RewardConfig,
-    RewardFunctionConfig,
     RunConfig,
 )
 from tests.recipe import Recipe

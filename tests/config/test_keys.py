@@ -15,7 +15,7 @@ from nemo_like.config.keys import (
     type_at,
     unknown_key_text,
 )
-from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.config.reward import RewardFunctionConfig
 
 MAX_KEYS = 200
 

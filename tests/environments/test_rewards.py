@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_group import Handle
+from nemo_like.environments.loading import load_reward_functions
 from nemo_like.environments.reward import RewardEnvironment, RewardError, RewardSample
-from nemo_like.environments.rewards import RewardWorker, load_reward_functions
+from nemo_like.environments.rewards import RewardWorker
 
 _CONTEXT = local_context(num_threads=1)
 _SOURCE = """
@@ -102,7 +103,7 @@ def test_every_function_scores_every_sample() -> None:
             row="user_rewards.from_row",
         ),
     )
-    scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)])
+    scores = worker.score([_sample("abc", "4", weight=0.5), _sample("", weight=-2)]).values
     assert scores["length"].dtype == np.float32
     assert {name: values.tolist() for name, values in scores.items()} == {
         "length": [3, 0],
@@ -112,9 +113,9 @@ def test_every_function_scores_every_sample() -> None:
 
 
 def test_no_samples_give_no_scores() -> None:
-    assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score([])[
-        "length"
-    ].shape == (0,)
+    assert RewardWorker(_CONTEXT, functions=_functions(length="user_rewards.length")).score(
+        []
+    ).values["length"].shape == (0,)
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
@@ -123,7 +124,8 @@ def test_the_reward_is_the_weighted_sum() -> None:
         "answered": RewardFunctionConfig(path="user_rewards.answered", weight=-1.0),
     }
     environment = RewardEnvironment(
-        LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT), functions
+        LocalGroup(RewardWorker, {"functions": functions}, _CONTEXT),
+        RewardConfig(functions=functions),
     )
     reward, components = _score(environment, [_sample("abcd", "4"), _sample("ab")])
     assert reward.dtype == np.float32 and reward.tolist() == [1.0, 1.0]
@@ -183,7 +185,7 @@ def test_a_long_sample_is_shown_in_part() -> None:
 
 def test_no_functions_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
-        RewardEnvironment(LocalGroup(RewardWorker, {"functions": {}}, _CONTEXT), {})
+        RewardEnvironment(LocalGroup(RewardWorker, {"functions": {}}, _CONTEXT), RewardConfig())
 
 
 class _InProcessGroup:
@@ -210,7 +212,7 @@ class _InProcessGroup:
 def test_samples_keep_their_order_over_workers(num_samples: int) -> None:
     functions = _functions(length="user_rewards.length")
     group = _InProcessGroup([RewardWorker(_CONTEXT, functions=functions) for _ in range(3)])
-    environment = RewardEnvironment(group, functions)  # type: ignore[arg-type]
+    environment = RewardEnvironment(group, RewardConfig(functions=functions))  # type: ignore[arg-type]
     reward, components = _score(environment, [_sample("x" * row) for row in range(num_samples)])
     assert reward.tolist() == components["length"].tolist() == list(range(num_samples))
 
@@ -219,7 +221,7 @@ def test_async_functions_score_samples_concurrently_and_in_order() -> None:
     functions = _functions(slow="user_rewards.waits", same="user_rewards.hands_over")
     worker = RewardWorker(_CONTEXT, functions=functions)
     samples = [_sample("x" * length) for length in range(100)]
-    scores = worker.score(samples)
+    scores = worker.score(samples).values
     assert scores["slow"].tolist() == scores["same"].tolist() == list(range(100))
     assert max(sys.modules["user_rewards"].seen) == 32
 
@@ -227,7 +229,7 @@ def test_async_functions_score_samples_concurrently_and_in_order() -> None:
 def test_numbers_of_other_libraries_count_and_a_forked_process_may_exit() -> None:
     names = ("flag", "tensor", "forks")
     worker = RewardWorker(_CONTEXT, functions=_functions(**{n: f"user_rewards.{n}" for n in names}))
-    scores = worker.score([_sample("a")])
+    scores = worker.score([_sample("a")]).values
     assert {name: values.tolist() for name, values in scores.items()} == {
         "flag": [1.0],
         "tensor": [0.5],

@@ -11,8 +11,12 @@ def group_advantages(
     rewards: np.ndarray,
     groups: np.ndarray,
     config: AdvantageConfig,
+    reward_mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return advantages, float32 [B], from `rewards` [B] and `groups` int [B].
+
+    `reward_mask` bool [B] is False for rows without a reward: their advantage is 0, and they are no
+    part of their group. The rest of a group that has too few rows then has the advantage 0.
 
     `groups` is equal for the G completions of one prompt, in any order. With the reward R of a
     completion and the mean and the sample standard deviation (n - 1) of its group:
@@ -27,6 +31,11 @@ def group_advantages(
     A group whose rewards are all equal gets exactly 0. Raises ValueError for a group of one, and
     with `leave_one_out_std` for a group of two, whose others have no standard deviation.
     """
+    if reward_mask is not None and not reward_mask.all():
+        rows = _rows_of_large_groups(groups, reward_mask, config)
+        advantages = np.zeros(len(rewards), dtype=np.float32)
+        advantages[rows] = group_advantages(rewards[rows], groups[rows], config)
+        return advantages
     if len(rewards) == 0:
         return np.zeros(0, dtype=np.float32)
     rewards = rewards.astype(np.float64)
@@ -50,6 +59,21 @@ def group_advantages(
             centred,
         )
     return np.where(has_spread[group_of_row], centred, 0.0).astype(np.float32)
+
+
+def _rows_of_large_groups(
+    groups: np.ndarray,
+    reward_mask: np.ndarray,
+    config: AdvantageConfig,
+) -> np.ndarray:
+    """Return the rows with a reward whose groups have enough of them, int64 [n].
+
+    `groups` is int [B], `reward_mask` bool [B].
+    """
+    _, group_of_row = np.unique(groups, return_inverse=True)
+    sizes = np.bincount(group_of_row, weights=reward_mask)
+    min_size = 3 if config.normalize == "leave_one_out_std" else 2
+    return np.flatnonzero(reward_mask & (sizes[group_of_row] >= min_size))
 
 
 def _check_sizes(sizes: np.ndarray, config: AdvantageConfig) -> None:

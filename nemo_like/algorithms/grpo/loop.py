@@ -123,6 +123,7 @@ def _update(
                 batch["reward"],
                 batch["group"],
                 config.grpo.advantage,
+                batch["reward_mask"],
             )
             trained = TrainedBatch(
                 step=step + 1,

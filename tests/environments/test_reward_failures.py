@@ -1,0 +1,238 @@
+"""Reward functions that hang, raise, end their process or return no number, under each policy."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
+from nemo_like.distributed.errors import WorkerError
+from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments.reward import (
+    RewardEnvironment,
+    RewardError,
+    RewardProblem,
+    RewardSample,
+    ScoredSamples,
+)
+from nemo_like.environments.rewards import RewardWorker
+from nemo_like.rollout.reward_problems import check_error_share, problem_metrics, reward_mask
+from nemo_like.sandbox import processes
+
+_CONTEXT = local_context(num_threads=1)
+_SOURCE = """
+import asyncio, os, signal, time
+import numpy as np
+
+def is_bad(sample): return sample.completion == "bad"
+def good(sample): return float(len(sample.completion))
+def hangs(sample):
+    while is_bad(sample): time.sleep(0.01)
+    return 1.0
+def hangs_in_c(sample):
+    if is_bad(sample): signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(1000)
+    return 1.0
+async def waits(sample):
+    if is_bad(sample): await asyncio.sleep(1000)
+    return 1.0
+async def blocks(sample):
+    await asyncio.sleep(0)
+    if is_bad(sample): time.sleep(1000)
+    return 1.0
+def raises(sample):
+    if is_bad(sample): raise KeyError("tests")
+    return 1.0
+def raises_timeout(sample):
+    if is_bad(sample): raise TimeoutError("of its own")
+    return 1.0
+def crashes(sample):
+    if is_bad(sample): os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+def leaves(sample):
+    if is_bad(sample): os._exit(3)
+    return 1.0
+def nan(sample): return float("nan") if is_bad(sample) else 1.0
+def none(sample): return None if is_bad(sample) else 1.0
+def tensor(sample):
+    import torch
+    return torch.tensor([1.0, 2.0]) if is_bad(sample) else torch.tensor(1.0)
+def array(sample): return np.ones(1) if is_bad(sample) else np.float32(1.0)
+def boolean(sample): return sample.completion != "bad"
+def batch(samples): return [None if is_bad(sample) else 1.0 for sample in samples]
+def batch_array(samples): return np.array([np.nan if is_bad(s) else 1 for s in samples])
+def batch_tensor(samples):
+    import torch
+    return torch.tensor([2.0 for _ in samples])
+def batch_hangs(samples):
+    while any(map(is_bad, samples)): time.sleep(0.01)
+    return [1.0] * len(samples)
+def batch_too_short(samples): return [1.0] if any(map(is_bad, samples)) else [1.0] * len(samples)
+def batch_raises(samples): return [1 / (not is_bad(sample)) for sample in samples]
+async def batch_async(samples):
+    await asyncio.sleep(0)
+    return [len(sample.completion) for sample in samples]
+batch_async.batched = True
+"""
+
+
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_rewards.py").write_text(_SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("failing_rewards", None)
+
+
+def _samples(*completions: str) -> list[RewardSample]:
+    return [RewardSample(prompt="p", completion=completion) for completion in completions]
+
+
+def _score(
+    function: str,
+    on_error: OnError,
+    *completions: str,
+    timeout_s: float | None = None,
+    batched: bool = False,
+) -> ScoredSamples:
+    """Score with the function `mine` of weight 2 and a second function."""
+    functions = {
+        "mine": RewardFunctionConfig(
+            path=f"failing_rewards.{function}", weight=2.0, batched=batched
+        ),
+        "good": RewardFunctionConfig(path="failing_rewards.good"),
+    }
+    config = RewardConfig(functions=functions, timeout_s=timeout_s, on_error=on_error)
+    kwargs = {"functions": functions, "timeout_s": timeout_s, "on_error": on_error}
+    environment = RewardEnvironment(LocalGroup(RewardWorker, kwargs, _CONTEXT), config)
+    try:
+        environment.submit(range(len(completions)), _samples(*completions))
+        (scored,) = environment.collect(0.0)
+        return scored
+    finally:
+        environment.shutdown()
+
+
+_FAILURES = [
+    ("raises", "raised", "raised KeyError: 'tests'"),
+    ("raises_timeout", "raised", "raised TimeoutError: of its own"),
+    ("nan", "value", "returned nan, which is not a finite number"),
+    ("none", "value", "returned None, which is not a finite number"),
+    ("tensor", "value", "returned tensor([1., 2.]), which is not a finite number"),
+    ("array", "value", "returned array([1.]), which is not a finite number"),
+    ("leaves", "ended", "called os._exit(3), which would end the run"),
+]
+
+
+@pytest.mark.parametrize(("function", "kind", "text"), _FAILURES)
+def test_a_failure_under_each_policy(function: str, kind: str, text: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        _score(function, "stop", "a", "bad", "abc")
+    assert isinstance(caught.value.cause, RewardError)
+    message = str(caught.value.cause)
+    assert f"reward.functions.mine (failing_rewards.{function}) {text}" in message
+    assert "completion: 'bad'" in message
+    for on_error in ("zero", "drop"):
+        scored = _score(function, on_error, "a", "bad", "abc")
+        assert scored.rewards.tolist() == [3.0, 3.0, 5.0]
+        assert scored.components["mine"].tolist() == [1.0, 0.0, 1.0]
+        assert scored.problems[0] is None and scored.problems[2] is None
+        problem = RewardProblem("mine", f"failing_rewards.{function}", kind, text)
+        assert scored.problems[1] == problem
+
+
+def test_a_bool_is_0_or_1_and_a_scalar_of_a_library_a_number() -> None:
+    assert _score("boolean", "stop", "a", "bad").components["mine"].tolist() == [1.0, 0.0]
+    assert _score("tensor", "stop", "a").components["mine"].tolist() == [1.0]
+    assert _score("array", "stop", "a").components["mine"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        ("hangs_in_c", "timeout", "exceeded reward.timeout_s 1"),
+        ("waits", "timeout", "exceeded reward.timeout_s 1"),
+        ("blocks", "timeout", "exceeded reward.timeout_s 1"),
+        ("crashes", "ended", "ended its process (signal SIGSEGV)"),
+        ("none", "value", "returned None, which is not a finite number"),
+    ],
+)
+def test_calls_with_a_timeout_fail_alone(function: str, kind: str, text: str) -> None:
+    before = set(processes.descendants(os.getpid()))
+    start = time.monotonic()
+    scored = _score(function, "drop", "a", "bad", "abc", "bad", timeout_s=1.0)
+    assert time.monotonic() - start < 100
+    assert scored.components["mine"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert scored.components["good"].tolist() == [1.0, 3.0, 3.0, 3.0]
+    problem = RewardProblem("mine", f"failing_rewards.{function}", kind, text)
+    assert scored.problems == [None, problem, None, problem]
+    # The process that hung is gone, and so is the one that replaced it.
+    assert set(processes.descendants(os.getpid())) == before
+
+
+def test_a_timeout_stops_the_run_with_the_sample() -> None:
+    with pytest.raises(WorkerError, match=r"exceeded reward.timeout_s 1 on this sample"):
+        _score("hangs", "stop", "a", "bad", timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "text"),
+    [
+        ("batch", [1.0, 0.0, 1.0], "returned None"),
+        ("batch_array", [1.0, 0.0, 1.0], "returned nan"),
+        ("batch_tensor", [2.0, 2.0, 2.0], ""),
+        ("batch_too_short", [0.0, 0.0, 0.0], "returned 1 values for a batch of 3 samples"),
+        ("batch_raises", [0.0, 0.0, 0.0], "raised ZeroDivisionError"),
+    ],
+)
+def test_a_batched_function_gets_all_samples(function: str, values: list[float], text: str) -> None:
+    scored = _score(function, "zero", "a", "bad", "abc", batched=True)
+    assert scored.components["mine"].tolist() == values
+    for value, problem in zip(values, scored.problems, strict=True):
+        assert (problem is None) == (value != 0)
+        assert problem is None or text in str(problem)
+
+
+def test_a_batched_function_that_hangs_fails_for_its_samples() -> None:
+    scored = _score("batch_hangs", "zero", "a", "bad", timeout_s=1.0, batched=True)
+    assert [problem and problem.kind for problem in scored.problems] == ["timeout", "timeout"]
+    assert scored.components["good"].tolist() == [1.0, 3.0]
+
+
+def test_an_attribute_declares_a_batched_function() -> None:
+    assert _score("batch_async", "stop", "a", "abc").components["mine"].tolist() == [1.0, 3.0]
+
+
+def _problem(kind: str, text: str) -> RewardProblem:
+    return RewardProblem("mine", "m.f", kind, text)
+
+
+def test_too_many_errors_stop_the_run_with_one_message() -> None:
+    config = RewardConfig(on_error="zero", max_error_share=0.25)
+    two = [_problem("value", "returned None")] * 2
+    check_error_share(two, 8, config)
+    problems = [*two, _problem("timeout", "exceeded reward.timeout_s 5")]
+    with pytest.raises(RewardError) as caught:
+        check_error_share(problems, 8, config)
+    assert str(caught.value) == (
+        "the rewards of 3 of 8 completions failed, above reward.max_error_share 0.25: correct the"
+        " functions, or raise the limit. Problems:\n"
+        "  2 x reward.functions.mine (m.f) returned None\n"
+        "  1 x reward.functions.mine (m.f) exceeded reward.timeout_s 5"
+    )
+    check_error_share([], 8, RewardConfig(max_error_share=0.0))
+
+
+def test_errors_are_counted_by_kind() -> None:
+    problems = [_problem("value", "x"), None, _problem("timeout", "y"), _problem("value", "z")]
+    mask = reward_mask(problems, drops=True)
+    assert mask.tolist() == [False, True, False, False]
+    assert reward_mask(problems, drops=False).all()
+    values = {name: metric.value for name, metric in problem_metrics(problems, mask).items()}
+    assert values["reward/num_errors"] == 3 and values["reward/num_dropped"] == 3
+    assert values["reward/num_errors_value"] == 2 and values["reward/num_errors_timeout"] == 1
+    assert values["reward/num_errors_raised"] == values["reward/num_errors_ended"] == 0
+    assert problem_metrics([], np.ones(4, dtype=bool))["reward/num_errors"].value == 0
