@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RewardFunctionConfig
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder
@@ -143,7 +143,8 @@ def test_rewards_of_turns_and_of_functions_add_up(generator: Generator) -> None:
         "digits": RewardFunctionConfig(path="tests.algorithms.rewards.digit_share", weight=10.0)
     }
     rewards = RewardEnvironment(
-        LocalGroup(RewardWorker, {"functions": functions}, CONTEXT), functions
+        LocalGroup(RewardWorker, {"functions": functions}, CONTEXT),
+        RewardConfig(functions=functions),
     )
     workers = _environment("Scripted")
     collector = _collector(generator, workers, rewards)
