@@ -112,7 +112,7 @@ class HFGenerationWorker:
                 self._batch = DecodingBatch(
                     self._model,
                     self._tokenizer,
-                    self._queue.pop(0),
+                    self._next_requests(),
                     self._end_ids,
                     self._device,
                 )
@@ -225,6 +225,21 @@ class HFGenerationWorker:
         for name, tensor in named:
             self._coverage.add(name, tuple(tensor.shape))
             targets[name].copy_(tensor)
+
+    def _next_requests(self) -> GenerationRequests:
+        """Take the first waiting batch, with those behind it that fit into one batch with it.
+
+        The turns of conversations arrive one by one, and a batch of one row takes as long as a
+        larger one.
+        """
+        requests = self._queue.pop(0)
+        while self._queue and len(requests) + len(self._queue[0]) <= self._batch_size:
+            joined = requests.joined(self._queue[0])
+            if joined is None:
+                break
+            requests = joined
+            self._queue.pop(0)
+        return requests
 
     def _num_unfinished(self) -> int:
         num_running = 0 if self._batch is None else len(self._batch.unfinished)

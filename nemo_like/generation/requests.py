@@ -49,6 +49,19 @@ class GenerationRequests:
             self.max_total_length,
         )
 
+    def joined(self, other: GenerationRequests) -> GenerationRequests | None:
+        """Return the requests of both, in order; None if their options differ."""
+        options = (self.sampling, self.max_total_length)
+        if options != (other.sampling, other.max_total_length):
+            return None
+        return GenerationRequests(
+            np.concatenate([self.request_ids, other.request_ids]),
+            Jagged.concat([self.prompt_ids, other.prompt_ids]),
+            np.concatenate([self.seeds, other.seeds]),
+            self.sampling,
+            self.max_total_length,
+        )
+
     def max_new_tokens(self) -> np.ndarray:
         """Return the token limit of each completion, int64 [N]."""
         room = self.max_total_length - self.prompt_ids.lengths

@@ -426,6 +426,35 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(model_directory: Pat
     assert sorted(worker.poll(60.0).request_ids.tolist()) == [0, 1, 2, 3, 4]
 
 
+def test_waiting_requests_of_several_calls_are_decoded_in_one_batch(model_directory: Path) -> None:
+    prompts, seeds = _prompts(7), _seeds(7)
+    sampling = SamplingParams(max_new_tokens=9)
+    greedy = SamplingParams(max_new_tokens=9, temperature=0.0)
+    expected = _worker(model_directory).generate(prompts, seeds, sampling, max_total_length=64)
+    worker = _worker(model_directory, batch_size=5)
+    ids = np.arange(7, dtype=np.int64)
+    for row in range(7):
+        options = greedy if row == 3 else sampling
+        requests = GenerationRequests(ids, prompts, seeds, options, 64)
+        worker.submit(requests.take([row]))
+    sizes = []
+    rows: list[int] = []
+    parts = []
+    while worker._queue or worker._batch is not None:
+        if worker._batch is None:
+            num_waiting = len(worker._queue)
+            progress = worker.poll(0.0)
+            sizes.append(num_waiting - len(worker._queue))
+        else:
+            progress = worker.poll(0.0)
+        rows += progress.request_ids.tolist()
+        parts.append(progress.completions)
+    assert sizes == [3, 1, 3], "requests of other options are not in one batch"
+    completions = Completions.concat(parts).take(np.argsort(rows))
+    sampled = np.array([0, 1, 2, 4, 5, 6])
+    _same(completions.take(sampled), expected.take(sampled))
+
+
 def test_scores_are_the_log_probs_of_the_model(model_directory: Path) -> None:
     rows = _prompts(4, seed=9)
     scores = _worker(model_directory).score(rows)
