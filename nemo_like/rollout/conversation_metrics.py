@@ -22,10 +22,10 @@ def conversation_metrics(conversations: Sequence[ConversationRow]) -> Metrics:
     seconds = [conversation.step_s for conversation in conversations]
     metrics: Metrics = {
         "conversation/turns_mean": Mean(float(sum(turns)), num_rows),
-        "conversation/turns_max": Max(float(max(turns))),
+        "conversation/turns_max": Max(float(max(turns, default=0))),
         "conversation/observation_tokens_mean": Mean(float(num_observed), num_rows),
         "conversation/step_s_mean": Mean(sum(seconds), num_rows),
-        "conversation/step_s_max": Max(max(seconds)),
+        "conversation/step_s_max": Max(max(seconds, default=0.0)),
         "conversation/ended_by_environment_share": _share(conversations, "done"),
         "conversation/ended_by_turns_share": _share(conversations, "turns"),
         "conversation/ended_by_tokens_share": _share(conversations, "tokens"),

@@ -18,7 +18,9 @@ from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.observations import ObservationEncoder
 from nemo_like.demo_task import build_model, build_tokenizer
+from nemo_like.distributed.errors import WorkerDied
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.distributed.worker_group import Handle
 from nemo_like.environments.environment_worker import EnvironmentWorker
 from nemo_like.environments.environment_workers import EnvironmentWorkers
 from nemo_like.environments.reward import RewardEnvironment
@@ -224,6 +226,53 @@ def test_drained_conversations_go_on_later(generator: Generator) -> None:
     straight = _rollout(collector, prompts).batch["input_ids"]
     workers.shutdown()
     assert [row.tolist() for row in drained] == [row.tolist() for row in straight]
+
+
+class _DyingGroup(LocalGroup):
+    """Its process dies at the third call of `poll`, as far as the driver can see."""
+
+    num_polls = 0
+
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
+        if handles[0].method == "poll":
+            self.num_polls += 1
+            if self.num_polls == 3:
+                raise WorkerDied(
+                    group=self.name, rank=0, method="poll", pid=1, node="n", cause="", advice=""
+                )
+        return super().get(handles)
+
+
+def test_a_lost_replica_changes_no_conversation(
+    generator: Generator, model_directory: Path
+) -> None:
+    kwargs = {"model_name": str(model_directory), "batch_size": 8}
+    groups = [_DyingGroup, LocalGroup]
+
+    def start(index: int) -> LocalGroup:
+        return groups.pop(0)(HFGenerationWorker, kwargs, CONTEXT)
+
+    reports: list[str] = []
+    losing = Generator(start, max_restarts=1, report=reports.append)
+    workers = _environment("Scripted")
+    collector = _collector(losing, workers)
+    prompts = _prompts(_scripted([4, 3]))
+    seeds = row_seeds(3, 0, 2)
+    job = collector.start(
+        prompts, group_size=1, sampling=SAMPLING, max_total_length=512, seeds=seeds
+    )
+    while not job.is_done:
+        # The restarted replica has loaded the same weights.
+        losing.set_version(losing.replicas_without_weights, losing.version)
+        collector.advance()
+    assert len(reports) == 1 and groups == []
+    expected = _rollout(_collector(generator, workers), prompts)
+    workers.shutdown()
+    found = job.result()
+    for name in ("input_ids", "token_mask"):
+        assert [row.tolist() for row in found.batch[name]] == [
+            row.tolist() for row in expected.batch[name]
+        ]
 
 
 def test_a_prompt_without_room_for_a_turn_is_refused(generator: Generator) -> None:
