@@ -55,6 +55,7 @@ def grpo_step_request(
         batching=_batching(config.policy.generation),
         workers_per_replica=workers_per_replica(config),
         num_logprob_passes=config.computes_prev_logprobs + config.needs_reference,
+        num_epochs=config.grpo.num_epochs_per_rollout,
         rates=GPU_RATES if config.cluster.gpus_per_node else CPU_RATES,
     )
 

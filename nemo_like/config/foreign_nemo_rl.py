@@ -91,12 +91,23 @@ _JOBS: dict[str, Entry] = {
     **unsupported(
         "advantages are not clipped", "grpo.advantage_clip_low", "grpo.advantage_clip_high"
     ),
-    **unsupported("truncated completions are trained on", "grpo.overlong_filtering"),
-    **unsupported("groups are not resampled", "grpo.use_dynamic_sampling"),
-    **unsupported("groups are not resampled", "grpo.dynamic_sampling_max_gen_batches", off=("10",)),
-    **unsupported("groups are not resampled", "grpo.batch_multiplier", off=("1",)),
+    "grpo.overlong_filtering": to("grpo.overlong.filter", values={"true": "true", "false": None}),
+    "grpo.use_dynamic_sampling": to(
+        "grpo.dynamic_sampling.enabled", values={"true": "true", "false": None}
+    ),
+    "grpo.dynamic_sampling_max_gen_batches": to(
+        "grpo.dynamic_sampling.max_refills",
+        note="minus 1: the first prompts of a step are not counted",
+        switch="grpo.use_dynamic_sampling",
+    ),
     **unsupported(
-        "rewards are not reshaped; a function in reward.functions can do it",
+        "a step samples for as many prompts as it trains on, and refills as many as it lacks",
+        "grpo.batch_multiplier",
+        off=("1",),
+    ),
+    **unsupported(
+        "the overlong penalty has the keys grpo.overlong.penalty_buffer and"
+        " grpo.overlong.penalty_factor; other shaping is a function in reward.functions",
         "grpo.reward_shaping",
         "grpo.reward_scaling",
         "reward_penalties",

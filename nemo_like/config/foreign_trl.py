@@ -61,6 +61,7 @@ TRL: dict[str, Entry] = {
         values={
             "true": "group_std",
             "group": "group_std",
+            "batch": "batch_std",
             "false": "none",
             "none": "none",
         },
@@ -98,16 +99,25 @@ TRL: dict[str, Entry] = {
     ),
     **unsupported(TOTAL_LENGTH, "max_prompt_length"),
     **unsupported(WARMUP_RATIO, "warmup_ratio", off=("0",)),
-    **unsupported("each row is used once per step", "num_iterations", off=("1",)),
+    "num_iterations": to("grpo.num_epochs_per_rollout"),
+    "ref_model_sync_steps": to("grpo.reference_update_period", switch="sync_ref_model"),
+    **unsupported(
+        "an update of the reference replaces it (grpo.reference_update_period)",
+        "ref_model_mixup_alpha",
+        off=("1",),
+    ),
+    # A period above 0 turns the updates on.
+    **obsolete("sync_ref_model"),
     **unsupported("the precision is float32 or bfloat16 (policy.precision)", "fp16"),
     **unsupported(
         "the loss has no such form",
         "delta",
-        "sync_ref_model",
         "importance_sampling_level",
         off=("false", "token"),
     ),
-    **unsupported("truncated completions are trained on", "mask_truncated_completions"),
+    "mask_truncated_completions": to(
+        "grpo.overlong.filter", values={"true": "true", "false": None}
+    ),
     **unsupported(NO_LORA, "use_peft", "load_in_4bit", "load_in_8bit"),
     **obsolete("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"),
     **unsupported(REWARD, "reward_funcs", "reward_weights", "reward_model_name_or_path"),

@@ -172,11 +172,7 @@ _ACTOR_KEYS: dict[str, Entry] = {
         f"{_ACTOR}.tau_pos",
         f"{_ACTOR}.tau_neg",
     ),
-    **unsupported(
-        "each row is used once per step",
-        f"{_ACTOR}.ppo_epochs",
-        off=("1",),
-    ),
+    f"{_ACTOR}.ppo_epochs": to("grpo.num_epochs_per_rollout"),
     **unsupported(
         NO_OFFLOAD,
         f"{_ACTOR}.fsdp_config",
@@ -253,11 +249,28 @@ _ALGORITHM_KEYS: dict[str, Entry] = {
     "algorithm.norm_adv_by_std_in_grpo": to(
         "grpo.advantage.normalize", values={"true": "group_std", "false": "none"}
     ),
-    **unsupported(
-        "the KL is a term of the loss (loss_fn.reference_policy_kl_penalty)",
-        "algorithm.use_kl_in_reward",
+    "algorithm.use_kl_in_reward": to(
+        "loss_fn.reference_policy_kl_in", values={"true": "reward", "false": None}
     ),
-    # They have an effect only with a critic, or with the KL in the reward.
+    "algorithm.kl_ctrl.kl_coef": to(
+        "loss_fn.reference_policy_kl_penalty", switch="algorithm.use_kl_in_reward"
+    ),
+    **unsupported(
+        "the KL penalty is constant",
+        "algorithm.kl_ctrl.type",
+        off=("fixed",),
+    ),
+    "algorithm.filter_groups.enable": to(
+        "grpo.dynamic_sampling.enabled", values={"true": "true", "false": None}
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": to(
+        "grpo.dynamic_sampling.max_refills",
+        note="minus 1: the first prompts of a step are not counted",
+        switch="algorithm.filter_groups.enable",
+    ),
+    # A group is dropped if its rewards are equal.
+    **obsolete("algorithm.filter_groups"),
+    # They have an effect only with a critic, or with another KL in the reward than k1.
     **obsolete(
         "algorithm.gamma",
         "algorithm.lam",

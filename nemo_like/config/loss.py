@@ -69,6 +69,10 @@ class PolicyGradientLossConfig:
     that model and run one more log-prob pass per step."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the reported KL divergence; the gradient is that of k2 for all three."""
+    reference_policy_kl_in: Literal["loss", "reward"] = "loss"
+    """`loss` adds the KL divergence to the loss of each token. `reward` subtracts its k1 estimate,
+    without gradient, from the reward of each token, so that the advantage of a token has the sum up
+    to the end of the completion (PPO, REINFORCE++); this needs a log-prob pass of the policy."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the entropy bonus."""
     log_entropy: bool = False
@@ -110,7 +114,12 @@ class PolicyGradientLossConfig:
     @property
     def has_kl_in_loss(self) -> bool:
         """True if the loss has a KL penalty."""
-        return self.reference_policy_kl_penalty > 0
+        return self.reference_policy_kl_penalty > 0 and self.reference_policy_kl_in == "loss"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """True if the rewards have a KL penalty."""
+        return self.reference_policy_kl_penalty > 0 and self.reference_policy_kl_in == "reward"
 
     @property
     def needs_reference(self) -> bool:

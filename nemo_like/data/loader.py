@@ -125,6 +125,8 @@ class RowLoader(Generic[Out]):
         self.last_batch: LastBatch = last_batch
         self.num_dropped = 0
         """Number of rows dropped for the last batch because their encoding is None."""
+        self.batch_epoch = 0
+        """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
         self._rows = rows
         self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
         self._batch_rows: list[int] = []
@@ -152,17 +154,25 @@ class RowLoader(Generic[Out]):
         Raises ConfigError for a bad row, or if an epoch has no batch. The position is then the same
         as before the call.
         """
-        with self._order.undone_on_error():
-            return self._next_batch()
+        return self.take(self.batch_size)
 
-    def _next_batch(self) -> list[Out]:
+    def take(self, num_rows: int) -> list[Out]:
+        """Return a batch of at most `num_rows` rows, which may be fewer than `batch_size`.
+
+        Raises ConfigError as `__next__` does.
+        """
+        with self._order.undone_on_error():
+            return self._take(num_rows)
+
+    def _take(self, batch_size: int) -> list[Out]:
         """Form the next batch and begin the next epoch if this one has no further batch."""
         first_epoch = self._order.epoch
         self.num_dropped = 0
         batch: list[Out] = []
         self._batch_rows = []
-        while len(batch) < self.batch_size:
-            taken = self._order.take(self.batch_size - len(batch)).tolist()
+        while len(batch) < batch_size:
+            self.batch_epoch = self._order.epoch
+            taken = self._order.take(batch_size - len(batch)).tolist()
             encoded = self._rows.fetch(taken)
             for index, row in zip(taken, encoded, strict=True):
                 if row is None:
@@ -170,15 +180,16 @@ class RowLoader(Generic[Out]):
                 else:
                     batch.append(row)
                     self._batch_rows.append(index)
-            if self._order.num_left and not self._is_rest_dropped(len(batch)):
+            is_full = len(batch) == batch_size
+            if self._order.num_left and not (is_full and self._is_rest_dropped()):
                 continue
             self._order.start_epoch()
-            if len(batch) == self.batch_size or (batch and self.last_batch == "keep"):
+            if is_full or (batch and self.last_batch == "keep"):
                 return batch
             # The first epoch may have begun in the middle, so only a complete second one without a
             # batch is an error.
             if self._order.epoch - first_epoch > 1:
-                raise ConfigError(no_batch_text(len(batch), self.batch_size))
+                raise ConfigError(no_batch_text(len(batch), batch_size))
             batch = []
             self._batch_rows = []
         return batch
@@ -187,10 +198,9 @@ class RowLoader(Generic[Out]):
         """Return the locations of the rows of the last batch. Example: `data/train.jsonl:17`."""
         return [self._rows.location(row) for row in self._batch_rows]
 
-    def _is_rest_dropped(self, num_rows: int) -> bool:
-        """Return True if the batch of `num_rows` is full and the rest of the epoch is dropped."""
-        is_full = num_rows == self.batch_size
-        return is_full and self.last_batch == "drop" and self._order.num_left < self.batch_size
+    def _is_rest_dropped(self) -> bool:
+        """Return True if the rest of the epoch does not fill a batch and is left out."""
+        return self.last_batch == "drop" and self._order.num_left < self.batch_size
 
     def first_rows(self, num_rows: int) -> list[Out]:
         """Return the encoded rows of the first `num_rows` of the file, without dropped ones.

@@ -160,8 +160,16 @@ class Engine(Protocol):
         """
         ...
 
+    def local_weights(self) -> Iterable[Tensor]:
+        """Return this rank's shard of each weight in a fixed order, with the shape of the shard."""
+        ...
+
+    def copy_weights(self, source: Engine) -> None:
+        """Copy the weights of an engine of the same class, model and layout, without moments."""
+        ...
+
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
-        """Write this rank's shard of weights and optimizer state.
+        """Write this rank's shard of weights and optimizer state, of a frozen engine the weights.
 
         With `in_background` a thread writes copies of them, and training may continue. The
         checkpoint is complete after `PendingSave.finish`, which every rank calls.

@@ -18,6 +18,7 @@ from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.engine import Engine
 from nemo_like.policy.host_allocator import keep_freed_memory
 from nemo_like.policy.offload import HostMemory
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
@@ -101,7 +102,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
         is_pinned = device.type == "cuda"
         self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
-        # The weights of a frozen engine are never different from their first copy.
+        # The weights of a frozen engine differ from their first copy only after `copy_weights` and
+        # `load`, which discard it.
         self._host_memory = HostMemory(pinned=is_pinned, constant=not trainable)
 
     @property
@@ -144,6 +146,13 @@ class EngineBase(ABC, Generic[OptimizerT]):
     def _resident_tensors(self) -> Iterable[Tensor]:
         """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
         ...
+
+    @torch.no_grad()
+    def copy_weights(self, source: Engine) -> None:
+        """See `Engine.copy_weights`."""
+        for own, other in zip(self.local_weights(), source.local_weights(), strict=True):
+            own.copy_(other)
+        self._host_memory.discard_copies()
 
     def move_to_host(self) -> None:
         """Copy weights and optimizer state to host memory and free them on the device."""

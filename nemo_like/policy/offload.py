@@ -30,8 +30,8 @@ class HostMemory:
     Only the memory of a storage is freed and allocated again: tensors, their views and the
     structures of FSDP or Megatron-Core that refer to it stay as they are. They must not be read
     while they are offloaded. With `pinned` the buffers are page-locked, so that copies from and to
-    a GPU run at the speed of its link. With `constant` the tensors are always the same and never
-    change, so that only the first offload copies them.
+    a GPU run at the speed of its link. With `constant` the tensors are always the same and change
+    only before `discard_copies`, so that only the first offload copies them.
     """
 
     def __init__(self, *, pinned: bool, constant: bool = False) -> None:
@@ -87,6 +87,18 @@ class HostMemory:
         self._offloaded = []
         # Before a later offload writes to the same buffers.
         self._wait()
+
+    def discard_copies(self) -> None:
+        """With `constant`: let the next offload copy the tensors again, because they changed.
+
+        Raises RuntimeError if they are offloaded.
+        """
+        if self._offloaded:
+            raise RuntimeError("the tensors are offloaded; call onload first")
+        for offloaded in self._copied:
+            for buffer in offloaded.buffers:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+        self._copied = []
 
     @property
     def is_offloaded(self) -> bool:

@@ -314,6 +314,10 @@ class Policy:
         """Load what `save` wrote with any number of ranks."""
         call_all(self.group, PolicyWorkerProtocol.load, str(directory.resolve()))
 
+    def update_reference(self) -> None:
+        """Copy the weights into the reference of the KL penalty; later saves have it as well."""
+        call_all(self.group, PolicyWorkerProtocol.update_reference)
+
     def export_hf(self, directory: Path) -> None:
         """Write a model directory that transformers loads."""
         call_all(self.group, PolicyWorkerProtocol.export_hf, str(directory.resolve()))

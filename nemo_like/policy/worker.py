@@ -20,7 +20,6 @@ from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
-from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.compilation import CompilationCounter
 from nemo_like.policy.device_flops import (
     peak_flops,
@@ -34,6 +33,7 @@ from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobSt
 from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
+from nemo_like.policy.reference import ReferenceModel, WorkerSave
 from nemo_like.policy.row_logprobs import (
     compute_row_logprobs,
     keeping_logprobs,
@@ -60,13 +60,13 @@ class PolicyWorker:
     ) -> None:
         self.config = config
         self._policy = policy
-        self._reference = reference
+        self._reference = None if reference is None else ReferenceModel(reference)
         self._engines = [policy] if reference is None else [policy, reference]
         self._logprobs = LogprobStore()
         self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
-        self._pending_save: PendingSave | None = None
+        self._pending_save: WorkerSave | None = None
         self._compilations = None if config.compile == "none" else CompilationCounter()
 
     def device_info(self) -> DeviceInfo:
@@ -91,7 +91,7 @@ class PolicyWorker:
             "prev_logprobs": (self._policy, self._sampling_filter)
         }
         if self._reference is not None:
-            sources["reference_logprobs"] = (self._reference, None)
+            sources["reference_logprobs"] = (self._reference.engine, None)
         names = tuple(sources if names is None else names)
         missing = [name for name in names if name not in sources]
         if missing:
@@ -254,7 +254,12 @@ class PolicyWorker:
         if self._pending_save is not None:
             raise RuntimeError("the previous save is not finished; call finish_save first")
         self._check_finite(with_moments=True)
-        self._pending_save = self._policy.save(Path(directory), in_background=in_background)
+        path = Path(directory)
+        policy = self._policy.save(path, in_background=in_background)
+        reference = None
+        if self._reference is not None:
+            reference = self._reference.save(path, in_background=in_background)
+        self._pending_save = WorkerSave(policy, reference)
 
     def load(self, directory: str | Path) -> None:
         """See `PolicyWorkerProtocol.load`."""
@@ -265,6 +270,16 @@ class PolicyWorker:
                 f" larger than {LARGEST:.2g};"
                 " remove this checkpoint, so that an earlier one is loaded"
             )
+        if self._reference is not None:
+            self._reference.load(Path(directory))
+
+    def update_reference(self) -> None:
+        """See `PolicyWorkerProtocol.update_reference`."""
+        if self._reference is None:
+            raise ValueError(
+                "this worker has no reference to update; start it with needs_reference=True"
+            )
+        self._reference.update(self._policy)
 
     def export_hf(self, directory: str | Path) -> None:
         """See `PolicyWorkerProtocol.export_hf`."""

@@ -159,10 +159,15 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         ...
 
     def load(self, directory: str | Path) -> None:
-        """Read what `save` wrote with any number of ranks; the reference does not change.
+        """Read what `save` wrote with any number of ranks.
 
-        Raises NonFiniteError if a weight or a moment is not finite.
+        The reference changes only if it had been updated before the save. Raises NonFiniteError if
+        a weight or a moment is not finite.
         """
+        ...
+
+    def update_reference(self) -> None:
+        """Copy the policy's weights into the reference. Raises ValueError without a reference."""
         ...
 
     def export_hf(self, directory: str | Path) -> None:

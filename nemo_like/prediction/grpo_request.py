@@ -100,6 +100,8 @@ class GrpoStepRequest:
     workers_per_replica: int = 1
     num_logprob_passes: int = 0
     """Forward passes before training: of the policy, and of the reference."""
+    num_epochs: int = 1
+    """Passes over the rows of a rollout."""
     rates: DeviceRates = GPU_RATES
 
 
@@ -160,8 +162,8 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
         ),
         (
             f"log-probs: {request.num_logprob_passes} forward pass(es) before training. Training:"
-            " forward and backward of the plan, recomputation included; the optimizer's own time is"
-            " not."
+            f" {request.num_epochs} pass(es) of forward and backward of the plan, recomputation"
+            " included; the optimizer's own time is not."
         ),
         (
             "weight synchronization: one copy of the weights over the link, whatever the number of"

@@ -249,7 +249,7 @@ def _training_times(
         forward = step_times(work, plan, pp_size=layout.pp).sum()
         trained = step_times(work, plan, pp_size=layout.pp, min_work=min_work).sum()
         logprobs.append(request.num_logprob_passes * forward / flops_per_s)
-        train.append(num_passes * trained / flops_per_s)
+        train.append(request.num_epochs * num_passes * trained / flops_per_s)
     return np.array(logprobs), np.array(train)
 
 

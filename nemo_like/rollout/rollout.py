@@ -147,12 +147,15 @@ def row_seeds(
     seed: int,
     step: int,
     num_rows: int,
+    refill: int = 0,
 ) -> np.ndarray:
     """Return the seed of each row's sampling stream, uint64 [num_rows].
 
-    It depends on the run's seed and the step only, so a resumed run samples the same completions.
+    It depends on the run's seed, the step and the number of its refill only, so a resumed run
+    samples the same completions.
     """
-    sequence = np.random.SeedSequence((seed, step))
+    entropy = (seed, step, refill) if refill else (seed, step)
+    sequence = np.random.SeedSequence(entropy)
     return sequence.generate_state(num_rows, np.uint64)
 
 

@@ -281,10 +281,11 @@ class TrainingRun:
         lengths: np.ndarray,
         *,
         num_logprob_passes: int = 0,
+        num_epochs: int = 1,
     ) -> None:
         """Log the added metrics, the timings and the throughput of the step that just ended.
 
-        `lengths` (int [B]) are those of the step's rows.
+        `lengths` (int [B]) are those of the step's rows, on which `num_epochs` passes were trained.
         """
         self.counters["num_tokens"] += float(lengths.sum())
         self.counters["num_rows"] += float(len(lengths))
@@ -296,6 +297,7 @@ class TrainingRun:
             peak_flops=device.peak_flops,
             num_workers=self.policy.group.world_size,
             num_logprob_passes=num_logprob_passes,
+            num_epochs=num_epochs,
         )
         self.add_metrics(throughput)
         self.add_metrics(self.timers.pop())
@@ -409,11 +411,6 @@ class TrainingRun:
             text += f", model {export}"
         self.progress.print_line(text)
         return RunResult(self.directory, step, self.last, self.first, export)
-
-
-def plan_metrics(plan: BatchPlan) -> Metrics:
-    """Return the metrics of the step's packing and balance."""
-    return {name: Mean(value) for name, value in plan.metrics().items()}
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class TrainedBatch:
     """File and line of each row, e.g. `data/train.jsonl:17`."""
     columns: Mapping[str, np.ndarray | Jagged]
     """Columns that join the batch for training, such as `advantages`."""
+    epoch: int = 0
+    """Passes over the rows of the step before this one."""
 
 
 def train(
@@ -93,7 +95,7 @@ def train_steps(
         for step in run.policy.skipped_steps(sharded):
             records.extend(_records(step, trained, run.encoder.tokenizer))
         path = run.directory.skipped(trained.step)
-        _write_records(path, records, trained.step)
+        _write_records(path, records, trained)
         summary = _summary(records, sum(skipped), len(steps))
         run.progress.print_line(f"step {trained.step}: {summary}; see {path}")
     return steps
@@ -142,18 +144,21 @@ def _count(counters: dict[str, float], skipped: Sequence[bool]) -> int:
 def _write_records(
     path: Path,
     records: Sequence[Mapping[str, Any]],
-    step: int,
+    trained: TrainedBatch,
 ) -> None:
+    """Write the records of a pass, after those of the earlier passes of the step."""
+    lines = []
     with reporting_write_errors(path):
         path.parent.mkdir(exist_ok=True)
+        if trained.epoch > 0 and path.exists():
+            lines.append(path.read_text(encoding="utf-8"))
     # NaN is not JSON: `_json_number` has replaced it by null.
-    lines = []
     for record in records:
         lines.append(json.dumps(record, allow_nan=False) + "\n")
     write_text(
         path,
         "".join(lines),
-        f"the skipped rows of step {step}",
+        f"the skipped rows of step {trained.step}",
     )
 
 
@@ -171,6 +176,7 @@ def _records(
         token_ids = trained.batch["input_ids"][row].tolist()
         record = {
             "step": trained.step,
+            "epoch": trained.epoch,
             "update": step.index,
             "cause": "loss" if responsible else "gradient",
             "grad_norm": _json_number(step.grad_norm),

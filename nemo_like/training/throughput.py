@@ -1,10 +1,11 @@
-"""Tokens per second and model FLOPs utilization (MFU) of a step, from the length of every row."""
+"""Tokens per second and model FLOPs utilization (MFU) of a step, and the metrics of its plan."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from nemo_like.data.planning.cost import CostModel
+from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.metrics import Mean, Metrics, Timers
 
 FLOPS_PER_TRAINED_UNIT = 3
@@ -22,19 +23,21 @@ def throughput_metrics(
     peak_flops: float,
     num_workers: int,
     num_logprob_passes: int,
+    num_epochs: int = 1,
 ) -> Metrics:
     """Return the rates of one step over all its rows.
 
     `lengths` (int [B]) counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
-    row, causal attention over its own tokens only. MFU = (3 + `num_logprob_passes`) x forward
-    FLOPs / (seconds of both passes x workers x `peak_flops`).
+    row, causal attention over its own tokens only. MFU = (3 x `num_epochs` + `num_logprob_passes`)
+    x forward FLOPs / (seconds of all passes x workers x `peak_flops`). Rates of tokens count the
+    rows of a step once.
     """
     forward_flops = float(cost.of(lengths).sum())
     num_tokens = float(lengths.sum())
     train_s = timers.seconds("train")
     step_s = timers.seconds("step")
     compute_s = train_s + timers.seconds("logprobs")
-    flops = forward_flops * (FLOPS_PER_TRAINED_UNIT + num_logprob_passes)
+    flops = forward_flops * (FLOPS_PER_TRAINED_UNIT * num_epochs + num_logprob_passes)
     # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.
     tokens_per_s = num_tokens / step_s if step_s else 0.0
     train_tokens_per_s = num_tokens / train_s if train_s else 0.0
@@ -46,3 +49,8 @@ def throughput_metrics(
         "performance/train_tflops_per_s_per_worker": Mean(flops_per_s_per_worker / 1e12),
         "performance/train_mfu": Mean(flops_per_s_per_worker / peak_flops),
     }
+
+
+def plan_metrics(plan: BatchPlan) -> Metrics:
+    """Return the metrics of the step's packing and balance."""
+    return {name: Mean(value) for name, value in plan.metrics().items()}

@@ -156,7 +156,7 @@ def test_the_defaults_are_fine() -> None:
             ),
         ),
         (
-            {"grpo.num_generations_per_prompt": 1},
+            {"grpo.num_generations_per_prompt": 1, "policy.train_global_batch_size": 8},
             "grpo.num_generations_per_prompt is 1; it must be at least 2 (the advantage compares",
         ),
         (

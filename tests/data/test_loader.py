@@ -399,3 +399,28 @@ def test_a_bad_row_leaves_the_position_as_it_was(
     for _ in range(5):
         assert next(loader) == next(other)
         assert loader.state_dict() == other.state_dict()
+
+
+@settings(deadline=None)
+@given(
+    num_rows=st.integers(1, 12),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=10),
+    stop=st.integers(0, 9),
+    seed=st.integers(0, 9),
+)
+def test_batches_of_any_size_visit_every_row_once_and_resume_where_they_were(
+    num_rows: int, sizes: list[int], stop: int, seed: int
+) -> None:
+    loader = loader_of(range(num_rows), 4, seed=seed)
+    seen: list[tuple[int, str]] = []
+    for index, size in enumerate(sizes):
+        if index == stop:
+            state = json.loads(json.dumps(loader.state_dict()))
+            loader = loader_of(range(num_rows), 4, seed=seed)
+            loader.load_state_dict(state)
+        rows = loader.take(size)
+        assert 1 <= len(rows) <= size
+        seen += [(loader.batch_epoch, row) for row in rows]
+    assert len(set(seen)) == len(seen), "no row twice in an epoch"
+    for epoch in range(loader.epoch):
+        assert sum(row_epoch == epoch for row_epoch, _ in seen) == num_rows

@@ -16,8 +16,9 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import is_due
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
+from nemo_like.training.throughput import plan_metrics
 
 
 def run_dpo(config: DpoRunConfig) -> RunResult:

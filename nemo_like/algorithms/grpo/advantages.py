@@ -1,10 +1,20 @@
-"""Advantages from the rewards of each prompt's completions; NumPy on the driver."""
+"""Advantages from the rewards of each prompt's completions; NumPy in float64 on the driver.
+
+Sources: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr. GRPO); Ahmadian et al. 2024 (RLOO); Hu et al.
+2025, arXiv 2501.03262 (REINFORCE++); arXiv 2601.05242 (GDPO).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from nemo_like.algorithms.grpo.config import AdvantageConfig
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
+from nemo_like.data.jagged import Jagged
+
+_MAX_KL = 20.0
+"""Limit of the magnitude of a token's log-prob difference in `kl_to_go`."""
 
 
 def group_advantages(
@@ -24,12 +34,15 @@ def group_advantages(
     * `group_mean`: A = R - mean(R).
     * `leave_one_out` (RLOO, Ahmadian et al. 2024): A = R - mean of the others
       = G / (G - 1) * (R - mean(R)).
+    * `none`: A = R, for groups of any size.
     * `group_std` divides A by the standard deviation plus eps.
     * `leave_one_out_std` divides A by the standard deviation of the other completions plus eps, and
       does not divide where that is 0 (as NeMo RL does with a leave-one-out baseline).
+    * `batch_std` divides A by the standard deviation of all B rewards plus eps.
 
-    A group whose rewards are all equal gets exactly 0. Raises ValueError for a group of one, and
-    with `leave_one_out_std` for a group of two, whose others have no standard deviation.
+    With a baseline, a group whose rewards are all equal gets exactly 0. Raises ValueError for a
+    group of one with a baseline, and with `leave_one_out_std` for a group of two, whose others have
+    no standard deviation.
     """
     if reward_mask is not None and not reward_mask.all():
         rows = _rows_of_large_groups(groups, reward_mask, config)
@@ -39,14 +52,15 @@ def group_advantages(
     if len(rewards) == 0:
         return np.zeros(0, dtype=np.float32)
     rewards = rewards.astype(np.float64)
+    if config.baseline == "none":
+        return rewards.astype(np.float32)
     _, group_of_row, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     _check_sizes(sizes, config)
     means = np.bincount(group_of_row, weights=rewards) / sizes
     centred = rewards - means[group_of_row]
     sums_of_squares = np.bincount(group_of_row, weights=centred**2)
     std = np.sqrt(sums_of_squares / (sizes - 1))
-    # Relative to the mean: equal rewards can differ from their computed mean by a rounding error.
-    has_spread = std > 1e-8 * np.maximum(1.0, np.abs(means))
+    is_spread = has_spread(std, means)
     if config.baseline == "leave_one_out":
         centred = centred * (sizes / (sizes - 1))[group_of_row]
     if config.normalize == "group_std":
@@ -58,7 +72,106 @@ def group_advantages(
             centred / (others_std + config.eps),
             centred,
         )
-    return np.where(has_spread[group_of_row], centred, 0.0).astype(np.float32)
+    elif config.normalize == "batch_std":
+        centred = centred / (rewards.std(ddof=1) + config.eps)
+    return np.where(is_spread[group_of_row], centred, 0.0).astype(np.float32)
+
+
+def separate_advantages(
+    components: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    groups: np.ndarray,
+    config: AdvantageConfig,
+    reward_mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return sum_k w_k A_k, float32 [B], the advantage of GDPO before whitening.
+
+    `components` are the unweighted values of each part of the reward, float [B] by name;
+    `groups` int [B] and `reward_mask` bool [B] are as in `group_advantages`, which computes A_k
+    from component k alone. `weights` are the w_k. Raises ValueError for a component without a weight.
+    """
+    missing = sorted(set(components) - set(weights))
+    if missing:
+        raise ValueError(
+            f"the parts {', '.join(missing)} of the reward have no weight, which"
+            " grpo.advantage.components=separate needs; set grpo.advantage.components to sum"
+        )
+    total = np.zeros(len(groups))
+    for name, values in components.items():
+        advantages = group_advantages(values, groups, config, reward_mask)
+        total += weights[name] * advantages.astype(np.float64)
+    return total.astype(np.float32)
+
+
+def whitened(
+    values: np.ndarray,
+    weights: np.ndarray,
+    eps: float,
+) -> np.ndarray:
+    """Return (values - mean) / (std + eps), float32 [N], from float `values` [N].
+
+    Mean and population standard deviation are those of values that occur `weights` (float [N],
+    at least 0) times each: 1 for a trained token and 0 for another, or the number of trained tokens
+    of a row. Values without spread become exactly 0.
+    """
+    values = values.astype(np.float64)
+    count = weights.sum()
+    if count == 0:
+        return np.zeros(len(values), dtype=np.float32)
+    mean = (weights * values).sum() / count
+    centred = values - mean
+    std = np.sqrt((weights * centred**2).sum() / count)
+    if not has_spread(std, mean):
+        return np.zeros(len(values), dtype=np.float32)
+    return (centred / (std + eps)).astype(np.float32)
+
+
+def kl_to_go(
+    policy_logprobs: Jagged,
+    reference_logprobs: Jagged,
+    trained: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the k1 estimate of each token and its sum from the token to the end of the row.
+
+    Both are float64 [T] over the tokens of the rows, from the log-probs of the policy that sampled
+    the rows and of the reference, float32 [T] each, and `trained` bool [T]. With d = l_ref - l,
+    limited to [-20, 20], the first is k1_t = -d_t, and 0 where a token is not trained; the second
+    is sum over s >= t of k1_s in the row of token t.
+    """
+    difference = policy_logprobs.values.astype(np.float64) - reference_logprobs.values
+    k1 = np.where(trained, difference.clip(-_MAX_KL, _MAX_KL), 0.0)
+    before = np.concatenate([[0.0], np.cumsum(k1)])
+    # The sum up to the end of the row, minus that before the token.
+    row_end = np.repeat(before[policy_logprobs.offsets[1:]], policy_logprobs.lengths)
+    return k1, row_end - before[:-1]
+
+
+def token_advantages(
+    advantages: np.ndarray,
+    kl_sums: np.ndarray | None,
+    *,
+    kl_penalty: float,
+    lengths: np.ndarray,
+) -> np.ndarray:
+    """Return the advantage of each token, float64 [T]: A_t = A - penalty * sum over s >= t of KL_s.
+
+    `advantages` float [B] are those of the rows, `lengths` int [B] their tokens, and `kl_sums`
+    float64 [T] the second result of `kl_to_go`, None for no penalty. This is the reward-to-go of
+    REINFORCE++ without discount: its token reward is R at the last token minus penalty * KL_t at
+    every token. A baseline or a division by a standard deviation applies to R only.
+    """
+    values = np.repeat(advantages.astype(np.float64), lengths)
+    if kl_sums is None:
+        return values
+    return values - kl_penalty * kl_sums
+
+
+def has_spread(std: np.ndarray | float, mean: np.ndarray | float) -> np.ndarray:
+    """Return True where values of this standard deviation and mean, [...] each, are not all equal.
+
+    Equal values can differ from their computed mean by a rounding error.
+    """
+    return np.asarray(std > 1e-8 * np.maximum(1.0, np.abs(mean)))
 
 
 def _rows_of_large_groups(
@@ -72,7 +185,11 @@ def _rows_of_large_groups(
     """
     _, group_of_row = np.unique(groups, return_inverse=True)
     sizes = np.bincount(group_of_row, weights=reward_mask)
-    min_size = 3 if config.normalize == "leave_one_out_std" else 2
+    min_size = 2
+    if config.baseline == "none":
+        min_size = 1
+    elif config.normalize == "leave_one_out_std":
+        min_size = 3
     return np.flatnonzero(reward_mask & (sizes[group_of_row] >= min_size))
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
+from nemo_like.algorithms.grpo.checks import dynamic_sampling_problems, reference_problems
+from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
 from nemo_like.config.check import batching_section
-from nemo_like.config.constraints import Above, AtLeast
+from nemo_like.config.constraints import AtLeast
 from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
@@ -19,35 +22,26 @@ from nemo_like.integer_math import nearest_multiples
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
-    """Group-relative advantages from the rewards of one prompt's completions."""
-
-    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Value that is subtracted from the reward: the mean of the group, or the mean of the group's
-    other completions (RLOO)."""
-    normalize: Literal["group_std", "leave_one_out_std", "none"] = "group_std"
-    """Divisor of the advantage: sample standard deviation (n-1) of the group, or of the group's
-    other completions (NeMo RL with a leave-one-out baseline), or `none` (Dr. GRPO). The advantages
-    of a group with equal rewards are 0."""
-    eps: Annotated[float, Above(0)] = 1e-6
-    """Constant added to the standard deviation before the division."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """The GRPO loop. Rows per step = `num_prompts_per_step` x `num_generations_per_prompt`."""
 
     num_prompts_per_step: Annotated[int, AtLeast(1)] = 8
     """Prompts per step."""
-    num_generations_per_prompt: Annotated[
-        int, AtLeast(2, "the advantage compares the completions of one prompt")
-    ] = 4
-    """Group size: completions sampled per prompt. At least 3 with
-    `grpo.advantage.normalize=leave_one_out_std`."""
+    num_generations_per_prompt: Annotated[int, AtLeast(1)] = 4
+    """Group size: completions sampled per prompt. At least 2, as the advantage compares them; 3
+    with `grpo.advantage.normalize=leave_one_out_std`, 1 with `grpo.advantage.baseline=none`."""
     max_num_steps: Annotated[int, AtLeast(1)] = 100
     """Steps of rollout and training. Each has rows per step / `policy.train_global_batch_size`
-    optimizer steps."""
+    optimizer steps, times `grpo.num_epochs_per_rollout`."""
+    num_epochs_per_rollout: Annotated[int, AtLeast(1)] = 1
+    """Passes over the rows of a rollout, each in another order. The previous log-probs are computed
+    once, before the first."""
+    reference_update_period: Annotated[int, AtLeast(0)] = 0
+    """Copy the policy into the reference of the KL penalty after every so many steps; 0 keeps the
+    initial policy. Checkpoints then have the reference as well."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     max_staleness: Annotated[int, AtLeast(0)] = 0
     """Max number of weight updates between the sampling of a token and the step that trains on it.
     0 is synchronous: a step's completions are sampled with its own weights. Above 0 the completions
@@ -92,12 +86,25 @@ class GrpoRunConfig(RunConfig):
     def computes_prev_logprobs(self) -> bool:
         """True if the policy's log-probs are computed before the first optimizer step of a rollout.
 
-        With one optimizer step they are those of the training pass, with
-        `loss_fn.importance_correction.kind=bypass` the generator's are used, and
+        With one optimizer step they are those of the training pass, unless the reward needs them,
+        with `loss_fn.importance_correction.kind=bypass` the generator's are used, and
         `loss_fn.surrogate=reinforce` has no ratio.
         """
-        has_many_steps = self.rows_per_step > self.policy.train_global_batch_size
-        return "prev_logprobs" in self.loss_fn.logprob_names(is_single_step=not has_many_steps)
+        is_single_step = not self.has_many_optimizer_steps
+        is_bypassed = self.loss_fn.importance_correction.kind == "bypass"
+        is_in_loss = "prev_logprobs" in self.loss_fn.logprob_names(is_single_step=is_single_step)
+        return is_in_loss or (self.has_kl_in_reward and not is_bypassed)
+
+    @property
+    def has_many_optimizer_steps(self) -> bool:
+        """True if more than one optimizer step is taken on a complete rollout."""
+        num_rows = self.rows_per_step * self.grpo.num_epochs_per_rollout
+        return num_rows > self.policy.train_global_batch_size
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """True if a KL penalty is part of the rewards, so that each token has its advantage."""
+        return self.loss_fn.has_kl_in_reward
 
     @property
     def has_logprob_pass(self) -> bool:
@@ -123,12 +130,25 @@ class GrpoRunConfig(RunConfig):
         rows = self.rows_per_step
         # A whole number, or `_group_problems` has refused the config.
         updates = rows // batch
+        epochs = self.grpo.num_epochs_per_rollout
         steps_noun = plural(updates, "step")
         lines = [
             f"{prompts} prompts x {group} generations = {rows} rows per step",
             f"{rows} rows / {batch} rows per optimizer step = {updates} optimizer {steps_noun}",
-            f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows",
         ]
+        if epochs > 1:
+            lines.append(
+                f"{updates} optimizer {steps_noun} x {epochs} epochs per rollout ="
+                f" {updates * epochs} optimizer steps per step"
+            )
+            updates *= epochs
+        lines.append(f"{steps} steps = {steps * updates} optimizer steps over {steps * rows} rows")
+        if self.grpo.dynamic_sampling.enabled:
+            tries = 1 + self.grpo.dynamic_sampling.max_refills
+            lines.append(
+                f"dynamic sampling: up to {tries} x {prompts} prompts per step; a step that stays"
+                " short has fewer optimizer steps"
+            )
         read = self.loss_fn.logprob_names(is_single_step=False)
         has_no_ratio = "prev_logprobs" not in read
         if self.loss_fn.importance_correction.kind == "bypass":
@@ -146,6 +166,13 @@ class GrpoRunConfig(RunConfig):
         """Yield the problems of groups, sampling and rewards."""
         yield from _sampling_problems(self)
         yield from _group_problems(self)
+        yield from self.grpo.advantage.problems(
+            self.grpo.num_generations_per_prompt,
+            len(self.reward.functions),
+        )
+        yield from self.grpo.overlong.problems(self.policy.generation.max_new_tokens)
+        yield from dynamic_sampling_problems(self)
+        yield from reference_problems(self)
         yield from _reward_problems(self)
         yield from environment_problems(self.environment, self.policy.max_total_sequence_length)
         yield from self.loss_fn.problems()
@@ -163,16 +190,9 @@ def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 
 def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    """The group must be large enough, and the rows must divide into optimizer steps."""
+    """The rows must divide into optimizer steps."""
     prompts = config.grpo.num_prompts_per_step
     group = config.grpo.num_generations_per_prompt
-    if group < 3 and config.grpo.advantage.normalize == "leave_one_out_std":
-        yield Problem(
-            ("grpo.num_generations_per_prompt", "grpo.advantage.normalize"),
-            f"grpo.num_generations_per_prompt is {group}, so the standard deviation of the other"
-            " completions (grpo.advantage.normalize leave_one_out_std) is not defined: set it to at"
-            " least 3, or grpo.advantage.normalize to group_std or none",
-        )
     batch = config.policy.train_global_batch_size
     rows = prompts * group
     if rows % batch == 0:
@@ -258,7 +278,7 @@ def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 def asynchronous_warnings(config: GrpoRunConfig) -> list[str]:
     """Return warnings about training on completions of older weights."""
     is_corrected = config.loss_fn.importance_correction.kind != "none"
-    if config.grpo.max_staleness == 0 or config.computes_prev_logprobs or is_corrected:
+    if config.grpo.max_staleness == 0 or config.has_many_optimizer_steps or is_corrected:
         return []
     text = (
         f"grpo.max_staleness is {config.grpo.max_staleness} and"

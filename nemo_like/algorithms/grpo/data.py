@@ -53,7 +53,12 @@ def open_source(config: GrpoRunConfig, data: RunData | None = None) -> ExampleSo
 
 
 def num_optimizer_steps(config: GrpoRunConfig, source: ExampleSource[Prompt]) -> int:
-    """Return the optimizer steps of the run."""
+    """Return the optimizer steps of the run.
+
+    With dynamic sampling it is the number without short steps, which cannot be known in advance.
+    """
+    if config.grpo.dynamic_sampling.enabled:
+        return config.grpo.max_num_steps * _num_updates(config, config.grpo.num_prompts_per_step)
     num_prompts = source.rows.num_kept
     num_full, num_prompts_left = divmod(num_prompts, config.grpo.num_prompts_per_step)
     per_full_step = _num_updates(config, config.grpo.num_prompts_per_step)
@@ -69,7 +74,8 @@ def num_optimizer_steps(config: GrpoRunConfig, source: ExampleSource[Prompt]) ->
 def _num_updates(config: GrpoRunConfig, num_prompts: int) -> int:
     """Return the number of optimizer steps on the completions of `num_prompts` prompts."""
     num_rows = num_prompts * config.grpo.num_generations_per_prompt
-    return math.ceil(num_rows / config.policy.train_global_batch_size)
+    num_updates = math.ceil(num_rows / config.policy.train_global_batch_size)
+    return num_updates * config.grpo.num_epochs_per_rollout
 
 
 def check_rows(
@@ -94,7 +100,7 @@ def check_rows(
     )
     if epoch is not None:
         diagnostics.add_lines("data", epoch)
-    updates_per_step = config.rows_per_step // config.policy.train_global_batch_size
+    updates_per_step = _num_updates(config, num_prompts)
     diagnostics.warnings += asynchronous_warnings(config)
     loss_path = config.loss_fn.path
     if loss_path is not None:

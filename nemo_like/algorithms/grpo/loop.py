@@ -8,22 +8,20 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
-import numpy as np
-
-from nemo_like.algorithms.grpo.advantages import group_advantages
 from nemo_like.algorithms.grpo.config import GrpoRunConfig, asynchronous_warnings
 from nemo_like.algorithms.grpo.data import num_optimizer_steps, open_source
-from nemo_like.algorithms.grpo.records import TrainedRollout, fetch_logprobs, save_rollout
-from nemo_like.algorithms.grpo.rollouts import RolloutPipeline, StepRollout
+from nemo_like.algorithms.grpo.records import TrainedRollout, save_rollout
+from nemo_like.algorithms.grpo.rollouts import RolloutPipeline
+from nemo_like.algorithms.grpo.step_rollout import StepRollout
+from nemo_like.algorithms.grpo.update import train_on_rollout
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.losses import RolloutLoss, rollout_loss
-from nemo_like.metrics import Sum, merge_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.evaluation import is_due, score_answers, show_rollout
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
-from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train_steps
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.skipped_steps import stop_if_too_many
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +32,16 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader.order, config.grpo.max_num_steps * loader.batch_size)
+        source.start_encoding(loader.order, _max_num_prompts(config))
         return _train(config, source, loader)
+
+
+def _max_num_prompts(config: GrpoRunConfig) -> int:
+    """Return the number of prompts that a run may need."""
+    tries = 1
+    if config.grpo.dynamic_sampling.enabled:
+        tries += config.grpo.dynamic_sampling.max_refills
+    return config.grpo.max_num_steps * config.grpo.num_prompts_per_step * tries
 
 
 def _train(
@@ -75,7 +81,7 @@ def _train(
                         taken = pipeline.take(step)
                     if step == 0:
                         show_rollout(run, taken.rollout, "rollout sample")
-                    trained, num_logprob_passes = _update(run, config, pipeline, taken, loss, step)
+                    trained = _update(run, config, pipeline, taken, loss, step)
                 step += 1
                 if step < total and config.grpo.max_staleness > 0:
                     # Now, so that the generator has work while this step is logged and saved.
@@ -88,7 +94,12 @@ def _train(
                 with run.rollouts.background():
                     save_rollout(run, trained, step)
                     lengths = taken.rollout.batch["length"]
-                    run.log_step(step, lengths, num_logprob_passes=num_logprob_passes)
+                    run.log_step(
+                        step,
+                        lengths,
+                        num_logprob_passes=trained.num_logprob_passes,
+                        num_epochs=config.grpo.num_epochs_per_rollout,
+                    )
                     stop_if_too_many(run, step, pipeline.position)
                     run.save_if_due(step, pipeline.position, is_last=step == total)
                 phase.advance()
@@ -102,57 +113,20 @@ def _update(
     taken: StepRollout,
     loss: RolloutLoss,
     step: int,
-) -> tuple[TrainedRollout, int]:
+) -> TrainedRollout:
     """Train on the rollout and copy the new weights to the generator.
 
-    The rollouts of later steps, if any were started, run meanwhile. Returns the trained rollout and
-    the number of log-prob passes before training.
+    The rollouts of later steps, if any were started, run meanwhile.
     """
-    rollout = taken.rollout
-    batch = rollout.batch
-    group_size = config.grpo.num_generations_per_prompt
     with run.workers.policy_onloaded():
         with run.rollouts.background():
-            plan, sharded = run.plan_and_shard(batch, step)
-            loss = loss.for_num_steps(plan.num_steps)
-            logprobs = None
-            if loss.logprob_names:
-                with run.timers("logprobs"):
-                    logprobs = run.policy.compute_logprobs(sharded, loss.logprob_names)
-            advantages = group_advantages(
-                batch["reward"],
-                batch["group"],
-                config.grpo.advantage,
-                batch["reward_mask"],
-            )
-            trained = TrainedBatch(
-                step=step + 1,
-                batch=batch,
-                # Rows are prompt-major: the completions of a prompt are consecutive.
-                locations=np.repeat(taken.locations, group_size).tolist(),
-                columns={"advantages": advantages},
-            )
-            # No pass computes them where the training pass has the same values.
-            keep_logprobs = (
-                config.logger.save_rollouts and "prev_logprobs" not in loss.logprob_names
-            )
-            with run.timers("train"):
-                steps = train_steps(
-                    run, sharded, trained, loss, logprobs, keep_logprobs=keep_logprobs
-                )
-            columns = fetch_logprobs(run, sharded, logprobs)
+            trained = train_on_rollout(run, config, taken, loss, step)
+            if is_due(step + 1, config.grpo.reference_update_period, is_last=False):
+                with run.timers("reference_update"):
+                    run.policy.update_reference()
         pipeline.prepare_update()
         # Still inside: the weights are read from the devices.
         with run.timers("weight_sync"):
             run.sync_weights(step + 1)
-    num_effective = float(np.count_nonzero(advantages))
-    run.add_metrics({"reward/num_effective_rows": Sum(num_effective)})
-    run.add_metrics(merge_metrics(steps) | rollout.metrics() | plan_metrics(plan))
-    trained_rollout = TrainedRollout(
-        rollout=rollout,
-        locations=trained.locations,
-        columns={**trained.columns, **columns},
-        advantages=advantages,
-        optimizer_steps=steps,
-    )
-    return trained_rollout, len(loss.logprob_names)
+    run.add_metrics(taken.metrics())
+    return trained

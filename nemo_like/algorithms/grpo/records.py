@@ -36,6 +36,8 @@ class TrainedRollout:
     """float32 [B]."""
     optimizer_steps: Sequence[Metrics]
     """Metrics of each optimizer step."""
+    num_logprob_passes: int
+    """Log-prob passes before training."""
 
 
 def saves_tokens(config: LoggerConfig, step: int) -> bool:
@@ -52,16 +54,20 @@ def fetch_logprobs(
     run: TrainingRun,
     sharded: ShardedBatch,
     logprobs: Logprobs | None,
+    fetched: Mapping[str, Jagged],
 ) -> dict[str, Jagged]:
     """Fetch the log-probs of the batch from the workers, float32 [T] each; none if none are kept.
 
-    Call it before the next log-prob pass, which releases them. Those of the training pass, under
+    `fetched` are those of `logprobs` if they were fetched already, or empty. Call it before the
+    next log-prob pass and the next training, which release them. Those of the training pass, under
     `policy_logprobs`, take the place of `prev_logprobs` where no pass computes these.
     """
     if not run.config.logger.save_rollouts:
         return {}
     with run.timers("rollout_record"):
-        columns = {} if logprobs is None else run.policy.fetch_logprobs(logprobs)
+        columns = dict(fetched)
+        if logprobs is not None and not fetched:
+            columns = run.policy.fetch_logprobs(logprobs)
         if "prev_logprobs" not in columns:
             columns["policy_logprobs"] = run.policy.fetch_trained_logprobs(sharded)
     return columns
@@ -83,7 +89,8 @@ def save_rollout(run: TrainingRun, trained: TrainedRollout, step: int) -> None:
             row.update(values)
         path = run.directory.rollouts(step)
         write_json_lines(path, records, f"the rollouts of step {step}")
-        if not saves_tokens(config, step):
+        # A step that trained nothing has nothing to replay.
+        if not saves_tokens(config, step) or not trained.optimizer_steps:
             return
         optimizer_steps = []
         for metrics in trained.optimizer_steps:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.dynamic_sampling import KeptGroups
+from nemo_like.algorithms.grpo.step_rollout import StepRollout
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.loader import Position, RowLoader, SavedPosition
 from nemo_like.generation.sampling_params import SamplingParams
@@ -15,14 +18,7 @@ from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, row_seeds
 from nemo_like.training.run import TrainingRun
 
-
-@dataclass(frozen=True)
-class StepRollout:
-    """The rollout of one step, with what its training needs to know of its rows."""
-
-    rollout: Rollout
-    locations: list[str]
-    """File and line of each prompt."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class _Started:
     locations: list[str]
     position: SavedPosition
     """Position of the loader after the prompts of this step."""
+    epoch: int
+    """Epoch of the prompts."""
     metrics: Metrics
     """Of the loader."""
 
@@ -93,16 +91,46 @@ class RolloutPipeline:
         """
         started = self._started.popleft()
         assert started.step == step, "rollouts are taken in the order of the steps"
-        with self._run.timers("rollout_wait"):
-            rollout = self._run.finish_rollout(started.job)
-        rollout.check_versions(step - self._config.grpo.max_staleness, step)
+        rollout = self._finish_rollout(started.job, step)
         self._run.add_metrics(started.metrics)
-        self._run.timers.add("generation", started.job.generation_s)
-        self._run.timers.add("reward", started.job.reward_s)
         self.position = started.position
         if self._config.grpo.max_staleness > 0:
             rollout.batch["version_gap"] = rollout.version_gaps(step)
+        if self._config.grpo.dynamic_sampling.enabled:
+            return self._with_refills(started, rollout)
         return StepRollout(rollout, started.locations)
+
+    def _with_refills(self, started: _Started, rollout: Rollout) -> StepRollout:
+        """Return the groups with unequal rewards, of the rollout and of further prompts.
+
+        No rollout of a later step has started, so the loader is at the prompts after those of this
+        step. Refills end with the epoch, so that no step has a prompt twice, and before a bad row,
+        which `fetch` reports when its step comes.
+        """
+        config = self._config.grpo
+        kept = KeptGroups(config.num_prompts_per_step)
+        kept.add(rollout, started.locations)
+        num_dropped = self._loader.num_dropped
+        for refill in range(1, config.dynamic_sampling.max_refills + 1):
+            if kept.num_missing == 0 or self._loader.epoch != started.epoch:
+                break
+            prompts = self._next_prompts(kept.num_missing)
+            if prompts is None:
+                break
+            num_dropped += self._loader.num_dropped
+            locations = self._loader.batch_locations()
+            job = self._start_rollout(prompts, started.step, refill)
+            kept.add(self._finish_rollout(job, started.step), locations)
+        self.position = SavedPosition(self._loader.state_dict())
+        self._run.add_metrics(self._loader_metrics(num_dropped))
+        if kept.num_missing > 0:
+            logger.info(
+                "step %d lacks %d of %d groups with unequal rewards",
+                started.step + 1,
+                kept.num_missing,
+                config.num_prompts_per_step,
+            )
+        return kept.result()
 
     def prepare_update(self) -> None:
         """Finish or discard completions that may not continue with other weights."""
@@ -114,34 +142,53 @@ class RolloutPipeline:
         elif self._config.grpo.partial_completions == "restart":
             generator.restart_unfinished()
 
-    def _next_prompts(self) -> list[Prompt] | None:
-        """Return the prompts of the next step, or None if they have a bad row."""
+    def _next_prompts(self, num_prompts: int | None = None) -> list[Prompt] | None:
+        """Return the next prompts, by default those of a step, or None if they have a bad row."""
+        if num_prompts is None:
+            num_prompts = self._loader.batch_size
         try:
             with self._run.timers("data_wait"):
-                return next(self._loader)
+                return self._loader.take(num_prompts)
         except ConfigError:
             # The loader keeps its position before the bad row.
             return None
 
     def _start_next(self, prompts: list[Prompt]) -> None:
+        self._started.append(
+            _Started(
+                self._next_step,
+                self._start_rollout(prompts, self._next_step),
+                self._loader.batch_locations(),
+                SavedPosition(self._loader.state_dict()),
+                self._loader.batch_epoch,
+                self._loader_metrics(self._loader.num_dropped),
+            )
+        )
+        self._next_step += 1
+
+    def _start_rollout(
+        self,
+        prompts: list[Prompt],
+        step: int,
+        refill: int = 0,
+    ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
-        job = self._run.rollouts.start(
+        return self._run.rollouts.start(
             prompts,
             group_size=group_size,
             sampling=self._sampling,
             max_total_length=self._config.policy.max_total_sequence_length,
-            seeds=row_seeds(self._config.seed, self._next_step, len(prompts) * group_size),
+            seeds=row_seeds(self._config.seed, step, len(prompts) * group_size, refill),
         )
-        self._started.append(
-            _Started(
-                self._next_step,
-                job,
-                self._loader.batch_locations(),
-                SavedPosition(self._loader.state_dict()),
-                {
-                    "data/epoch": Mean(self._loader.epoch),
-                    "data/num_dropped": Sum(self._loader.num_dropped),
-                },
-            )
-        )
-        self._next_step += 1
+
+    def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:
+        """Wait for a rollout. Raises RuntimeError for weights older than allowed."""
+        with self._run.timers("rollout_wait"):
+            rollout = self._run.finish_rollout(job)
+        rollout.check_versions(step - self._config.grpo.max_staleness, step)
+        self._run.timers.add("generation", job.generation_s)
+        self._run.timers.add("reward", job.reward_s)
+        return rollout
+
+    def _loader_metrics(self, num_dropped: int) -> Metrics:
+        return {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}

@@ -19,8 +19,9 @@ from nemo_like.training.dataset import ExampleSource, validation_prompts
 from nemo_like.training.encoding import encodes_on_cluster
 from nemo_like.training.evaluation import is_due, score_answers
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run, plan_metrics
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
+from nemo_like.training.throughput import plan_metrics
 
 
 def run_sft(config: SftRunConfig) -> RunResult:

@@ -23,7 +23,7 @@ from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
 def save(
     directory: Path,
     parameters: Sequence[ShardedParameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     rank: int,
     num_optimizer_steps: int,
@@ -31,7 +31,10 @@ def save(
     buffers: HostBuffers,
     in_background: bool,
 ) -> PendingSave:
-    """Write the blocks that this rank owns; see `sharded.save`. Every rank calls."""
+    """Write the blocks that this rank owns; see `sharded.save`. Every rank calls.
+
+    Without an optimizer the checkpoint has the weights only.
+    """
     return sharded_checkpoint.save(
         directory,
         _blocks(parameters, optimizer),
@@ -40,7 +43,7 @@ def save(
         barrier=barrier,
         buffers=buffers,
         in_background=in_background,
-        has_moments=len(optimizer.state) > 0,
+        has_moments=optimizer is not None and len(optimizer.state) > 0,
         shapes=_shapes(parameters),
     )
 
@@ -48,20 +51,21 @@ def save(
 def load(
     directory: Path,
     parameters: Sequence[ShardedParameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
 ) -> int:
     """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
 
     Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
     another model.
     """
-    # A checkpoint without moments restarts Adam.
-    optimizer.state.clear()
+    if optimizer is not None:
+        # A checkpoint without moments restarts Adam.
+        optimizer.state.clear()
     with open_checkpoint(directory) as reader:
         reader.check_model(_shapes(parameters))
         for sharded in parameters:
             _read_into(sharded.parameter, reader, WEIGHT, sharded)
-            if reader.has_moments:
+            if optimizer is not None and reader.has_moments:
                 optimizer.state[sharded.parameter] = _read_state(reader, sharded)
         return reader.num_optimizer_steps
 
@@ -101,7 +105,7 @@ def _read_into(
 
 
 def _blocks(
-    parameters: Sequence[ShardedParameter], optimizer: torch.optim.Optimizer
+    parameters: Sequence[ShardedParameter], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[Block]:
     """Yield this rank's blocks of weights and, after the first step, of both moments."""
     for sharded in parameters:
@@ -110,7 +114,7 @@ def _blocks(
             continue
         offset, _ = sharded.block()
         tensors: dict[str, Tensor] = {WEIGHT: sharded.parameter}
-        state = optimizer.state.get(sharded.parameter)
+        state = None if optimizer is None else optimizer.state.get(sharded.parameter)
         if state:
             for moment in MOMENTS:
                 tensors[moment] = state[moment]

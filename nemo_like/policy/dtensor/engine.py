@@ -160,7 +160,7 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         return dtensor_checkpoint.save(
             directory,
             self.parameters,
-            self.optimizer.adamw,
+            self._adamw(),
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
@@ -171,8 +171,13 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
         self.num_optimizer_steps = dtensor_checkpoint.load(
-            directory, self.parameters, self.optimizer.adamw
+            directory, self.parameters, self._adamw()
         )
+        self._host_memory.discard_copies()
+
+    def _adamw(self) -> torch.optim.AdamW | None:
+        """Return the optimizer; None of a frozen engine."""
+        return None if self._optimizer is None else self._optimizer.adamw
 
     def _set_gradient_sync(self, is_last: bool) -> None:
         """Choose whether FSDP reduces gradients and reshards weights after the next backward.

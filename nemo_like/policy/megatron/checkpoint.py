@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.sharded import Block, PendingSave
+from nemo_like.policy.checkpoint.sharded import Block
 from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT, open_checkpoint
-from nemo_like.policy.checkpoint.staging import HostBuffers
+from nemo_like.policy.megatron.groups import Groups
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
-
-
-def save(
-    directory: Path,
-    param_map: ParamMap,
-    optimizer: ShardedAdamW,
-    shapes: Mapping[str, Shape],
-    *,
-    rank: int,
-    num_optimizer_steps: int,
-    barrier: Callable[[], None],
-    buffers: HostBuffers,
-    in_background: bool,
-) -> PendingSave:
-    """Write the blocks that this rank owns; see `sharded.save`. Every rank calls.
-
-    `shapes` are the full shapes of the weights by Hugging Face name.
-    """
-    return sharded_checkpoint.save(
-        directory,
-        _blocks(param_map, optimizer, shapes),
-        rank=rank,
-        num_optimizer_steps=num_optimizer_steps,
-        barrier=barrier,
-        buffers=buffers,
-        in_background=in_background,
-        has_moments=optimizer.has_moments,
-        shapes=shapes,
-    )
 
 
 def load(
     directory: Path,
     parameters: Mapping[str, nn.Parameter],
     param_map: ParamMap,
-    optimizer: ShardedAdamW,
+    optimizer: ShardedAdamW | None,
     shapes: Mapping[str, Shape],
 ) -> int:
     """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
 
-    Raises CheckpointError for a directory that is no such checkpoint, ConfigError for one of
-    another model.
+    `optimizer` is None for a frozen engine. Raises CheckpointError for a directory that is no such
+    checkpoint, ConfigError for one of another model.
     """
     with open_checkpoint(directory) as reader:
         reader.check_model(shapes)
@@ -70,8 +40,9 @@ def load(
             return reader.read(f"{WEIGHT}/{name}", offset, shape)
 
         fill_weights(parameters, param_map, read_weight, optimizer)
-        num_steps = reader.num_optimizer_steps if reader.has_moments else None
-        optimizer.restore(num_steps, reader.read)
+        if optimizer is not None:
+            num_steps = reader.num_optimizer_steps if reader.has_moments else None
+            optimizer.restore(num_steps, reader.read)
         return reader.num_optimizer_steps
 
 
@@ -91,12 +62,37 @@ def fill_weights(
             optimizer.set_weight(name, full)
 
 
-def _blocks(
+def frozen_blocks(
+    parameters: Mapping[str, nn.Parameter],
+    param_map: ParamMap,
+    groups: Groups,
+    shapes: Mapping[str, Shape],
+) -> Iterator[Block]:
+    """Yield this rank's blocks of the weights of a frozen engine.
+
+    `shapes` are the full shapes of the weights by Hugging Face name.
+    """
+    for index, (name, spec) in enumerate(param_map.items()):
+        replicas = groups.expert_dp if spec.is_expert else groups.dp_cp
+        is_writer = replicas.rank() == index % replicas.size()
+        if not spec.is_owner or not is_writer:
+            continue
+        full = parameters[name].detach().view(spec.shape)
+        for hf_slice in spec.slices:
+            yield Block(
+                f"{WEIGHT}/{hf_slice.name}",
+                shapes[hf_slice.name],
+                hf_slice.offset,
+                full[hf_slice.local_index],
+            )
+
+
+def trained_blocks(
     param_map: ParamMap,
     optimizer: ShardedAdamW,
     shapes: Mapping[str, Shape],
 ) -> Iterator[Block]:
-    """Yield this rank's blocks of weights and moments."""
+    """Yield this rank's blocks of weights and moments; see `frozen_blocks`. Every rank iterates."""
     kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)
     for index, (name, spec) in enumerate(param_map.items()):
         if not spec.is_owner:

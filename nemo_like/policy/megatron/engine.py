@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.engine import ResultT, StepFunction
@@ -189,11 +190,18 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
-        return megatron_checkpoint.save(
+        shapes = self.weight_shapes()
+        if self._optimizer is None:
+            blocks = megatron_checkpoint.frozen_blocks(
+                self._parameters, self._param_map, self.groups, shapes
+            )
+        else:
+            blocks = megatron_checkpoint.trained_blocks(self._param_map, self._optimizer, shapes)
+        return sharded_checkpoint.save(
             directory,
-            self._param_map,
-            self.optimizer,
-            self.weight_shapes(),
+            blocks,
+            has_moments=self._optimizer is not None and self._optimizer.has_moments,
+            shapes=shapes,
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
@@ -207,9 +215,10 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             directory,
             self._parameters,
             self._param_map,
-            self.optimizer,
+            self._optimizer,
             self.weight_shapes(),
         )
+        self._host_memory.discard_copies()
 
     def _check_names(self) -> None:
         """Check that the parameter maps of all ranks together name every Hugging Face weight."""

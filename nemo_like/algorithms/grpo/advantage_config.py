@@ -1,0 +1,92 @@
+"""The keys of `grpo.advantage` and the checks of their relations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from nemo_like.config.constraints import Above
+from nemo_like.config.errors import Problem
+
+_KEY = "grpo.advantage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Advantages from the rewards of one prompt's completions."""
+
+    baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    """Value that is subtracted from the reward: the mean of the group, the mean of the group's
+    other completions (RLOO), or nothing (REINFORCE++ without a baseline; set
+    `grpo.advantage.whiten`)."""
+    normalize: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
+    """Divisor of the advantage: sample standard deviation (n-1) of the group, of the group's other
+    completions (NeMo RL with a leave-one-out baseline), or of all rewards of the step, or `none`
+    (Dr. GRPO). The advantages of a group with equal rewards are 0 before whitening."""
+    whiten: Literal["none", "tokens", "rows"] = "none"
+    """Subtract the mean and divide by the standard deviation of the advantages of the step, over
+    all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
+    components: Literal["sum", "separate"] = "sum"
+    """`sum` computes the advantage of the weighted sum of the reward functions. `separate` computes
+    one advantage per reward function and adds them with the weights of the functions (GDPO)."""
+    eps: Annotated[float, Above(0)] = 1e-6
+    """Constant added to every standard deviation before the division."""
+
+    def problems(self, group_size: int, num_functions: int) -> Iterator[Problem]:
+        """Yield combinations that are not defined or have no effect.
+
+        `group_size` is the number of completions per prompt, `num_functions` that of reward
+        functions.
+        """
+        yield from self._group_problems(group_size)
+        if self.baseline == "none" and self.normalize != "none":
+            yield Problem(
+                (f"{_KEY}.normalize", f"{_KEY}.baseline"),
+                f"{_KEY}.normalize is {self.normalize}, but {_KEY}.baseline is none: a reward that"
+                " is not centred would be divided by a standard deviation that may be 0. Set"
+                f" normalize to none, and {_KEY}.whiten to tokens",
+            )
+        is_constant = self.normalize == "batch_std" and self.components == "sum"
+        if is_constant and self.whiten != "none":
+            yield Problem(
+                (f"{_KEY}.normalize", f"{_KEY}.whiten"),
+                f"{_KEY}.normalize is batch_std, which divides all advantages of a step by one"
+                f" number, and {_KEY}.whiten {self.whiten} divides that number out again: set"
+                " normalize to none or whiten to none",
+            )
+        if self.components == "separate":
+            yield from self._component_problems(num_functions)
+
+    def _group_problems(self, group_size: int) -> Iterator[Problem]:
+        """Yield the problems of a group that is too small."""
+        key = "grpo.num_generations_per_prompt"
+        if group_size < 2 and self.baseline != "none":
+            yield Problem(
+                (key, f"{_KEY}.baseline"),
+                f"{key} is {group_size}; it must be at least 2 (the advantage compares the"
+                f" completions of one prompt), unless {_KEY}.baseline is none",
+            )
+        elif group_size < 3 and self.normalize == "leave_one_out_std":
+            yield Problem(
+                (key, f"{_KEY}.normalize"),
+                f"{key} is {group_size}, so the standard deviation of the other completions"
+                f" ({_KEY}.normalize leave_one_out_std) is not defined: set it to at least 3, or"
+                f" {_KEY}.normalize to group_std or none",
+            )
+
+    def _component_problems(self, num_functions: int) -> Iterator[Problem]:
+        """Yield the reasons for which separate components equal their sum."""
+        if num_functions == 1:
+            yield Problem(
+                (f"{_KEY}.components", "reward.functions"),
+                f"{_KEY}.components is separate, but reward.functions has one entry, so there is"
+                " nothing to separate: set components to sum, or add a reward function",
+            )
+        if self.normalize == "none":
+            yield Problem(
+                (f"{_KEY}.components", f"{_KEY}.normalize"),
+                f"{_KEY}.components is separate, which has no effect with {_KEY}.normalize none:"
+                " the sum of the centred rewards is the centred sum. Set normalize to group_std, or"
+                " components to sum",
+            )

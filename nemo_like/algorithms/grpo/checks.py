@@ -1,0 +1,73 @@
+"""Checks of relations between the sections of a GRPO config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_like.config.errors import Problem
+
+if TYPE_CHECKING:
+    from nemo_like.algorithms.grpo.config import GrpoRunConfig
+
+
+def dynamic_sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield what dynamic sampling cannot be combined with."""
+    if not config.grpo.dynamic_sampling.enabled:
+        return
+    key = "grpo.dynamic_sampling.enabled"
+    staleness = config.grpo.max_staleness
+    if staleness > 0:
+        yield Problem(
+            (key, "grpo.max_staleness"),
+            f"{key} is true and grpo.max_staleness {staleness}: the prompts that would replace"
+            " dropped groups are those of later steps, whose rollouts have started already. Set"
+            " grpo.max_staleness to 0, or dynamic sampling to false",
+        )
+    if config.grpo.advantage.baseline == "none":
+        yield Problem(
+            (key, "grpo.advantage.baseline"),
+            f"{key} is true and grpo.advantage.baseline none: without a baseline a group with equal"
+            " rewards has advantages and trains the policy, so there is no reason to drop it. Set"
+            " baseline to group_mean, or dynamic sampling to false",
+        )
+
+
+def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield keys of the reference and of its KL penalty that have no effect, or cannot work."""
+    period = config.grpo.reference_update_period
+    if period > 0 and not config.needs_reference:
+        yield Problem(
+            ("grpo.reference_update_period", "loss_fn.reference_policy_kl_penalty"),
+            f"grpo.reference_update_period is {period}, but loss_fn.reference_policy_kl_penalty is"
+            " 0, so there is no reference to update: set the penalty above 0, or the period to 0",
+        )
+    if config.loss_fn.reference_policy_kl_in == "loss":
+        return
+    key = "loss_fn.reference_policy_kl_in"
+    if not config.has_kl_in_reward:
+        yield Problem(
+            (key, "loss_fn.reference_policy_kl_penalty"),
+            f"{key} is reward, but loss_fn.reference_policy_kl_penalty is 0, so there is no KL: set"
+            " the penalty above 0, e.g. to 0.01, or remove the key",
+        )
+    if config.grpo.advantage.whiten == "rows":
+        yield Problem(
+            ("grpo.advantage.whiten", key),
+            f"grpo.advantage.whiten is rows, but with {key} reward each token has its own"
+            " advantage: set whiten to tokens or none",
+        )
+    generation = config.policy.generation
+    for name, is_filter in (
+        ("top_k", generation.top_k is not None and generation.top_k > 0),
+        ("top_p", generation.top_p < 1),
+        ("min_p", generation.min_p > 0),
+    ):
+        if is_filter:
+            yield Problem(
+                (key, f"policy.generation.{name}"),
+                f"{key} is reward and policy.generation.{name} {getattr(generation, name)}: the KL"
+                " needs the policy's log-probs in the unfiltered distribution, and the log-prob"
+                f" pass computes those of the distribution that is sampled from. Set {key} to"
+                f" loss, or remove policy.generation.{name}",
+            )

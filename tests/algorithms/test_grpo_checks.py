@@ -1,0 +1,94 @@
+"""Combinations of GRPO keys that are not defined or have no effect are rejected with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_like.config.errors import ConfigError
+from tests.recipe import Recipe
+
+_BREVITY = "reward.functions.brevity.path=tests.algorithms.rewards.digit_share"
+_KL_IN_REWARD = "loss_fn.reference_policy_kl_in=reward"
+
+REJECTED = [
+    (["grpo.num_generations_per_prompt=1"], "it must be at least 2"),
+    (
+        ["grpo.advantage.baseline=none"],
+        "normalize is group_std, but grpo.advantage.baseline is none",
+    ),
+    (
+        ["grpo.advantage.normalize=batch_std", "grpo.advantage.whiten=tokens"],
+        "divides that number out again",
+    ),
+    (["grpo.advantage.components=separate"], "there is nothing to separate"),
+    (
+        ["grpo.advantage.components=separate", "grpo.advantage.normalize=none", _BREVITY],
+        "has no effect with grpo.advantage.normalize none",
+    ),
+    (
+        [
+            "grpo.dynamic_sampling.enabled=true",
+            "grpo.max_staleness=1",
+            "cluster.backend=ray",
+        ],
+        "those of later steps, whose rollouts have started already",
+    ),
+    (
+        [
+            "grpo.dynamic_sampling.enabled=true",
+            "grpo.advantage.baseline=none",
+            "grpo.advantage.normalize=none",
+        ],
+        "so there is no reason to drop it",
+    ),
+    (["grpo.overlong.penalty_buffer=24"], "so every completion would get a penalty"),
+    (["grpo.overlong.penalty_factor=2"], "no effect with grpo.overlong.penalty_buffer 0"),
+    (
+        ["grpo.reference_update_period=2", "loss_fn.reference_policy_kl_penalty=0"],
+        "there is no reference to update",
+    ),
+    ([_KL_IN_REWARD, "loss_fn.reference_policy_kl_penalty=0"], "so there is no KL"),
+    ([_KL_IN_REWARD, "grpo.advantage.whiten=rows"], "each token has its own advantage"),
+    ([_KL_IN_REWARD, "policy.generation.top_p=0.9"], "or remove policy.generation.top_p"),
+    ([_KL_IN_REWARD, "policy.generation.top_k=5"], "or remove policy.generation.top_k"),
+    ([_KL_IN_REWARD, "policy.generation.min_p=0.1"], "or remove policy.generation.min_p"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), REJECTED)
+def test_a_combination_is_rejected_with_its_reason(
+    recipe: Recipe, overrides: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe.grpo(*overrides)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # REINFORCE++ with and without a baseline, GDPO, and TRL's batch scaling.
+        [
+            "grpo.advantage.baseline=none",
+            "grpo.advantage.normalize=none",
+            "grpo.advantage.whiten=tokens",
+            "grpo.num_generations_per_prompt=1",
+            "grpo.num_prompts_per_step=16",
+            _KL_IN_REWARD,
+        ],
+        ["grpo.advantage.normalize=none", "grpo.advantage.whiten=tokens"],
+        ["grpo.advantage.components=separate", "grpo.advantage.whiten=rows", _BREVITY],
+        ["grpo.advantage.normalize=batch_std"],
+    ],
+)
+def test_the_published_combinations_are_accepted(recipe: Recipe, overrides: list[str]) -> None:
+    recipe.grpo(*overrides)
+
+
+def test_the_arithmetic_counts_epochs_and_refills(recipe: Recipe) -> None:
+    lines = recipe.grpo(
+        "grpo.num_epochs_per_rollout=3", "grpo.dynamic_sampling.enabled=true"
+    ).batch_lines()
+    assert "2 optimizer steps x 3 epochs per rollout = 6 optimizer steps per step" in lines
+    assert "4 steps = 24 optimizer steps over 128 rows" in lines
+    assert any(line.startswith("dynamic sampling: up to 4 x 8 prompts per step") for line in lines)

@@ -1,0 +1,73 @@
+"""Selecting rows of rollouts, and concatenating rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.environments.reward import RewardSample
+from nemo_like.generation.requests import Completions, FinishReason
+from nemo_like.rollout.prompt import Prompt
+from nemo_like.rollout.rollout import Rollout, build_rollout
+from nemo_like.rollout.selection import concat_rollouts, select_rows
+
+
+def rollout_of(first: int, lengths: list[int]) -> Rollout:
+    """Groups of two completions; row i has prompt, tokens and reward of its number from `first`."""
+    numbers = [first + index for index in range(len(lengths))]
+    prompts = [
+        Prompt(token_ids=np.array([number]), text=str(number), answer=None) for number in numbers
+    ]
+    tokens = [[number] * length for number, length in zip(numbers, lengths, strict=True)]
+    reasons: list[FinishReason] = ["stop"] * len(lengths)
+    completions = Completions.from_rows(
+        tokens,
+        [[-1.0] * length for length in lengths],
+        [[0] * length for length in lengths],
+        reasons,
+    )
+    samples = [RewardSample(prompt=str(number), completion="") for number in numbers]
+    rewards = np.array(numbers, dtype=np.float32)
+    return build_rollout(prompts, 2, completions, samples, rewards, {"value": rewards * 2})
+
+
+def check_rows(rollout: Rollout, numbers: list[int]) -> None:
+    """Every column of each row belongs to its number."""
+    assert rollout.batch.size == len(numbers) == len(rollout.completions)
+    assert rollout.batch["reward"].tolist() == numbers
+    assert rollout.components["value"].tolist() == [2 * number for number in numbers]
+    assert [sample.prompt for sample in rollout.samples] == list(map(str, numbers))
+    for row, number in enumerate(numbers):
+        assert set(rollout.batch["input_ids"][row].tolist()) == {number}
+        assert set(rollout.completions.token_ids[row].tolist()) <= {number}
+
+
+SIZES = st.lists(st.integers(1, 3), min_size=2, max_size=6).map(
+    lambda sizes: sizes[: len(sizes) // 2 * 2]
+)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=3), st.data())
+def test_rows_keep_their_columns_and_groups_stay_apart(parts, data) -> None:
+    rollouts = []
+    numbers = []
+    for lengths in parts:
+        rollouts.append(rollout_of(len(numbers), lengths))
+        numbers += range(len(numbers), len(numbers) + len(lengths))
+    joined = concat_rollouts(rollouts)
+    check_rows(joined, numbers)
+    assert joined.batch["group"].tolist() == [number // 2 for number in numbers]
+    rows = data.draw(st.lists(st.sampled_from(numbers), unique=True))
+    selected = select_rows(joined, np.array(rows, dtype=np.int64))
+    check_rows(selected, rows)
+    again = concat_rollouts([selected, joined])
+    check_rows(again, rows + numbers)
+    first = set(again.batch["group"][: len(rows)].tolist())
+    assert not first & set(again.batch["group"][len(rows) :].tolist())
+
+
+def test_no_rollouts_are_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        concat_rollouts([])
