@@ -14,8 +14,12 @@ from nemo_like.rollout.rollout import Rollout
 
 def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Return the given rows (int64 [n]) of a rollout in the given order; `group` is unchanged."""
+    conversations = None
+    if rollout.conversations is not None:
+        conversations = [rollout.conversations[row] for row in rows.tolist()]
     return replace(
         rollout,
+        conversations=conversations,
         batch=rollout.batch.select_indices(rows),
         samples=[rollout.samples[row] for row in rows.tolist()],
         components={name: values[rows] for name, values in rollout.components.items()},
@@ -26,7 +30,7 @@ def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
 def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Concatenate the rows of rollouts; each prompt of the result has its own `group`.
 
-    Raises ValueError for no parts.
+    A component of the reward that a part lacks is 0 in its rows. Raises ValueError for no parts.
     """
     if not parts:
         raise ValueError("concat_rollouts needs at least one rollout")
@@ -37,15 +41,31 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         batches.append({**part.batch, "group": groups + num_groups})
         num_groups += int(groups.max(initial=-1)) + 1
     samples = []
+    conversations = []
     for part in parts:
         samples += part.samples
-    components = {}
-    for name in parts[0].components:
-        components[name] = np.concatenate([part.components[name] for part in parts])
+        conversations += part.conversations or []
+    has_conversations = parts[0].conversations is not None
     return replace(
         parts[0],
+        conversations=conversations if has_conversations else None,
         batch=BatchedDataDict.from_batches(batches),
         samples=samples,
-        components=components,
+        components=_concat_components(parts),
         completions=Completions.concat([part.completions for part in parts]),
     )
+
+
+def _concat_components(parts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Return the components of the reward of all rows, float32 [B] each."""
+    names: dict[str, None] = {}
+    for part in parts:
+        names |= dict.fromkeys(part.components)
+    components = {}
+    for name in names:
+        columns = []
+        for part in parts:
+            missing = np.zeros(part.batch.size, dtype=np.float32)
+            columns.append(part.components.get(name, missing))
+        components[name] = np.concatenate(columns)
+    return components

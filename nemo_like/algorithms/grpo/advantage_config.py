@@ -33,11 +33,11 @@ class AdvantageConfig:
     eps: Annotated[float, Above(0)] = 1e-6
     """Constant added to every standard deviation before the division."""
 
-    def problems(self, group_size: int, num_functions: int) -> Iterator[Problem]:
+    def problems(self, group_size: int, num_components: int | None) -> Iterator[Problem]:
         """Yield combinations that are not defined or have no effect.
 
-        `group_size` is the number of completions per prompt, `num_functions` that of reward
-        functions.
+        `group_size` is the number of completions per prompt, `num_components` that of the parts of
+        the reward; None if an environment decides it.
         """
         yield from self._group_problems(group_size)
         if self.baseline == "none" and self.normalize != "none":
@@ -56,7 +56,7 @@ class AdvantageConfig:
                 " normalize to none or whiten to none",
             )
         if self.components == "separate":
-            yield from self._component_problems(num_functions)
+            yield from self._component_problems(num_components)
 
     def _group_problems(self, group_size: int) -> Iterator[Problem]:
         """Yield the problems of a group that is too small."""
@@ -75,9 +75,9 @@ class AdvantageConfig:
                 f" {_KEY}.normalize to group_std or none",
             )
 
-    def _component_problems(self, num_functions: int) -> Iterator[Problem]:
+    def _component_problems(self, num_components: int | None) -> Iterator[Problem]:
         """Yield the reasons for which separate components equal their sum."""
-        if num_functions == 1:
+        if num_components == 1:
             yield Problem(
                 (f"{_KEY}.components", "reward.functions"),
                 f"{_KEY}.components is separate, but reward.functions has one entry, so there is"

@@ -33,6 +33,18 @@ def dynamic_sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         )
 
 
+def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield an overlong penalty of conversations, whose turns have a limit each."""
+    yield from config.grpo.overlong.problems(config.policy.generation.max_new_tokens)
+    if config.environment.path is not None and config.grpo.overlong.penalty_buffer > 0:
+        yield Problem(
+            ("grpo.overlong.penalty_buffer", "environment.path"),
+            f"grpo.overlong.penalty_buffer is {config.grpo.overlong.penalty_buffer}, but with"
+            " environment.path a completion has several turns, and"
+            " policy.generation.max_new_tokens limits each of them: set penalty_buffer to 0",
+        )
+
+
 def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Yield keys of the reference and of its KL penalty that have no effect, or cannot work."""
     period = config.grpo.reference_update_period

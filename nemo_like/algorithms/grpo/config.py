@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
-from nemo_like.algorithms.grpo.checks import dynamic_sampling_problems, reference_problems
+from nemo_like.algorithms.grpo.checks import (
+    dynamic_sampling_problems,
+    overlong_problems,
+    reference_problems,
+)
 from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import AtLeast
@@ -168,9 +172,9 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(
             self.grpo.num_generations_per_prompt,
-            len(self.reward.functions),
+            None if self.environment.path is not None else len(self.reward.functions),
         )
-        yield from self.grpo.overlong.problems(self.policy.generation.max_new_tokens)
+        yield from overlong_problems(self)
         yield from dynamic_sampling_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self)

@@ -116,7 +116,10 @@ def _row_advantages(
         rewards = rollout.batch["reward"].astype(np.float64) + penalty
         return group_advantages(rewards, groups, config.grpo.advantage, reward_mask)
     components = dict(rollout.components)
-    weights = {name: function.weight for name, function in config.reward.functions.items()}
+    # The rewards of an environment are added as they are.
+    weights = dict.fromkeys(components, 1.0)
+    for name, function in config.reward.functions.items():
+        weights[name] = function.weight
     if overlong.penalty_buffer > 0:
         components[_PENALTY] = penalty
         weights[_PENALTY] = 1.0
