@@ -17,9 +17,13 @@ def select_rows(rollout: Rollout, rows: np.ndarray) -> Rollout:
     conversations = None
     if rollout.conversations is not None:
         conversations = [rollout.conversations[row] for row in rows.tolist()]
+    problems = rollout.reward_problems
+    if problems:
+        problems = [problems[row] for row in rows.tolist()]
     return replace(
         rollout,
         conversations=conversations,
+        reward_problems=problems,
         batch=rollout.batch.select_indices(rows),
         samples=[rollout.samples[row] for row in rows.tolist()],
         components={name: values[rows] for name, values in rollout.components.items()},
@@ -42,13 +46,16 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         num_groups += int(groups.max(initial=-1)) + 1
     samples = []
     conversations = []
+    problems = []
     for part in parts:
         samples += part.samples
         conversations += part.conversations or []
+        problems += part.reward_problems or [None] * part.batch.size
     has_conversations = parts[0].conversations is not None
     return replace(
         parts[0],
         conversations=conversations if has_conversations else None,
+        reward_problems=problems,
         batch=BatchedDataDict.from_batches(batches),
         samples=samples,
         components=_concat_components(parts),

@@ -49,6 +49,14 @@ REJECTED = [
     ),
     ([_KL_IN_REWARD, "loss_fn.reference_policy_kl_penalty=0"], "so there is no KL"),
     ([_KL_IN_REWARD, "grpo.advantage.whiten=rows"], "each token has its own advantage"),
+    (
+        [_KL_IN_REWARD, "loss_fn.surrogate=gspo"],
+        "set the surrogate to gspo_token",
+    ),
+    (
+        ["grpo.num_epochs_per_rollout=2", "loss_fn.surrogate=reinforce"],
+        "later passes would be off-policy",
+    ),
     ([_KL_IN_REWARD, "policy.generation.top_p=0.9"], "or remove policy.generation.top_p"),
     ([_KL_IN_REWARD, "policy.generation.top_k=5"], "or remove policy.generation.top_k"),
     ([_KL_IN_REWARD, "policy.generation.min_p=0.1"], "or remove policy.generation.min_p"),

@@ -88,7 +88,7 @@ def separate_advantages(
 
     `components` are the unweighted values of each part of the reward, float [B] by name;
     `groups` int [B] and `reward_mask` bool [B] are as in `group_advantages`, which computes A_k
-    from component k alone. `weights` are the w_k. Raises ValueError for a component without a weight.
+    from component k alone. `weights` are the w_k. Raises ValueError for a component without one.
     """
     missing = sorted(set(components) - set(weights))
     if missing:

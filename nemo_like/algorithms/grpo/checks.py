@@ -69,6 +69,12 @@ def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             f"grpo.advantage.whiten is rows, but with {key} reward each token has its own"
             " advantage: set whiten to tokens or none",
         )
+    if config.has_kl_in_reward and config.loss_fn.surrogate == "gspo":
+        yield Problem(
+            (key, "loss_fn.surrogate"),
+            f"{key} is reward, so that each token has its own advantage, but loss_fn.surrogate gspo"
+            " has one loss per row: set the surrogate to gspo_token",
+        )
     generation = config.policy.generation
     for name, is_filter in (
         ("top_k", generation.top_k is not None and generation.top_k > 0),
@@ -83,3 +89,15 @@ def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
                 f" pass computes those of the distribution that is sampled from. Set {key} to"
                 f" loss, or remove policy.generation.{name}",
             )
+
+
+def epoch_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield several passes over a rollout with a loss that has no ratio."""
+    num_epochs = config.grpo.num_epochs_per_rollout
+    if num_epochs > 1 and config.loss_fn.surrogate == "reinforce":
+        yield Problem(
+            ("grpo.num_epochs_per_rollout", "loss_fn.surrogate"),
+            f"grpo.num_epochs_per_rollout is {num_epochs}, but loss_fn.surrogate reinforce has no"
+            " ratio to the policy before the first pass, so later passes would be off-policy"
+            " without a correction: set the epochs to 1, or the surrogate to ppo",
+        )

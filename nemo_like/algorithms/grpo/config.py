@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from nemo_like.algorithms.grpo.advantage_config import AdvantageConfig
 from nemo_like.algorithms.grpo.checks import (
     dynamic_sampling_problems,
+    epoch_problems,
     overlong_problems,
     reference_problems,
 )
@@ -176,6 +177,7 @@ class GrpoRunConfig(RunConfig):
         )
         yield from overlong_problems(self)
         yield from dynamic_sampling_problems(self)
+        yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self)
         yield from environment_problems(self.environment, self.policy.max_total_sequence_length)

@@ -14,7 +14,7 @@ from nemo_like.algorithms.grpo.step_rollout import StepRollout
 from nemo_like.data.columns import take_rows
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
-from nemo_like.losses import ClippedPolicyGradientLoss
+from nemo_like.losses import RolloutLoss
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.logprob_store import LogprobName
 from nemo_like.training.run import TrainingRun
@@ -26,7 +26,7 @@ def train_on_rollout(
     run: TrainingRun,
     config: GrpoRunConfig,
     taken: StepRollout,
-    loss: ClippedPolicyGradientLoss,
+    loss: RolloutLoss,
     step: int,
 ) -> TrainedRollout:
     """Take the optimizer steps on a rollout and add their metrics to the run.
@@ -106,7 +106,7 @@ def epoch_order(
 
 def _logprob_names(
     config: GrpoRunConfig,
-    loss: ClippedPolicyGradientLoss,
+    loss: RolloutLoss,
 ) -> tuple[LogprobName, ...]:
     """Return the log-probs that the loss or the rewards read, each once."""
     names: list[LogprobName] = list(loss.logprob_names)
@@ -147,7 +147,7 @@ def _shuffled(
 def _train_again(
     run: TrainingRun,
     trained: TrainedBatch,
-    loss: ClippedPolicyGradientLoss,
+    loss: RolloutLoss,
 ) -> list[Metrics]:
     """Plan and shard the rows in their new order; return the metrics of each optimizer step."""
     with run.timers("plan"):
