@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from nemo_like.config.constraints import Above, AtLeast, AtMost, ImportPath
 
@@ -21,6 +21,8 @@ class RewardFunctionConfig:
     batched: bool = False
     """The function takes a list of samples and returns a list, array or tensor of one number each.
     A function with the attribute `batched = True` is one as well."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, e.g. `{time_limit_s: 5}`."""
 
 
 @dataclass(frozen=True, kw_only=True)

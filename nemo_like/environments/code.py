@@ -8,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_like.environments.code_tests import CodeTest, InputOutput, parse_tests
+from nemo_like.environments.code_tests import CodeTest, InputOutput, Tests, parse_tests
 from nemo_like.environments.reward import RewardSample
-from nemo_like.sandbox.limits import SandboxLimits
+from nemo_like.sandbox.limits import SandboxLimits, SandboxResult
 from nemo_like.sandbox.sandbox import Requirement, Sandbox
 
 logger = logging.getLogger(__name__)
 
 _PYTHON_TAGS = ("python", "python3", "py")
 _RUNNER = Path(__file__).with_name("code_runner.py")
-_HOSTILE = ("timeout", "memory", "output", "disk", "signal", "left_processes")
+_OVER_LIMIT = ("timeout", "memory", "output", "disk", "signal", "left_processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class CodeScore:
     num_tests: int
     problem: str
     """The first problem in words; "" if every test passed."""
+    output: str = field(default="", compare=False)
+    """Stdout and stderr of the program, or of its first run that failed."""
+    is_over_limit: bool = field(default=False, compare=False)
+    """A run exceeded a limit, ended by a signal or left processes."""
 
     @property
     def share(self) -> float:
@@ -58,7 +62,7 @@ async def code_reward(
     else `answer`. Raises ValueError for a row without tests, and SandboxError if this machine does
     not permit the isolation that `require` names.
     """
-    sandbox = _sandbox(time_limit_s, memory_mb, require, tuple(python_path))
+    sandbox = code_sandbox(time_limit_s, memory_mb, require, tuple(python_path))
     return float((await score_code(sample, sandbox)).share == 1.0)
 
 
@@ -71,23 +75,28 @@ async def code_share_reward(
     python_path: Sequence[str] = (),
 ) -> float:
     """Return the share of the row's tests that the completion's code passes; see `code_reward`."""
-    sandbox = _sandbox(time_limit_s, memory_mb, require, tuple(python_path))
+    sandbox = code_sandbox(time_limit_s, memory_mb, require, tuple(python_path))
     return (await score_code(sample, sandbox)).share
 
 
 async def score_code(sample: RewardSample, sandbox: Sandbox) -> CodeScore:
     """Run the completion's code with the row's tests; see `code_reward`."""
-    column = sample.row.get("tests")
-    if column is None:
-        column = sample.answer
-    if column is None:
-        raise ValueError("the row has no tests; code rewards need a column `tests` or `answer`")
-    tests = parse_tests(column)
+    tests = row_tests(sample.row, sample.answer)
     code = extract_code(sample.completion)
     if code is None:
         num_tests = sum(not isinstance(test, CodeTest) or test.kind != "setup" for test in tests)
         return CodeScore(0, num_tests, "the completion has no complete block of Python code")
     return await check_code(code, tests, sandbox)
+
+
+def row_tests(row: Mapping[str, Any], answer: str | None) -> Tests:
+    """Return the tests of a row: its column `tests`, or else its answer. Raises ValueError."""
+    column = row.get("tests")
+    if column is None:
+        column = answer
+    if column is None:
+        raise ValueError("the row has no tests; code rewards need a column `tests` or `answer`")
+    return parse_tests(column)
 
 
 def extract_code(completion: str) -> str | None:
@@ -118,7 +127,7 @@ def extract_code(completion: str) -> str | None:
 
 async def check_code(
     code: str,
-    tests: Sequence[InputOutput] | Sequence[CodeTest],
+    tests: Tests,
     sandbox: Sandbox,
 ) -> CodeScore:
     """Run `code` with `tests`. A program that exceeds a limit passes no test."""
@@ -137,16 +146,21 @@ async def _check_outputs(
     runs = [sandbox.run_async(code, stdin=pair.input) for pair in pairs]
     num_passed = 0
     problem = ""
-    for index, result in enumerate(await asyncio.gather(*runs)):
+    output = ""
+    results = await asyncio.gather(*runs)
+    for index, result in enumerate(results):
         if result.is_ok and pairs[index].is_passed(result.stdout):
             num_passed += 1
             continue
         is_wrong = result.is_ok
         text = "another output" if is_wrong else result.summary()
-        problem = problem or f"test {index + 1}: {text}"
-        if result.reason in _HOSTILE:
-            logger.info("generated program: %s", result.summary())
-    return CodeScore(num_passed, len(pairs), problem)
+        if not problem:
+            problem = f"test {index + 1}: {text}"
+            output = _output(result)
+    is_over_limit = False
+    for result in results:
+        is_over_limit |= _report_excess(result)
+    return CodeScore(num_passed, len(pairs), problem, output, is_over_limit)
 
 
 async def _check_statements(
@@ -176,9 +190,20 @@ async def _check_statements(
             problem = f"test {num_tests}: {text}"
     if not result.is_ok:
         num_passed = 0
-    if result.reason in _HOSTILE:
+    is_over_limit = _report_excess(result)
+    return CodeScore(num_passed, num_tests, problem, _output(result), is_over_limit)
+
+
+def _report_excess(result: SandboxResult) -> bool:
+    """Log a program that exceeded a limit, and return whether it did."""
+    is_over_limit = result.reason in _OVER_LIMIT
+    if is_over_limit:
         logger.info("generated program: %s", result.summary())
-    return CodeScore(num_passed, num_tests, problem)
+    return is_over_limit
+
+
+def _output(result: SandboxResult) -> str:
+    return f"{result.stdout}{result.stderr}"
 
 
 def _reports(text: str, num_tests: int) -> list[dict[str, Any]]:
@@ -201,11 +226,12 @@ def _runner() -> str:
 
 
 @cache
-def _sandbox(
+def code_sandbox(
     time_limit_s: float,
     memory_mb: int,
     require: Requirement,
     python_path: tuple[str, ...],
 ) -> Sandbox:
+    """Return the shared sandbox with these settings. Raises SandboxError; see `Sandbox`."""
     limits = SandboxLimits(wall_s=time_limit_s, cpu_s=time_limit_s, memory_mb=memory_mb)
     return Sandbox(limits, require=require, python_path=python_path)

@@ -8,6 +8,7 @@ read after the program was executed, which therefore cannot replace them as a si
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any
 
 _REPORT = 3
 _MESSAGE = 4
+_NAME = "solution.py"
 _MAX_DEPTH = 50
 _MAX_DECIMAL_BITS = 10_000
 """Python refuses to convert integers of more bits to decimal digits."""
@@ -30,13 +32,17 @@ def main() -> None:
     evaluate, execute, build = eval, exec, compile
     program = _read_program(read)
     position = seek(_MESSAGE, 0, os.SEEK_CUR)
+    # For the source lines of a traceback.
+    linecache.cache[_NAME] = (len(program), None, program.splitlines(keepends=True), _NAME)
     module = ModuleType("program")
     sys.modules["program"] = module
     namespace = vars(module)
     try:
-        execute(build(program, "program.py", "exec", dont_inherit=True), namespace)
-    except BaseException:  # noqa: BLE001 (the program may raise anything)
-        traceback.print_exc()
+        execute(build(program, _NAME, "exec", dont_inherit=True), namespace)
+    except BaseException as error:  # noqa: BLE001 (the program may raise anything)
+        # Without the frame of this function.
+        own_frame = error.__traceback__
+        traceback.print_exception(error.with_traceback(own_frame and own_frame.tb_next))
         raise SystemExit(1) from None
     set_trace(None)
     set_profile(None)

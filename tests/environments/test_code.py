@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,15 @@ from nemo_like.environments.code import (
     extract_code,
     score_code,
 )
+from nemo_like.environments.code_environment import CodeTests
 from nemo_like.environments.code_runner import literal
 from nemo_like.environments.code_tests import CodeTest, InputOutput, parse_tests
+from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.reward import RewardSample
 from nemo_like.sandbox.limits import SandboxLimits
 from nemo_like.sandbox.sandbox import Sandbox, SandboxError
 
+_EXAMPLES = Path(__file__).parents[2] / "examples" / "code"
 _KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
 _PLAIN = st.recursive(
     _KEYS | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False, allow_infinity=False),
@@ -214,3 +219,49 @@ def test_faked_success_scores_0(code: str, problem: str) -> None:
     tested = _score(sandbox, code, [*_ASSERTS, "assert not double(0) and double(1) > 1"])
     assert tested.num_passed == 0 and tested.num_tests == 4
     assert problem in tested.problem
+
+
+def _turn(environment: CodeTests, code: str | None, state: dict[str, Any]) -> StepResult:
+    completion = "I do not know." if code is None else _completion(code)
+    row = {"prompt": "p", "tests": _ASSERTS}
+    conversation = Conversation(
+        messages=({"role": "assistant", "content": completion},), row=row, state=state
+    )
+    return asyncio.run(environment.step(conversation))
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_the_model_sees_the_problem_of_its_program(sandbox: Sandbox, partial: bool) -> None:
+    environment = CodeTests(time_limit_s=20.0, partial=partial)
+    state = dict(environment.reset({"tests": _ASSERTS}))
+    no_code = _turn(environment, None, state)
+    assert "```python" in str(no_code.observation) and not no_code.done
+    failed = _turn(environment, "print('note')\ndef double(x):\n    return 4", state)
+    text = str(failed.observation)
+    assert text.startswith("1 of 3 tests passed. test 2: another value") and "note" in text
+    assert not failed.done and failed.metrics == {"programs": 1.0, "programs_over_limit": 0.0}
+    broken = _turn(environment, "def double(x):\n    return x\nraise ValueError('x')", state)
+    assert 'File "solution.py", line 3, in <module>' in str(broken.observation)
+    assert "    raise ValueError('x')" in str(broken.observation)
+    passed = _turn(environment, _RIGHT, dict(failed.state or {}))
+    assert passed.done and passed.observation is None
+    rewards = []
+    for result in (no_code, failed, broken, passed):
+        assert isinstance(result.reward, dict)
+        rewards.append(result.reward["tests"])
+    expected = [0.0, 1 / 3, 0.0, 2 / 3] if partial else [0.0, 0.0, 0.0, 1.0]
+    assert rewards == pytest.approx(expected)
+
+
+def test_the_environment_needs_tests_and_valid_limits() -> None:
+    with pytest.raises(ValueError, match="max_output_chars is 0"):
+        CodeTests(max_output_chars=0)
+    with pytest.raises(ValueError, match="column `tests` or `answer`"):
+        CodeTests(time_limit_s=20.0).reset({"prompt": "p"})
+
+
+def test_the_example_rows_have_valid_tests() -> None:
+    for name in ("train", "validation"):
+        lines = (_EXAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            assert parse_tests(json.loads(line)["tests"])

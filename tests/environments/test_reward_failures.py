@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.reward import OnError, RewardConfig, RewardFunctionConfig
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
@@ -30,6 +31,7 @@ import asyncio, os, signal, time
 import numpy as np
 
 def is_bad(sample): return sample.completion == "bad"
+def scaled(sample, *, scale=1): return scale * len(sample.completion)
 def good(sample): return float(len(sample.completion))
 def hangs(sample):
     while is_bad(sample): time.sleep(0.01)
@@ -204,6 +206,17 @@ def test_a_batched_function_that_hangs_fails_for_its_samples() -> None:
 
 def test_an_attribute_declares_a_batched_function() -> None:
     assert _score("batch_async", "stop", "a", "abc").components["mine"].tolist() == [1.0, 3.0]
+
+
+def test_options_are_keyword_arguments() -> None:
+    path = "failing_rewards.scaled"
+    config = RewardFunctionConfig(path=path, options={"scale": 3})
+    worker = RewardWorker(_CONTEXT, functions={"mine": config}, timeout_s=5.0)
+    assert worker.score(_samples("ab")).values["mine"].tolist() == [6.0]
+    worker.close()
+    wrong = RewardFunctionConfig(path=path, options={"factor": 3})
+    with pytest.raises(ConfigError, match=r"reward.functions.mine.options is \{'factor': 3\}"):
+        RewardWorker(_CONTEXT, functions={"mine": wrong})
 
 
 def _problem(kind: str, text: str) -> RewardProblem:
