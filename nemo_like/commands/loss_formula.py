@@ -177,5 +177,6 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
         yield "N: trained tokens of the optimizer step over all data-parallel ranks"
     else:
         yield "R: rows of the optimizer step with a trained token, over all data-parallel ranks"
-    if loss.divisor == "sequence" or loss.has_row_ratio:
+    has_mean_weight = kind == "sequence_mask"
+    if loss.divisor == "sequence" or loss.has_row_ratio or has_mean_weight:
         yield "n_i: trained tokens of row i"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from nemo_like.config.errors import ConfigError
 from tests.losses.definition import DefinedRow, loss_value
 from tests.recipe import Recipe
 
+ROOT = Path(__file__).parents[2]
 MEMBERS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "ppo": (
         ("loss_fn.ratio_clip_max=0.28", "loss_fn.ratio_clip_c=3"),
@@ -146,3 +149,18 @@ def test_the_command(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None
     recipe.sft()
     assert main(["explain", "loss", "--config", str(recipe.folder / "sft.yaml")]) == 2
     assert "explains the loss of a grpo config" in capsys.readouterr().err
+
+
+def test_the_output_in_the_documentation_is_that_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"```bash\nnemo-like (explain .*?)\n```\n\n```text\n(.*?)```", text, re.DOTALL
+    )
+    assert shown is not None
+    arguments = shlex.split(shown[1].replace("\\\n", " "))
+    config = arguments.index("--config") + 1
+    arguments[config] = str(ROOT / arguments[config])
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == shown[2]

@@ -4,6 +4,7 @@ be trained on.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -23,6 +24,7 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
+from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
 from nemo_like.config.schema import (
     ClusterConfig,
@@ -464,3 +466,15 @@ def test_rows_without_a_trained_token_are_told(model: Path, write: Write, tmp_pa
         "mark no token of this conversation (and 7 more of the 8 rows sampled)"
         in report.problems[0]
     )
+
+
+def test_the_module_of_a_loss_of_the_user_must_exist(model: Path, write: Write) -> None:
+    def problems(path: str) -> tuple[str, ...]:
+        loss = PolicyGradientLossConfig(path=path)
+        return validate(dataclasses.replace(grpo(model, write(ROWS)), loss_fn=loss)).problems
+
+    assert problems("tests.losses.test_custom.SquaredLoss") == ()
+    (missing,) = problems("no_such_losses.Mine")
+    assert missing.startswith("loss_fn.path is 'no_such_losses.Mine', but there is no module")
+    (in_package,) = problems("no_such_package.losses.Mine")
+    assert "cannot be found: ModuleNotFoundError" in in_package and "PYTHONPATH" in in_package
