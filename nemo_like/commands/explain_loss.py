@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
-from nemo_like.commands.loss_formula import formula_lines, is_single_step, keys_without_effect
+from nemo_like.commands.loss_formula import formula_lines, keys_without_effect
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 
@@ -21,11 +21,10 @@ def explain_loss(config: RunConfig) -> str:
     # Imports torch, which no other line of this command needs.
     from nemo_like.commands.loss_example import example_lines
 
-    single_step = is_single_step(config)
     example = example_lines(
         config.loss_fn,
         config.policy.generation.max_new_tokens,
-        is_single_step=single_step,
+        is_single_step=not config.has_many_optimizer_steps,
     )
     unused = []
     for key, reason in keys_without_effect(config):

@@ -16,11 +16,6 @@ _KL_VALUES = {
 }
 
 
-def is_single_step(config: GrpoRunConfig) -> bool:
-    """Return True if exactly one optimizer step is taken on each rollout."""
-    return config.rows_per_step <= config.policy.train_global_batch_size
-
-
 def formula_lines(config: GrpoRunConfig) -> list[str]:
     """Return the formula of the loss, its terms and its symbols, one line each."""
     loss = config.loss_fn
@@ -62,7 +57,8 @@ def keys_without_effect(config: GrpoRunConfig) -> Iterator[tuple[str, str]]:
         return
     for name in _CUSTOM_KEYS[1:]:
         yield name, "path is null, the loss is a built-in one"
-    has_ratio_of_one = is_single_step(config) and loss.importance_correction.kind != "bypass"
+    is_single_step = not config.has_many_optimizer_steps
+    has_ratio_of_one = is_single_step and loss.importance_correction.kind != "bypass"
     for name in ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c"):
         if loss.surrogate == "reinforce":
             yield name, "surrogate reinforce has no ratio"
@@ -72,8 +68,11 @@ def keys_without_effect(config: GrpoRunConfig) -> Iterator[tuple[str, str]]:
             yield name, "each rollout has one optimizer step, so that every ratio is 1"
     if loss.divisor != "constant":
         yield "constant_length", f"normalization is {loss.divisor}"
-    if not loss.reference_policy_kl_penalty > 0:
-        yield "reference_policy_kl_type", "reference_policy_kl_penalty is 0"
+    if loss.has_kl_in_reward:
+        yield "reference_policy_kl_type", "the KL in the reward is k1"
+    elif not loss.has_kl_in_loss:
+        for name in ("reference_policy_kl_type", "reference_policy_kl_in"):
+            yield name, "reference_policy_kl_penalty is 0"
     if loss.entropy_coefficient > 0:
         yield "log_entropy", "the entropy bonus logs the entropy already"
     kind = loss.importance_correction.kind
@@ -156,11 +155,14 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
     loss = config.loss_fn
     kind = loss.importance_correction.kind
     temperature = config.policy.generation.temperature
-    yield f"l_t: log-prob of the sampled token under the policy, at temperature {temperature:g}"
+    yield (
+        f"l_t: log-prob of the sampled token under the policy, at temperature {temperature:g} and"
+        " after the filters of policy.generation, if any"
+    )
     has_prev = kind != "bypass" and (
         loss.surrogate != "reinforce" or loss.importance_correction.has_weights
     )
-    if has_prev and is_single_step(config):
+    if has_prev and not config.has_many_optimizer_steps:
         yield "l_prev,t: l_t without gradient, since each rollout has one optimizer step"
     elif has_prev:
         yield "l_prev,t: l_t before the first optimizer step of the rollout, from a pass of its own"
@@ -168,11 +170,7 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
         yield "l_gen,t: log-prob that the generator recorded when it sampled the token"
     if loss.has_kl_in_loss:
         yield "l_ref,t: log-prob under the reference, unfiltered"
-    advantage = config.grpo.advantage
-    yield (
-        f"A: advantage of the row (grpo.advantage: baseline {advantage.baseline}, normalize"
-        f" {advantage.normalize})"
-    )
+    yield _advantage_line(config)
     if loss.divisor == "token":
         yield "N: trained tokens of the optimizer step over all data-parallel ranks"
     else:
@@ -180,3 +178,17 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
     has_mean_weight = kind == "sequence_mask"
     if loss.divisor == "sequence" or loss.has_row_ratio or has_mean_weight:
         yield "n_i: trained tokens of row i"
+
+
+def _advantage_line(config: GrpoRunConfig) -> str:
+    advantage = config.grpo.advantage
+    keys = f"baseline {advantage.baseline}, normalize {advantage.normalize}"
+    if advantage.whiten != "none":
+        keys += f", whiten {advantage.whiten}"
+    if config.has_kl_in_reward:
+        penalty = config.loss_fn.reference_policy_kl_penalty
+        return (
+            f"A: advantage of the token (grpo.advantage: {keys}) with - {penalty:g} x sum of"
+            " l_prev - l_ref from the token to the end of the completion"
+        )
+    return f"A: advantage of the row (grpo.advantage: {keys})"

@@ -151,14 +151,18 @@ _LOSS: dict[str, Entry] = {
         "the KL to the reference has no importance weights",
         "loss_fn.use_on_policy_kl_approximation",
     ),
-    **unsupported(
-        "the loss is the clipped surrogate with ratios of tokens",
-        "loss_fn.sequence_level_importance_ratios",
-        "loss_fn.force_on_policy_ratio",
-        "loss_fn.use_cispo",
-        "loss_fn.disable_ppo_ratio",
-        "loss_fn.use_kl_in_reward",
+    "loss_fn.sequence_level_importance_ratios": to(
+        "loss_fn.surrogate", values={"true": "gspo", "false": None}
     ),
+    "loss_fn.use_cispo": to("loss_fn.surrogate", values={"true": "cispo", "false": None}),
+    "loss_fn.disable_ppo_ratio": to(
+        "loss_fn.surrogate", values={"true": "reinforce", "false": None}
+    ),
+    "loss_fn.use_kl_in_reward": to(
+        "loss_fn.reference_policy_kl_in", values={"true": "reward", "false": None}
+    ),
+    # The plan of a step decides it.
+    **obsolete("loss_fn.force_on_policy_ratio"),
     **unsupported("the loss has no such term", "loss_fn.positive_example_nll_weight", off=("0",)),
 }
 

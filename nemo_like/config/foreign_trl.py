@@ -72,6 +72,7 @@ TRL: dict[str, Entry] = {
             "grpo": "sequence",
             "bnpo": "token",
             "dapo": "token",
+            "dr_grpo": "constant",
             "nll": None,
         },
     ),
@@ -109,11 +110,9 @@ TRL: dict[str, Entry] = {
     # A period above 0 turns the updates on.
     **obsolete("sync_ref_model"),
     **unsupported("the precision is float32 or bfloat16 (policy.precision)", "fp16"),
-    **unsupported(
-        "the loss has no such form",
-        "delta",
-        "importance_sampling_level",
-        off=("false", "token"),
+    "delta": to("loss_fn.ratio_clip_c"),
+    "importance_sampling_level": to(
+        "loss_fn.surrogate", values={"token": None, "sequence": "gspo"}
     ),
     "mask_truncated_completions": to(
         "grpo.overlong.filter", values={"true": "true", "false": None}

@@ -134,6 +134,9 @@ _ACTOR_KEYS: dict[str, Entry] = {
     f"{_ACTOR}.loss_agg_mode": to(
         "loss_fn.normalization", values={"token-mean": "token", "seq-mean-token-mean": "sequence"}
     ),
+    f"{_ACTOR}.policy_loss.loss_mode": to(
+        "loss_fn.surrogate", values={"vanilla": None, "gspo": "gspo", "cispo": "cispo"}
+    ),
     f"{_ACTOR}.entropy_coeff": to("loss_fn.entropy_coefficient"),
     f"{_ACTOR}.kl_loss_coef": to(
         "loss_fn.reference_policy_kl_penalty", switch=f"{_ACTOR}.use_kl_loss"

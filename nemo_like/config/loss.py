@@ -82,7 +82,7 @@ class PolicyGradientLossConfig:
     path: Annotated[str | None, ImportPath()] = None
     """Import path of a loss of your own, a class or function that returns one, e.g.
     `my_package.losses.MyLoss`; null is the built-in loss. Excludes the other keys of `loss_fn` but
-    `options` and `logprobs`."""
+    `options`, `logprobs` and those of a KL penalty in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or function at `loss_fn.path`."""
     logprobs: Annotated[tuple[str, ...], SubsetOf(LOGPROB_NAMES)] = ()
@@ -125,7 +125,7 @@ class PolicyGradientLossConfig:
     def needs_reference(self) -> bool:
         """True if the log-probs of the reference are computed before training."""
         if self.path is not None:
-            return "reference_logprobs" in self.logprobs
+            return "reference_logprobs" in self.logprobs or self.has_kl_in_reward
         return self.reference_policy_kl_penalty > 0
 
     @property
@@ -177,10 +177,13 @@ class PolicyGradientLossConfig:
 
 
 def _custom_problems(loss: PolicyGradientLossConfig) -> Iterator[Problem]:
-    """A loss of the user has its own keys, `options`."""
+    """A loss of the user has its own keys, `options`. A KL in the reward does not depend on it."""
     defaults = PolicyGradientLossConfig()
+    read = {"path", "options", "logprobs"}
+    if loss.has_kl_in_reward:
+        read |= {"reference_policy_kl_penalty", "reference_policy_kl_in"}
     for each in dataclasses.fields(loss):
-        if each.name in ("path", "options", "logprobs"):
+        if each.name in read:
             continue
         if getattr(loss, each.name) != getattr(defaults, each.name):
             key = f"loss_fn.{each.name}"

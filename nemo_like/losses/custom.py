@@ -60,7 +60,15 @@ class CustomLoss:
         return self.loss.coupled_rows(inputs)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Return the loss of one microbatch. Raises TypeError for a result of another type."""
+        """Return the loss of one microbatch. Raises TypeError for a result of another type, and
+        ValueError if the loss is not a sum over rows.
+        """
+        if self.loss.coupled_rows(inputs) is not None:
+            raise ValueError(
+                f"the loss {type(self.loss).__name__} of {_KEY} couples rows, but rows of"
+                " rollouts are planned one by one and may be in different microbatches; return None"
+                " from coupled_rows and a sum over rows"
+            )
         terms = self.loss(inputs)
         if not isinstance(terms, LossTerms):
             raise TypeError(

@@ -112,6 +112,9 @@ def test_the_columns_of_a_log_prob_pass() -> None:
     assert names(**custom) == (both, both)
     assert PolicyGradientLossConfig(**custom).needs_reference  # type: ignore[arg-type]
     assert not PolicyGradientLossConfig(path="my_losses.Mine").needs_reference
+    in_reward = {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_in": "reward"}
+    config = PolicyGradientLossConfig(path="my_losses.Mine", **in_reward)  # type: ignore[arg-type]
+    assert config.needs_reference and list(config.problems()) == []
 
 
 def test_a_run_config_reports_them_with_the_key(recipe: Recipe) -> None:

@@ -114,3 +114,16 @@ def test_a_module_that_does_not_exist_names_python_path() -> None:
 def test_a_result_that_is_no_loss_terms_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"WithoutTerms of loss_fn.path returned a Tensor; return"):
         CustomLoss(loss=WithoutTerms())(example())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CouplingLoss(SquaredLoss):
+    """Claims that its rows belong together."""
+
+    def coupled_rows(self, inputs: LossInputs) -> Any:
+        return torch.zeros(1, dtype=torch.long)
+
+
+def test_a_loss_that_couples_rows_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"CouplingLoss of loss_fn\.path couples rows"):
+        CustomLoss(loss=CouplingLoss())(example())
