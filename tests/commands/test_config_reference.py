@@ -74,8 +74,8 @@ def test_one_key_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("grpo.advantage", ["baseline", "normalize", "eps"]),
-        ("reward.functions", ["path", "weight"]),
+        ("grpo.advantage", ["baseline", "normalize", "whiten", "components", "eps"]),
+        ("reward.functions", ["path", "weight", "batched", "options"]),
         ("reward.functions.answer.weight", ["weight"]),
     ],
 )
