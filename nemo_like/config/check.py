@@ -186,6 +186,14 @@ def _timeouts(config: RunConfig) -> Iterator[Problem]:
             f" cluster.collective_timeout_s {cluster.collective_timeout_s:g}, or a worker that"
             " waits for the others is mistaken for one that hangs; 0 turns the check off",
         )
+    reward_s = config.reward.timeout_s
+    if reward_s is not None and 0 < cluster.progress_timeout_s <= reward_s:
+        yield Problem(
+            ("reward.timeout_s", "cluster.progress_timeout_s"),
+            f"reward.timeout_s {reward_s:g} must be below cluster.progress_timeout_s"
+            f" {cluster.progress_timeout_s:g}, which would end the run before: lower the first, or"
+            " raise the second",
+        )
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

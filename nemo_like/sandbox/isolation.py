@@ -118,7 +118,7 @@ def restrict(
         devices = [f"/dev/{name}" for name in _DEVICES]
         linux.landlock_restrict(read_only + devices[1:], [scratch, devices[0]])
     if "seccomp" in mechanisms:
-        install_filter(allows_signals="namespaces" in mechanisms)
+        install_filter(has_namespaces="namespaces" in mechanisms)
 
 
 def _bind(path: str, root: str, *, has_devices: bool = False) -> None:

@@ -85,7 +85,7 @@ def _try_network(user_id: int | None) -> None:
 
 def _try_seccomp() -> None:
     linux.set_no_new_privileges()
-    install_filter(allows_signals=False)
+    install_filter(has_namespaces=False)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.socket(_INET, _STREAM, 0) != -1 or ctypes.get_errno() != errno.EPERM:
         raise OSError("the filter has no effect")

@@ -49,6 +49,19 @@ def num_tasks(user_id: int) -> int:
     return count
 
 
+def has_children_after(seconds: float) -> bool:
+    """Return True if this process has children after waiting this long for their end.
+
+    Orphaned descendants are children of a subreaper, and of the first process of a PID namespace.
+    """
+    deadline = time.monotonic() + seconds
+    while _reap():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.005)
+    return False
+
+
 def end_descendants() -> None:
     """Kill all descendants of this process, a subreaper, and wait for their end.
 

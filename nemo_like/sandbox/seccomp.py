@@ -83,6 +83,30 @@ _REFUSED = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
 }
+_ATTRIBUTES = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+}
+"""Refused without a mount namespace: Landlock does not restrict modes, owners and times of files,
+and a program of the user could change those of the user's files."""
 _OWN_PROCESS_ONLY = {
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
@@ -134,17 +158,17 @@ _Instruction = tuple[int, int, int, int]
 """(code, jump if true, jump if false, operand)."""
 
 
-def install_filter(*, allows_signals: bool) -> None:
+def install_filter(*, has_namespaces: bool) -> None:
     """Install the filter for this process, which executes the program next.
 
-    Without `allows_signals` the program may signal itself only. Call `set_no_new_privileges`
-    before. Raises OSError where the kernel or a container refuses, and on other machines than
-    x86_64 and aarch64.
+    Without namespaces the program may signal itself only, and change no modes, owners and times of
+    files. Call `set_no_new_privileges` before. Raises OSError where the kernel or a container
+    refuses, and on other machines than x86_64 and aarch64.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
-    instructions = _filter(*_ARCHITECTURES[machine], os.getpid(), allows_signals=allows_signals)
+    instructions = _filter(*_ARCHITECTURES[machine], os.getpid(), has_namespaces=has_namespaces)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: the length, padding, and a pointer.
@@ -160,7 +184,7 @@ def _filter(
     architecture: int,
     pid: int,
     *,
-    allows_signals: bool,
+    has_namespaces: bool,
 ) -> list[_Instruction]:
     """Return the instructions; `column` selects the system call numbers of the architecture."""
     program: list[_Instruction] = [
@@ -172,8 +196,11 @@ def _filter(
         (_AT_LEAST, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, _ERROR | errno.EPERM),
     ]
-    for numbers in _REFUSED.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    refused = [numbers[column] for numbers in _REFUSED.values()]
+    if not has_namespaces:
+        refused += [number for each in _ATTRIBUTES.values() if (number := each[column]) is not None]
+    for number in refused:
+        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
     # The C library uses clone if clone3 does not exist; its flags are not readable by a filter.
     program += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     program += _refuse_argument(_CLONE[column], 0, (_NAMESPACE_FLAGS,), _ANY_BIT)
@@ -182,7 +209,7 @@ def _filter(
     for numbers in _OWN_PROCESS_ONLY.values():
         program += _require_argument(numbers[column], 0, (0, pid))
     for numbers in _SIGNALS.values():
-        if allows_signals:
+        if has_namespaces:
             program += _refuse_argument(numbers[column], 0, (1,), _EQUAL)
         else:
             program += _require_argument(numbers[column], 0, (0, pid))

@@ -185,18 +185,9 @@ def _serve_as_init(pid: int, status: int) -> None:
         ended, code, usage = os.wait4(-1, 0)
         if ended == pid:
             break
-    deadline = time.monotonic() + _GRACE_S
-    left = True
-    try:
-        while time.monotonic() < deadline:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
-            if ended == 0:
-                time.sleep(0.005)
-    except ChildProcessError:
-        left = False
     report = {
         "code": code,
-        "left": left,
+        "left": processes.has_children_after(_GRACE_S),
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "rss_kb": usage.ru_maxrss,
     }
@@ -290,7 +281,7 @@ class _Monitor:
                 _, self._code, self._usage = os.wait4(self._pid, 0)
         else:
             if self._code is not None:
-                self._left = _is_left_after(_GRACE_S)
+                self._left = processes.has_children_after(_GRACE_S)
             processes.end_descendants()
         for index in range(len(self._outputs)):
             while self._read(index):
@@ -367,19 +358,6 @@ class _Monitor:
         # The scratch directory of a mount namespace has a fixed size.
         if not self._has_namespaces and size_bytes(self._scratch, max_bytes) > max_bytes:
             self._reason = "disk"
-
-
-def _is_left_after(seconds: float) -> bool:
-    """Return True if this process has descendants after waiting this long for their end."""
-    deadline = time.monotonic() + seconds
-    try:
-        while time.monotonic() < deadline:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
-            if ended == 0:
-                time.sleep(0.005)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _reason(

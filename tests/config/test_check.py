@@ -127,6 +127,12 @@ def test_the_defaults_are_fine() -> None:
             {"reward.functions": {"a": RewardFunctionConfig(path="answer")}},
             "reward.functions.a.path is 'answer'; it must be an import path module.function",
         ),
+        (
+            {"reward.timeout_s": 1800.0},
+            "reward.timeout_s 1800 must be below cluster.progress_timeout_s 1800",
+        ),
+        ({"reward.timeout_s": 0.0}, "reward.timeout_s is 0.0; it must be above 0"),
+        ({"reward.max_error_share": 1.5}, "reward.max_error_share is 1.5; it must be"),
         ({"reward.functions": {}}, "reward.functions is empty, so nothing scores the completions"),
         (
             {"reward.functions": {"a": RewardFunctionConfig(path="m.f", weight=0.0)}},

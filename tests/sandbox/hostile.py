@@ -139,6 +139,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 if libc.shmget(0, 1 << 20, 0o1600) < 0 and libc.memfd_create(b"x", 0) < 0:
     raise OSError(ctypes.get_errno())
 """,
+    "changes_modes": """
+import os
+os.chmod(HOME, 0)
+""",
     "deep_directories": """
 import os
 for _ in range(100_000):

@@ -29,6 +29,7 @@ _NAMES = (
     "forks_and_sleeps",
     "deep_directories",
     "stops_itself",
+    "changes_modes",
 )
 _SCRIPT = """
 import json, os, sys
@@ -51,16 +52,17 @@ print(json.dumps({
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A directory of the other user, in a place that the user can enter."""
+    if os.geteuid() != 0:
+        pytest.skip("the other tests of the sandbox run as this user")
     path = Path(tempfile.mkdtemp(prefix="nemo-like-test-"))
-    path.chmod(0o777)
+    os.chown(path, _NOBODY, _NOBODY)
+    path.chmod(0o755)
     yield path
     shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("without", [[], ["namespaces", "network"]])
 def test_hostile_programs_of_a_user_without_privileges(without: list[str], directory: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("the other tests of the sandbox run as this user")
     check = (
         f"import sys; sys.path.append({str(ROOT)!r}); import nemo_like;"
         " assert sys.version_info >= (3, 11)"
@@ -93,4 +95,5 @@ def test_hostile_programs_of_a_user_without_privileges(without: list[str], direc
     assert result["reasons"]["starts_daemon"] == "left_processes"
     assert result["reasons"]["forks_and_sleeps"] == result["reasons"]["stops_itself"] == "timeout"
     assert set(processes.descendants(os.getpid())) == before
+    assert directory.stat().st_mode & 0o777 == 0o755
     assert list(scratch.iterdir()) == [] and list(directory.iterdir()) == [scratch]
