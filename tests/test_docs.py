@@ -264,7 +264,7 @@ def timed_and_counted(tree: ast.Module) -> Iterator[str]:
 
 def logged_names() -> set[str]:
     """Metric names as far as the source shows them; `*` stands for a part known at run time."""
-    is_metric = re.compile(rf"(?:{'|'.join(AREAS)})/[a-z0-9_*]+(?:/[a-z0-9_]+)?").fullmatch
+    is_metric = re.compile(rf"(?:{'|'.join(AREAS)})/[a-z0-9_*]+(?:/[a-z0-9_*]+)?").fullmatch
     names: set[str] = set()
     for tree in package_trees():
         names |= set(timed_and_counted(tree))

@@ -24,9 +24,10 @@ from nemo_like.environments.reward import RewardSample
 from nemo_like.models.pretrained import import_transformers_without_torch
 from nemo_like.progress import Progress
 from nemo_like.tracking import check_logger
-from nemo_like.training.dataset import RunData, load_training, load_validation
+from nemo_like.training.dataset import RunData, load_training
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
+from nemo_like.training.validation_sets import check_sources, load_validation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,14 +48,16 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     algorithm = ALGORITHMS[config.kind].import_data()
     schema = algorithm.ROW_SCHEMA
     train = diagnostics.check(lambda: load_training(config, schema, Progress(sys.stderr)))
-    validation = diagnostics.check(lambda: load_validation(config, schema))
+    validation = diagnostics.check(lambda: load_validation(config, schema)) or {}
     if train is not None:
         _describe_rows(config.data.train_path, train, diagnostics)
         diagnostics.warnings += rows_warnings(config, train)
-    if validation is not None:
-        _describe_rows(config.data.validation_path, validation, diagnostics)
+    for name, rows in validation.items():
+        _describe_rows(config.data.validation_files[name], rows, diagnostics)
+    diagnostics.check(lambda: check_sources(config, validation))
     diagnostics.check(lambda: check_logger(config.logger))
-    _check_rewards(config, algorithm.rewarded_rows(train, validation), diagnostics)
+    rewarded = algorithm.rewarded_rows(train, next(iter(validation.values()), None))
+    _check_rewards(config, rewarded, diagnostics)
     if without_torch:
         # After the reward functions, which may need models of transformers.
         import_transformers_without_torch()
@@ -68,7 +71,7 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     if encoder is not None and train is not None:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)
-    check_environment(config, algorithm.rewarded_rows(train, validation), encoder, diagnostics)
+    check_environment(config, rewarded, encoder, diagnostics)
     return diagnostics.report()
 
 
@@ -95,7 +98,7 @@ def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
 
 
 def _describe_rows(
-    path: str | None,
+    path: str,
     rows: Rows,
     diagnostics: Diagnostics,
 ) -> None:

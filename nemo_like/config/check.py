@@ -246,12 +246,32 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
 
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
-    path = config.data.validation_path
+    data = config.data
     period = value_at(config, f"{config.kind}.val_period")
-    if isinstance(period, int) and period > 0 and path is None:
+    if isinstance(period, int) and period > 0 and not data.validation_files:
         key = f"{config.kind}.val_period"
         yield Problem(
             (key,), f"{key} is {period}, but data.validation_path is not set; set it, or {key} to 0"
+        )
+    for name in data.validation_sets:
+        # Names of the sources of a set are at the same place of a metric's name.
+        if re.fullmatch(r"[a-z0-9][a-z0-9_]*", name) is None or name.startswith("source_"):
+            yield Problem(
+                ("data.validation_sets",),
+                f"data.validation_sets has the name {name!r}, which is a part of metric names: use"
+                " lower-case letters, digits and '_', and do not begin with 'source_'",
+            )
+    if data.source_column is not None and not data.validation_files:
+        yield Problem(
+            ("data.source_column",),
+            f"data.source_column is {data.source_column!r}, but there is no validation file; set"
+            " data.validation_path or data.validation_sets, or data.source_column to null",
+        )
+    elif data.source_column is not None and not config.generates:
+        yield Problem(
+            ("data.source_column",),
+            f"data.source_column is {data.source_column!r}, but this run generates no validation"
+            " answers, whose metrics it divides; set it to null",
         )
 
 
@@ -272,7 +292,7 @@ def _selection(config: RunConfig) -> Iterator[Problem]:
     for key, metric in chosen.items():
         if metric is None or not metric.startswith("validation/"):
             continue
-        if config.data.validation_path is None:
+        if not config.data.validation_files:
             yield Problem(
                 (key,),
                 f"{key} is {metric!r}, but data.validation_path is not set; set it, or {key} to"

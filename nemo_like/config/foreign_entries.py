@@ -123,7 +123,10 @@ TRACKERS = (
     "trackers are chosen with logger.tensorboard, logger.wandb_project and logger.mlflow_experiment"
 )
 TRUST_CODE = "code that comes with a model is never run"
-LAST_ROWS = "the newest checkpoints are kept, not the best ones"
+LAST_ROWS = (
+    "the newest checkpoints are kept, and the best one by the metric that checkpointing.keep_best"
+    " names"
+)
 KEEP_ALL = "null keeps all checkpoints; write a number in checkpointing.keep_latest"
 WARMUP_RATIO = "write the number of steps in policy.scheduler.warmup_steps"
 ONLY_ADAMW = "the optimizer is AdamW"

@@ -144,6 +144,7 @@ VERL_GENERATION: dict[str, Entry] = {
     f"{_ROLLOUT}.top_k": to("policy.generation.top_k"),
     f"{_ROLLOUT}.response_length": to("policy.generation.max_new_tokens"),
     f"{_ROLLOUT}.val_kwargs.temperature": to("grpo.val_temperature"),
+    f"{_ROLLOUT}.val_kwargs.n": to("grpo.val_num_samples"),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": to("policy.logprob_batch_size"),
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": to("policy.sequence_packing.logprob_mb_tokens"),
     f"{_ROLLOUT}.tensor_model_parallel_size": to(f"{_VLLM}.tensor_parallel_size"),
@@ -173,9 +174,7 @@ VERL_GENERATION: dict[str, Entry] = {
         "all completions of a step are finished", f"{_ROLLOUT}.over_sample_rate", off=("0",)
     ),
     **unsupported("rollouts have one turn", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.agent"),
-    **unsupported(
-        "validation samples with the filters of training, once", f"{_ROLLOUT}.val_kwargs"
-    ),
+    **unsupported("validation samples with the filters of training", f"{_ROLLOUT}.val_kwargs"),
     f"{_ROLLOUT}.n_gpus_per_node": to(
         _WORKERS, note="times rollout.nnodes", switch=f"{_ROLLOUT}.nnodes"
     ),

@@ -27,7 +27,6 @@ _SCHEDULER = (
 )
 _MEGATRON = "this Megatron setting has no counterpart"
 _DTENSOR = "this DTensor setting has no counterpart"
-_VALIDATION = "validation runs over data.validation_path, with one completion per prompt"
 _IS_KIND = "loss_fn.importance_correction.kind"
 _LENGTH = "write the limit in policy.max_total_sequence_length"
 _MAX_LENGTH = "${policy.max_total_sequence_length}"
@@ -79,7 +78,7 @@ _JOBS: dict[str, Entry] = {
     ),
     # A run with validation data always validates at its end.
     **obsolete("grpo.val_at_end", "sft.val_at_end"),
-    **unsupported(_VALIDATION, "grpo.val_num_generations_per_prompt", off=("1",)),
+    "grpo.val_num_generations_per_prompt": to("grpo.val_num_samples"),
     **unsupported(
         "write the number of rows in data.max_validation_rows", "sft.val_batches", off=("-1",)
     ),

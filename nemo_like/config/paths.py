@@ -49,6 +49,7 @@ def resolve_paths(config: ConfigT) -> ConfigT:
             data,
             train_path=_absolute(data.train_path),
             validation_path=validation_path,
+            validation_sets={name: _absolute(path) for name, path in data.validation_sets.items()},
         ),
     )
 

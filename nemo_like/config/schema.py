@@ -198,10 +198,16 @@ class DataConfig:
     """A .jsonl, .json or .parquet file, or a directory written by `datasets.save_to_disk`."""
     validation_path: str | None = None
     """Validation rows in the same formats; null turns validation off."""
+    validation_sets: dict[str, str] = field(default_factory=dict)
+    """Further validation files by name, e.g. `{gsm8k: gsm8k.jsonl}`: their metrics are
+    `validation/<name>/...`. Names are of lower-case letters, digits and '_'."""
+    source_column: str | None = None
+    """Column of the validation rows that names their source; the metrics of generated answers are
+    then logged for each source as well, as `validation/source_<source>/...`. null turns it off."""
     max_train_rows: Annotated[int | None, AtLeast(1)] = None
     """Use only the first rows of `train_path`; null uses all."""
     max_validation_rows: Annotated[int | None, AtLeast(1)] = None
-    """Use only the first rows of `validation_path`; null uses all."""
+    """Use only the first rows of each validation file; null uses all."""
     prompt_template: Annotated[str | None, PromptTemplate()] = None
     """Format string applied to the user's text, e.g. "Solve: {prompt}"."""
     system_prompt: str | None = None
@@ -219,6 +225,12 @@ class DataConfig:
     encoding_timeout_s: Annotated[float, AtLeast(0)] = 300.0
     """Max seconds that the first step waits until all rows are tokenized; the remaining rows are
     tokenized during training."""
+
+    @property
+    def validation_files(self) -> dict[str, str]:
+        """Paths of the validation sets by name; that of `validation_path` has the name ''."""
+        files = {} if self.validation_path is None else {"": self.validation_path}
+        return files | self.validation_sets
 
 
 @dataclass(frozen=True, kw_only=True)

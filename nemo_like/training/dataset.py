@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from typing import Generic, TypeVar
@@ -19,16 +19,14 @@ from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum
 from nemo_like.progress import Progress
-from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.encoding import (
     EncodeRow,
-    PromptRows,
-    encode_question,
     finish_encoding,
     open_training_rows,
     start_encoding,
 )
 from nemo_like.training.model_files import open_encoder, open_model_config
+from nemo_like.training.validation_sets import load_validation
 
 ExampleT = TypeVar("ExampleT")
 
@@ -39,7 +37,8 @@ class RunData:
 
     encoder: ChatEncoder
     train: Rows
-    validation: Rows | None = None
+    validation: Mapping[str, Rows] = field(default_factory=dict)
+    """The rows of each validation set by its name."""
 
 
 def open_data(config: RunConfig, schema: RowSchema) -> RunData:
@@ -62,22 +61,6 @@ def load_training(
         return load_rows(
             data.train_path, schema, max_rows=data.max_train_rows, advance=phase.advance
         )
-
-
-def load_validation(config: RunConfig, schema: RowSchema) -> Rows | None:
-    """Read the validation rows; None if `data.validation_path` is null.
-
-    Raises ConfigError for a missing or empty file, or a bad line.
-    """
-    data = config.data
-    if data.validation_path is None:
-        return None
-    return load_rows(
-        data.validation_path,
-        schema,
-        max_rows=data.max_validation_rows,
-        key="data.validation_path",
-    )
 
 
 class ExampleSource(Generic[ExampleT]):
@@ -127,11 +110,9 @@ class ExampleSource(Generic[ExampleT]):
         """Wait for the rows that are being encoded; see `encoding.finish_encoding`."""
         finish_encoding(self.config, self.rows, progress)
 
-    def validation_batches(self) -> Iterator[list[ExampleT]]:
-        """Yield every validation row once, without the rows dropped as too long."""
-        rows = self.data.validation
-        if rows is None:
-            return
+    def validation_batches(self, name: str) -> Iterator[list[ExampleT]]:
+        """Yield every row of a validation set once, without the rows dropped as too long."""
+        rows = self.data.validation[name]
         # In this process: the encoding processes work on the training rows only.
         encoded = EncodedRows(rows, partial(self._encode, self.data.encoder, self.config))
         examples = self._to_examples(rows, encoded)
@@ -192,16 +173,6 @@ class ExampleSource(Generic[ExampleT]):
 def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:
     """Return the encoded rows: a job without a conversion uses them as its examples."""
     return encoded
-
-
-def validation_prompts(config: RunConfig, data: RunData) -> list[Prompt]:
-    """Return the validation rows as prompts; empty without a validation file."""
-    rows = data.validation
-    if rows is None:
-        return []
-    encoded = EncodedRows(rows, partial(encode_question, data.encoder, config))
-    prompts = PromptRows(rows, encoded).fetch(range(len(rows)))
-    return [prompt for prompt in prompts if prompt is not None]
 
 
 def _at_most(count: int, limit: int | None) -> int:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.metrics import Metrics
+from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.records import record_sample
 from nemo_like.rollout.rollout import Rollout, row_seeds
 from nemo_like.training.run import TrainingRun
+from nemo_like.training.validation_sets import PromptSet, named_metrics, source_metrics
 
 _SEED_OFFSET = 2**31
 """Separates the sampling streams of validation from those of training steps."""
-_VALIDATION_METRICS = (
-    "reward/mean",
-    "generation/completion_length_mean",
-    "generation/truncated_share",
-)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSampling:
+    """How validation answers are sampled and counted."""
+
+    temperature: float = 0.0
+    num_samples: int = 1
+    """Answers per prompt."""
+    pass_reward: float = 1.0
+    """An answer with at least this reward is correct, for avg@n and pass@k."""
 
 
 def is_due(step: int, period: int, *, is_last: bool) -> bool:
@@ -27,42 +38,76 @@ def is_due(step: int, period: int, *, is_last: bool) -> bool:
 
 def score_answers(
     run: TrainingRun,
-    prompts: Sequence[Prompt],
+    sets: Sequence[PromptSet],
     step: int,
-    temperature: float = 0.0,
+    sampling: AnswerSampling,
 ) -> Metrics:
-    """Generate one completion per prompt, score it and return the metrics `validation/*`.
+    """Generate answers to the prompts of all sets, score them and return `validation/*`.
 
     Without prompts there are no metrics. The generator must have the weights of `step`: raises
     RuntimeError if its completions have another version.
     """
+    prompts: list[Prompt] = []
+    for each in sets:
+        prompts += each.prompts
     if not prompts:
         return {}
     config = run.config
     with run.progress.phase("validation", len(prompts)) as phase, run.generating():
+        # One job for all sets, so that the generator is idle once, at the end.
         job = run.rollouts.start(
             prompts,
-            # At temperature 0, the default, all completions of a prompt would be equal.
-            group_size=1,
-            sampling=SamplingParams.from_config(config.policy.generation, temperature=temperature),
+            group_size=sampling.num_samples,
+            sampling=SamplingParams.from_config(
+                config.policy.generation,
+                temperature=sampling.temperature,
+            ),
             max_total_length=config.policy.max_total_sequence_length,
             seeds=row_seeds(
                 config.seed,
                 _SEED_OFFSET + step,
-                len(prompts),
+                len(prompts) * sampling.num_samples,
             ),
         )
         rollout = run.finish_rollout(job)
         rollout.check_versions(step, step)
         phase.advance(len(prompts))
     show_rollout(run, rollout, f"validation sample at step {step}")
-    values = rollout.metrics()
     metrics: Metrics = {}
-    for name in _VALIDATION_METRICS:
-        metrics[f"validation/{name.replace('/', '_')}"] = values[name]
-    # The value of each reward function, because the weights of the sum are a choice of the run.
-    for name in rollout.components:
-        metrics[f"validation/{name}_mean"] = values[f"reward/{name}_mean"]
+    first_row = 0
+    for each in sets:
+        num_rows = len(each.prompts) * sampling.num_samples
+        rows = np.arange(first_row, first_row + num_rows)
+        metrics |= _set_metrics(rollout, each, rows, sampling)
+        first_row += num_rows
+    return metrics
+
+
+def _set_metrics(
+    rollout: Rollout,
+    prompts: PromptSet,
+    rows: np.ndarray,
+    sampling: AnswerSampling,
+) -> Metrics:
+    """Return the metrics of one set, whose answers are `rows` int64 [n], and of its sources."""
+
+    def metrics_of(selected: np.ndarray) -> Metrics:
+        return answer_metrics(
+            rollout,
+            selected,
+            num_samples=sampling.num_samples,
+            pass_reward=sampling.pass_reward,
+        )
+
+    if len(rows) == 0:
+        return {}
+    metrics = named_metrics(prompts.name, metrics_of(rows))
+    if prompts.sources is None:
+        return metrics
+    source_of_row = np.repeat(np.array(prompts.sources), sampling.num_samples)
+    for source in sorted(set(prompts.sources)):
+        of_source = metrics_of(rows[source_of_row == source])
+        metrics |= source_metrics(prompts.name, source, of_source)
     return metrics
 
 

@@ -138,9 +138,7 @@ def check_rows(
     if num_steps is not None:
         diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
         diagnostics.warnings += step_warnings(config, num_steps)
-    for rows in (data.train, data.validation):
-        if rows is None:
-            continue
+    for rows in (data.train, *data.validation.values()):
         pairs = encode_sample(rows, lambda row: encode_preference(encoder, row), diagnostics)
         # The limit of a row holds for each of the two.
         lengths = {index: max(_lengths(pair)) for index, pair in pairs.items()}

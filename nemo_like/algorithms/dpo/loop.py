@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 
 import numpy as np
@@ -19,6 +20,7 @@ from nemo_like.training.evaluation import is_due
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.validation_sets import named_metrics
 
 
 def run_dpo(config: DpoRunConfig) -> RunResult:
@@ -38,7 +40,9 @@ def _train(
 ) -> RunResult:
     total = source.num_steps(config.dpo)
     # Encoded before the run starts: a bad row is then an error before the first step.
-    validation_batches = list(source.validation_batches())
+    validation = {}
+    for name in source.data.validation:
+        validation[name] = list(source.validation_batches(name))
     loss = PreferenceLoss(config=config.loss_fn)
     with open_training_run(
         config, source.data.encoder, num_steps=total, num_optimizer_steps=total
@@ -50,7 +54,7 @@ def _train(
         if step == 0:
             _show_pairs(run, loader)
             if config.dpo.val_at_start:
-                run.add_metrics(validate(run, validation_batches, loss))
+                run.add_metrics(validate(run, validation, loss))
                 run.log_metrics(step)
         with run.progress.phase("dpo", total, unit="steps", done=step) as phase:
             while step < total and not run.stops_early:
@@ -59,7 +63,7 @@ def _train(
                     lengths = _update(run, loader, loss, step)
                 step += 1
                 if is_due(step, config.dpo.val_period, is_last=step == total):
-                    run.add_metrics(validate(run, validation_batches, loss))
+                    run.add_metrics(validate(run, validation, loss))
                 run.log_step(step, lengths, num_logprob_passes=int(config.needs_reference))
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
@@ -103,29 +107,39 @@ def _reference_logprobs(run: TrainingRun, sharded: ShardedBatch) -> Logprobs | N
 
 def validate(
     run: TrainingRun,
+    sets: Mapping[str, list[list[PreferencePair]]],
+    loss: PreferenceLoss,
+) -> Metrics:
+    """Return the loss and the rewards of the pairs of each validation set, given in batches."""
+    metrics: Metrics = {}
+    with run.timers("validation"), run.workers.policy_onloaded():
+        for name, batches in sets.items():
+            metrics |= named_metrics(name, _set_metrics(run, batches, loss))
+    return metrics
+
+
+def _set_metrics(
+    run: TrainingRun,
     batches: list[list[PreferencePair]],
     loss: PreferenceLoss,
 ) -> Metrics:
-    """Return the loss and the rewards of the validation pairs; empty without any."""
+    """Return the metrics of one set: `loss`, and `rewards_chosen` for `rewards/chosen`."""
     merged: Metrics = {}
-    with run.timers("validation"), run.workers.policy_onloaded():
-        for pairs in batches:
-            batch = collate_pairs(pairs)
-            plan = run.policy.plan(
-                batch["length"],
-                "evaluate",
-                batch["pair"],
-            )
-            sharded = run.policy.shard(batch, plan)
-            values = run.policy.evaluate(sharded, loss, _reference_logprobs(run, sharded))
-            # Sums and counts are merged, so batches of different size weigh by their pairs.
-            merged = merge_metrics([merged, values])
+    for pairs in batches:
+        batch = collate_pairs(pairs)
+        plan = run.policy.plan(
+            batch["length"],
+            "evaluate",
+            batch["pair"],
+        )
+        sharded = run.policy.shard(batch, plan)
+        values = run.policy.evaluate(sharded, loss, _reference_logprobs(run, sharded))
+        # Sums and counts are merged, so batches of different size weigh by their pairs.
+        merged = merge_metrics([merged, values])
     metrics: Metrics = {}
     for name, value in merged.items():
         section, _, rest = name.partition("/")
-        # `policy/loss` is logged as `validation/loss`, `rewards/chosen` with its section.
-        short = rest if section == "policy" else name.replace("/", "_")
-        metrics[f"validation/{short}"] = value
+        metrics[rest if section == "policy" else name.replace("/", "_")] = value
     return metrics
 
 

@@ -66,6 +66,11 @@ class GrpoConfig:
     """Validate before the first step as well."""
     val_temperature: Annotated[float, AtLeast(0)] = 0.0
     """Sampling temperature of validation answers; 0 is greedy decoding."""
+    val_num_samples: Annotated[int, AtLeast(1)] = 1
+    """Validation answers per prompt. Above 1 avg@n and pass@k are logged; needs
+    `grpo.val_temperature` above 0."""
+    val_pass_reward: float = 1.0
+    """Reward from which a validation answer counts as correct, for avg@n and pass@k."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,7 @@ class GrpoRunConfig(RunConfig):
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of groups, sampling and rewards."""
         yield from _sampling_problems(self)
+        yield from _validation_problems(self)
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(
             self.grpo.num_generations_per_prompt,
@@ -192,6 +198,17 @@ def _sampling_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             "policy.generation.temperature is 0: greedy completions of one prompt are all equal, so"
             " their advantages are 0; set it above 0, usually to 1 (grpo.val_temperature is for"
             " validation)",
+        )
+
+
+def _validation_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    num_samples = config.grpo.val_num_samples
+    if num_samples > 1 and config.grpo.val_temperature == 0:
+        yield Problem(
+            ("grpo.val_num_samples", "grpo.val_temperature"),
+            f"grpo.val_num_samples is {num_samples} and grpo.val_temperature is 0: greedy answers"
+            " to one prompt are all equal, so avg@n and pass@k would be those of one answer; set"
+            " grpo.val_temperature above 0, usually to 0.6 to 1, or grpo.val_num_samples to 1",
         )
 
 

@@ -107,9 +107,7 @@ def check_rows(
         # Without the import, because a loss imports torch.
         diagnostics.check(lambda: check_module("loss_fn.path", loss_path))
     diagnostics.warnings += step_warnings(config, config.grpo.max_num_steps * updates_per_step)
-    for rows in (data.train, data.validation):
-        if rows is None:
-            continue
+    for rows in (data.train, *data.validation.values()):
         encoded = encode_sample(rows, lambda row: encode_prompt_of(encoder, row), diagnostics)
         lengths = {index: len(token_ids) for index, token_ids in encoded.items()}
         check_prompts(config, rows, lengths, diagnostics)

@@ -18,10 +18,11 @@ from nemo_like.config.paths import resolve_paths
 from nemo_like.data.loader import RowLoader
 from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.rollout.prompt import Prompt
-from nemo_like.training.dataset import ExampleSource, validation_prompts
-from nemo_like.training.evaluation import is_due, score_answers, show_rollout
+from nemo_like.training.dataset import ExampleSource
+from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import stop_if_too_many
+from nemo_like.training.validation_sets import prompt_sets
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,12 @@ def _train(
     loader: RowLoader[Prompt],
 ) -> RunResult:
     total = config.grpo.max_num_steps
-    val_prompts = validation_prompts(config, source.data)
+    val_sets = prompt_sets(config, source.data.encoder, source.data.validation)
+    sampling = AnswerSampling(
+        temperature=config.grpo.val_temperature,
+        num_samples=config.grpo.val_num_samples,
+        pass_reward=config.grpo.val_pass_reward,
+    )
     loss = rollout_loss(config.loss_fn, config.policy.generation.max_new_tokens)
     with open_training_run(
         config,
@@ -67,8 +73,7 @@ def _train(
             with run.workers.policy_onloaded():
                 run.sync_weights(step)
         elif config.grpo.val_at_start:
-            temperature = config.grpo.val_temperature
-            run.add_metrics(score_answers(run, val_prompts, step, temperature))
+            run.add_metrics(score_answers(run, val_sets, step, sampling))
             run.log_metrics(step)
         pipeline = RolloutPipeline(run, config, loader, step)
         with run.progress.phase("grpo", total, unit="steps", done=step) as phase:
@@ -88,8 +93,7 @@ def _train(
                     pipeline.start(step)
                 # The generator has the weights of `step` since the update.
                 if is_due(step, config.grpo.val_period, is_last=step == total):
-                    temperature = config.grpo.val_temperature
-                    run.add_metrics(score_answers(run, val_prompts, step, temperature))
+                    run.add_metrics(score_answers(run, val_sets, step, sampling))
                 run.add_generator_metrics()
                 with run.rollouts.background():
                     save_rollout(run, trained, step)

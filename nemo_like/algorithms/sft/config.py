@@ -43,7 +43,7 @@ class SftRunConfig(RunConfig):
         yield from batching_problems(self, self.data, self.sft.max_num_steps)
         if not self.sft.val_generate:
             return
-        if self.data.validation_path is None:
+        if not self.data.validation_files:
             yield Problem(
                 ("sft.val_generate",),
                 "sft.val_generate is true, but data.validation_path is not set",

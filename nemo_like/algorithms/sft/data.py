@@ -120,9 +120,7 @@ def check_rows(
         diagnostics.add_lines("data", _describe_stream(config, len(data.train)))
     else:
         _check_num_steps(config, source, diagnostics)
-    for rows in (data.train, data.validation):
-        if rows is None:
-            continue
+    for rows in (data.train, *data.validation.values()):
         encoded = encode_sample(
             rows, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), diagnostics
         )

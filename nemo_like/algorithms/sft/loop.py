@@ -14,14 +14,14 @@ from nemo_like.data.streaming.loader import StreamLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
 from nemo_like.metrics import Mean, Metrics, merge_metrics
-from nemo_like.rollout.prompt import Prompt
-from nemo_like.training.dataset import ExampleSource, validation_prompts
+from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.encoding import encodes_on_cluster
-from nemo_like.training.evaluation import is_due, score_answers
+from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.validation_sets import PromptSet, named_metrics, prompt_sets
 
 
 def run_sft(config: SftRunConfig) -> RunResult:
@@ -46,7 +46,7 @@ def _train(
     loader: SftLoader,
 ) -> RunResult:
     total = _num_steps(config, source, loader)
-    validation_set = ValidationSet.open(config, source)
+    validation = ValidationData.open(config, source)
     loss = NllLoss()
     with (
         open_training_run(
@@ -64,7 +64,7 @@ def _train(
         if step == 0:
             run.show_rows(loader)
             if config.sft.val_at_start:
-                run.add_metrics(validate(run, validation_set, step))
+                run.add_metrics(validate(run, validation, step))
                 run.log_metrics(step)
         is_last = _is_last(source, loader, step, total)
         with run.progress.phase("sft", total, unit="steps", done=step) as phase:
@@ -85,7 +85,7 @@ def _train(
                 is_last = _is_last(source, loader, step, total)
                 run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
                 if is_due(step, config.sft.val_period, is_last=is_last):
-                    run.add_metrics(validate(run, validation_set, step))
+                    run.add_metrics(validate(run, validation, step))
                 run.log_step(step, batch["length"])
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
@@ -147,43 +147,55 @@ def stream_metrics(loader: SftLoader) -> Metrics:
 
 
 @dataclass(frozen=True)
-class ValidationSet:
+class ValidationData:
     """The validation rows, encoded before the run starts.
 
     A bad row is then an error before the first step, not at a later validation.
     """
 
-    batches: list[list[EncodedRow]]
-    prompts: list[Prompt]
+    batches: dict[str, list[list[EncodedRow]]]
+    """The batches of each set by its name."""
+    prompts: list[PromptSet]
     """Empty unless answers are generated."""
 
     @classmethod
-    def open(cls, config: SftRunConfig, source: ExampleSource[EncodedRow]) -> ValidationSet:
+    def open(cls, config: SftRunConfig, source: ExampleSource[EncodedRow]) -> ValidationData:
         """Encode the validation rows. Raises ConfigError for a bad row."""
-        batches = list(source.validation_batches())
-        prompts = validation_prompts(config, source.data) if config.sft.val_generate else []
+        data = source.data
+        batches = {name: list(source.validation_batches(name)) for name in data.validation}
+        prompts: list[PromptSet] = []
+        if config.sft.val_generate:
+            prompts = prompt_sets(config, data.encoder, data.validation)
         return cls(batches, prompts)
 
 
 def validate(
     run: TrainingRun,
-    validation_set: ValidationSet,
+    data: ValidationData,
     step: int,
 ) -> Metrics:
     """Return the validation loss, and with `sft.val_generate` the reward of generated answers."""
     metrics: Metrics = {}
     with run.timers("validation"):
         with run.workers.policy_onloaded():
-            for rows in validation_set.batches:
-                batch = BatchedDataDict(collate(rows))
-                plan = run.policy.plan(batch["length"], "evaluate")
-                sharded = run.policy.shard(batch, plan)
-                values = run.policy.evaluate(sharded, NllLoss())
-                # Sums and counts are merged, so batches of different size weigh by their tokens.
-                metrics = merge_metrics([metrics, {"validation/loss": values["policy/loss"]}])
-        if validation_set.prompts:
+            for name, batches in data.batches.items():
+                metrics |= named_metrics(name, _losses(run, batches))
+        if data.prompts:
             # SFT generates only here, so the weights are not copied after every step.
             with run.workers.policy_onloaded():
                 run.sync_weights(step)
-            metrics |= score_answers(run, validation_set.prompts, step)
+            metrics |= score_answers(run, data.prompts, step, AnswerSampling())
+    return metrics
+
+
+def _losses(run: TrainingRun, batches: list[list[EncodedRow]]) -> Metrics:
+    """Return the loss over the rows of one set."""
+    metrics: Metrics = {}
+    for rows in batches:
+        batch = BatchedDataDict(collate(rows))
+        plan = run.policy.plan(batch["length"], "evaluate")
+        sharded = run.policy.shard(batch, plan)
+        values = run.policy.evaluate(sharded, NllLoss())
+        # Sums and counts are merged, so batches of different size weigh by their tokens.
+        metrics = merge_metrics([metrics, {"loss": values["policy/loss"]}])
     return metrics
