@@ -16,7 +16,7 @@ from nemo_like.losses import NllLoss
 from nemo_like.metrics import Mean, Metrics, merge_metrics
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.encoding import encodes_on_cluster
-from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers
+from nemo_like.training.evaluation import is_due, score_answers
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
@@ -184,7 +184,7 @@ def validate(
             # SFT generates only here, so the weights are not copied after every step.
             with run.workers.policy_onloaded():
                 run.sync_weights(step)
-            metrics |= score_answers(run, data.prompts, step, AnswerSampling())
+            metrics |= score_answers(run, data.prompts, step)
     return metrics
 
 
