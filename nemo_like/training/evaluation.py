@@ -40,7 +40,7 @@ def score_answers(
     run: TrainingRun,
     sets: Sequence[PromptSet],
     step: int,
-    sampling: AnswerSampling = AnswerSampling(),  # noqa: B008  (immutable)
+    sampling: AnswerSampling = AnswerSampling(),
 ) -> Metrics:
     """Generate answers to the prompts of all sets, score them and return `validation/*`.
 
