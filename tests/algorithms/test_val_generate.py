@@ -55,7 +55,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     found: list[int] = []
 
-    def checked_scores(run: Any, prompts: Any, step: int, temperature: float = 0.0) -> Any:
+    def checked_scores(run: Any, prompts: Any, step: int, *rest: Any) -> Any:
         (replica,) = run.workers.rollout.generator.replicas
         policy, generator = run.policy.group._worker, replica.group._worker
         sampled_with = dict(generator._model.named_parameters(remove_duplicate=False))
@@ -63,7 +63,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             assert torch.equal(sampled_with[name], weight), (
                 f"{name} of the generator is not the policy's at step {step}"
             )
-        return score_answers(run, prompts, step, temperature)
+        return score_answers(run, prompts, step, *rest)
 
     finish_rollout = TrainingRun.finish_rollout
 
