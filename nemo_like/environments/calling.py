@@ -7,8 +7,8 @@ import math
 import numbers
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Literal, NoReturn, cast
 
@@ -18,6 +18,8 @@ from nemo_like.environments.reward import RewardFunction, RewardSample
 _MAX_CONCURRENT = 32
 """Maximum number of concurrent calls of an async function."""
 _MAX_VALUE_SHOWN = 200
+_MAX_REWARD = 3.4028234e38
+"""Rewards are stored in float32, where larger ones are infinite."""
 
 BadRewardKind = Literal["raised", "timeout", "value", "ended"]
 """`raised` an exception; exceeded the `timeout`; the `value` is not one finite number; called
@@ -154,7 +156,7 @@ def _score_batch(
             values = function(list(samples))
             if isawaitable(values):
                 values = asyncio.run(_result_of(values, samples[0], timeout_s))
-            values = _as_list(values)
+            values = _as_list(values, samples[0])
         if len(values) != len(samples):
             problem = f"returned {len(values)} values for a batch of {len(samples)} samples,"
             raise BadReward(problem, samples[0], "value")
@@ -169,13 +171,19 @@ def _score_batch(
     return scores
 
 
-def _as_list(values: Any) -> list[Any]:
-    """Return the values of a batch; a NumPy array or a torch tensor has [B] of them."""
+def _as_list(values: Any, sample: RewardSample) -> list[Any]:
+    """Return the values of a batch; a NumPy array or a torch tensor has [B] of them.
+
+    Raises BadReward on `sample` for a mapping, whose items would be its keys, and a set.
+    """
     if getattr(values, "ndim", None) == 0:
         return [values]
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if isinstance(values, str) or not hasattr(values, "__iter__"):
+    if isinstance(values, Mapping | Set):
+        problem = f"returned a {type(values).__name__}, which is no list of numbers,"
+        raise BadReward(problem, sample, "value")
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         return [values]
     return list(values)
 
@@ -251,11 +259,23 @@ def _reported(sample: RewardSample) -> Iterator[None]:
     except _OsExit as error:
         problem = f"called os._exit({error}), which would end the run,"
         raise BadReward(problem, sample, "ended") from error
-    except (asyncio.CancelledError, BadReward):
-        # Another sample failed, and its BadReward is the one to report.
+    except (BadReward, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            # Another sample failed, and its BadReward is the one to report.
+            raise
         raise BadReward(f"raised {type(error).__name__}: {error}", sample) from error
+
+
+def _is_cancelled() -> bool:
+    """Return True if the task that calls this was cancelled, and not one that it waited for."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        # No event loop runs here.
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 class _OsExit(BaseException):
@@ -284,17 +304,26 @@ def _exit_refused() -> Iterator[None]:
 
 def _number(value: Any, sample: RewardSample) -> float:
     """Convert a reward to float. NumPy and torch scalars are numbers, a text is not."""
-    # The libraries are not imported for the check; both have `ndim` and `item`.
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        shown = repr(value)
-        if len(shown) > _MAX_VALUE_SHOWN:
-            shown = f"{shown[:_MAX_VALUE_SHOWN]}..."
+    with _reported(sample):
+        # The libraries are not imported for the check; both have `ndim` and `item`.
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
+        number = math.nan
+        if isinstance(value, numbers.Real):
+            # An int may be too large.
+            with suppress(OverflowError):
+                number = float(cast(float, value))
+        if abs(number) <= _MAX_REWARD:
+            return number
+        shown = _shown(value)
         count = f" ({len(value)} values)" if isinstance(value, list | tuple) else ""
-        problem = f"returned {shown}{count}, which is not a finite number,"
-        raise BadReward(problem, sample, "value")
-    number = float(cast(float, value))
-    if not math.isfinite(number):
-        raise BadReward(f"returned {value!r}, which is not a finite number,", sample, "value")
-    return number
+    raise BadReward(f"returned {shown}{count}, which is not a finite number,", sample, "value")
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:
+        # An int of too many digits.
+        return f"a {type(value).__name__} without a text"
+    return shown if len(shown) <= _MAX_VALUE_SHOWN else f"{shown[:_MAX_VALUE_SHOWN]}..."

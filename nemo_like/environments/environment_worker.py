@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from inspect import isawaitable, iscoroutinefunction
 from typing import Any, Protocol
 
@@ -34,6 +37,9 @@ _EXAMPLE = "nemo_like.environments.calculator.Calculator"
 _MAX_THREADS = 256
 """Max plain steps that run at the same time, and max that may run on after their time limit."""
 _CLOSE_S = 5.0
+_NUM_CALLS_SHOWN = 5
+_BLOCKED_MARGIN_S = 60.0
+"""An async step may block the event loop for the time limit of a conversation and so much more."""
 
 
 class EnvironmentWorkerProtocol(Protocol):
@@ -73,6 +79,8 @@ class EnvironmentWorker:
         """Construct the environment and start the event loop; `context` is not needed."""
         self._path = config.path or ""
         self._environment = load_environment(config)
+        self._is_plain = not iscoroutinefunction(self._environment.step)
+        """`step` runs in a thread."""
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(_MAX_THREADS)
         self._abandoned: list[threading.Thread] = []
@@ -80,6 +88,9 @@ class EnvironmentWorker:
         self._running: set[asyncio.Future[None]] = set()
         """References to the tasks of the loop, which itself keeps weak ones only."""
         self._finished: queue.SimpleQueue[StepOutcome | EnvironmentFailure] = queue.SimpleQueue()
+        self._timeout_s = config.timeout_s
+        self._asked_s: float | None = None
+        """Time at which the loop was asked for a sign of life; None after it answered."""
         self._thread = threading.Thread(
             target=self._loop.run_forever,
             name="environment",
@@ -105,6 +116,8 @@ class EnvironmentWorker:
                 raise finished
             outcomes.append(finished)
             timeout_s = 0.0
+        if not outcomes:
+            self._check_loop()
         # A worker whose steps are slow is not hung: every step has its own limit.
         activity.note(f"{len(self._running)} steps run")
         return outcomes
@@ -113,6 +126,32 @@ class EnvironmentWorker:
         """Stop the event loop; steps that still run are abandoned."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+
+    def _check_loop(self) -> None:
+        """Raise EnvironmentFailure if an async step blocks the loop, and with it all time limits.
+
+        Without a time limit of conversations there is none here.
+        """
+        if self._timeout_s is None:
+            return
+        now = time.monotonic()
+        asked_s = self._asked_s
+        if asked_s is None:
+            self._asked_s = now
+            self._loop.call_soon_threadsafe(self._answer)
+        elif now - asked_s > self._timeout_s + _BLOCKED_MARGIN_S:
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)[-_NUM_CALLS_SHOWN:]) if frame else ""
+            raise EnvironmentFailure(
+                f"environment.path {self._path}: an async step has blocked its process for"
+                f" {now - asked_s:.0f} s, so no other step runs and environment.timeout_s has no"
+                " effect; await in it, or make it a plain function, which runs in a thread. It is"
+                f" here:\n{stack}"
+            )
+
+    def _answer(self) -> None:
+        """Note that the loop runs, in its thread."""
+        self._asked_s = None
 
     def _start(self, task: StepTask) -> None:
         """Start a step, in the thread of the loop."""
@@ -123,7 +162,9 @@ class EnvironmentWorker:
     async def _run(self, task: StepTask) -> None:
         """Run a step and add its outcome, or its failure, to the queue."""
         try:
-            outcome: StepOutcome | EnvironmentFailure = await self._limited(task)
+            # Before the time limit: waiting for the threads of others is no time of the step.
+            async with self._slots if self._is_plain else nullcontext():
+                outcome: StepOutcome | EnvironmentFailure = await self._limited(task)
         except EnvironmentFailure as error:
             outcome = error
         self._finished.put(outcome)
@@ -163,6 +204,12 @@ class EnvironmentWorker:
             cause = raised.cause
             problem = f"{method} raised {type(cause).__name__}: {cause}"
             raise failure(self._path, problem, conversation) from cause
+        except Exception as error:
+            # What was returned is an object of the user, whose own methods may raise.
+            problem = (
+                f"{method} returned a value whose check raised {type(error).__name__}: {error}"
+            )
+            raise failure(self._path, problem, conversation) from error
 
     async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a method of the environment. Raises _Raised for its exception."""
@@ -172,9 +219,9 @@ class EnvironmentWorker:
             value = await self._call_in_thread(function, argument)
             # A plain function that returns a coroutine.
             return await value if isawaitable(value) else value
-        except (asyncio.CancelledError, _Raised):
+        except (asyncio.CancelledError, GeneratorExit, _Raised):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise _Raised(error) from error
 
     async def _call_in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -188,7 +235,8 @@ class EnvironmentWorker:
                 outcome = (None, error)
             self._loop.call_soon_threadsafe(_resolve, result, outcome)
 
-        async with self._slots:
+        # A plain step has its slot already.
+        async with nullcontext() if self._is_plain else self._slots:
             # A daemon, so that a step that never ends does not keep the process alive.
             thread = threading.Thread(target=run, name="environment-step", daemon=True)
             thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from nemo_like.environments.environment import (
 ENVIRONMENT = "environment"
 """Name of the reward component of an environment; named components have it as a prefix."""
 _MAX_SHOWN = 500
+_MAX_NUMBER = 3.4028234e38
+"""Rewards are stored in float32, where larger ones are infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +187,11 @@ def _checked_number(what: str, value: Any) -> float:
     # The libraries are not imported for the check; scalars of both have `ndim` and `item`.
     if getattr(value, "ndim", None) == 0:
         value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(cast(float, value)):
-        raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
-    return float(cast(float, value))
+    if isinstance(value, numbers.Real):
+        number = float(cast(float, value))
+        if abs(number) <= _MAX_NUMBER:
+            return number
+    raise BadStep(f"returned {_shown(value)} as {what}, which is not a finite number")
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,8 @@ def check_error_share(
 
     `problems` has one entry per completion that failed so far, of `num_rows` in all.
     """
-    if len(problems) <= config.max_error_share * num_rows:
+    # Not the product with the share, which may be rounded below a number of rows.
+    if len(problems) / num_rows <= config.max_error_share:
         return
     counts = Counter(str(problem) for problem in problems)
     frequent_first = sorted(counts.items(), key=lambda item: -item[1])

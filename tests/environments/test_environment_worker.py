@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.errors import WorkerError
 from nemo_like.distributed.local_group import LocalGroup, local_context
+from nemo_like.environments import environment_worker
 from nemo_like.environments.environment import Conversation, EnvironmentFailure
 from nemo_like.environments.environment_worker import EnvironmentWorker, load_environment
 from nemo_like.environments.environment_workers import EnvironmentWorkers
@@ -91,6 +93,9 @@ def test_a_step_that_does_not_end_ends_its_own_conversation(kind: str) -> None:
         ("no content", "its content is no text"),
         ("metric", r"step returned the name 'a/b' in metrics"),
         ("state", "reset returned a state that is not JSON"),
+        ("interrupt", "step raised KeyboardInterrupt"),
+        ("large", "step returned a value whose check raised OverflowError"),
+        ("array", "step returned a value whose check raised ValueError"),
     ],
 )
 def test_a_failure_names_key_problem_and_conversation(do: str, message: str) -> None:
@@ -104,6 +109,23 @@ def test_a_failure_names_key_problem_and_conversation(do: str, message: str) -> 
     assert f"'do': '{do}'" in text and "turn 1 of the model: 'my answer'" in text
     assert str(pickle.loads(pickle.dumps(failure))) == text
     workers.shutdown()
+
+
+def test_an_async_step_that_blocks_its_process_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment_worker, "_BLOCKED_MARGIN_S", 0.1)
+    config = replace(_config("Blocking"), timeout_s=0.1)
+    tasks = [_task(0, seconds=1.5, timeout_s=0.1)]
+    with pytest.raises(WorkerError, match=r"blocked its process(.|\n)*time\.sleep"):
+        _outcomes(_local(config), tasks)
+
+
+def test_the_wait_for_a_thread_is_no_time_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_worker, "_MAX_THREADS", 2)
+    tasks = [_task(key, seconds=0.2, timeout_s=0.5) for key in range(8)]
+    outcomes = _outcomes(_local(_config("Sleeping")), tasks)
+    assert not any(outcome.is_timeout for outcome in outcomes.values())
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def tensor(sample):
     return torch.tensor([1.0, 2.0]) if is_bad(sample) else torch.tensor(1.0)
 def array(sample): return np.ones(1) if is_bad(sample) else np.float32(1.0)
 def boolean(sample): return sample.completion != "bad"
+def too_large(sample): return 10**400 if is_bad(sample) else 1.0
+def infinite_float32(sample): return 1e39 if is_bad(sample) else 1.0
+def raises_base(sample):
+    if is_bad(sample): raise BaseException("no Exception")
+    return 1.0
+async def is_cancelled(sample):
+    if is_bad(sample): raise asyncio.CancelledError
+    return 1.0
+def batch_mapping(samples): return {1: 1.0, 2: 1.0, 3: 1.0}
 def batch(samples): return [None if is_bad(sample) else 1.0 for sample in samples]
 def batch_array(samples): return np.array([np.nan if is_bad(s) else 1 for s in samples])
 def batch_tensor(samples):
@@ -126,6 +135,10 @@ _FAILURES = [
     ("tensor", "value", "returned tensor([1., 2.]), which is not a finite number"),
     ("array", "value", "returned array([1.]), which is not a finite number"),
     ("leaves", "ended", "called os._exit(3), which would end the run"),
+    ("too_large", "value", f"returned {'1' + 199 * '0'}..., which is not a finite number"),
+    ("infinite_float32", "value", "returned 1e+39, which is not a finite number"),
+    ("raises_base", "raised", "raised BaseException: no Exception"),
+    ("is_cancelled", "raised", "raised CancelledError: "),
 ]
 
 
@@ -187,6 +200,7 @@ def test_a_timeout_stops_the_run_with_the_sample() -> None:
         ("batch_array", [1.0, 0.0, 1.0], "returned nan"),
         ("batch_tensor", [2.0, 2.0, 2.0], ""),
         ("batch_too_short", [0.0, 0.0, 0.0], "returned 1 values for a batch of 3 samples"),
+        ("batch_mapping", [0.0, 0.0, 0.0], "returned a dict, which is no list of numbers"),
         ("batch_raises", [0.0, 0.0, 0.0], "raised ZeroDivisionError"),
     ],
 )
@@ -237,6 +251,8 @@ def test_too_many_errors_stop_the_run_with_one_message() -> None:
         "  1 x reward.functions.mine (m.f) exceeded reward.timeout_s 5"
     )
     check_error_share([], 8, RewardConfig(max_error_share=0.0))
+    # 0.29 * 100 is less than 29.
+    check_error_share(two[:1] * 29, 100, RewardConfig(max_error_share=0.29))
 
 
 def test_errors_are_counted_by_kind() -> None:

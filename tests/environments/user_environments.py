@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nemo_like.environments.environment import Conversation, StepResult
 from nemo_like.environments.guessing_game import GuessingGame
@@ -95,6 +98,8 @@ class Misbehaving:
             raise KeyError("no such tool")
         if do == "exit":
             raise SystemExit(3)
+        if do == "interrupt":
+            return self._interrupt()
         return {
             "nothing": None,
             "silent": StepResult(),
@@ -103,7 +108,35 @@ class Misbehaving:
             "assistant": StepResult(observation=[{"role": "assistant", "content": "4"}]),
             "no content": StepResult(observation=[{"role": "tool"}]),
             "metric": StepResult(done=True, metrics={"a/b": 1.0}),
+            "large": StepResult(done=True, reward=10**400),
+            "array": StepResult(done=np.array([True, False])),  # type: ignore[arg-type]
         }[do]
+
+    async def _interrupt(self) -> StepResult:
+        # asyncio ends its loop at this exception.
+        raise KeyboardInterrupt
+
+
+class Blocking:
+    """An async step that waits without await."""
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        time.sleep(float(conversation.row["seconds"]))
+        return StepResult(done=True)
+
+
+class Sleeping:
+    """A plain step that takes some time."""
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def step(self, conversation: Conversation) -> StepResult:
+        time.sleep(float(conversation.row["seconds"]))
+        return StepResult(done=True)
 
 
 class DiesOnce(GuessingGame):
