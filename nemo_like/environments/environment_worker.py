@@ -89,8 +89,8 @@ class EnvironmentWorker:
         """References to the tasks of the loop, which itself keeps weak ones only."""
         self._finished: queue.SimpleQueue[StepOutcome | EnvironmentFailure] = queue.SimpleQueue()
         self._timeout_s = config.timeout_s
-        self._asked_s: float | None = None
-        """Time at which the loop was asked for a sign of life; None after it answered."""
+        self._probed_s: float | None = None
+        """Time of a call that the loop has not run yet; None if it has run the last one."""
         self._thread = threading.Thread(
             target=self._loop.run_forever,
             name="environment",
@@ -135,23 +135,23 @@ class EnvironmentWorker:
         if self._timeout_s is None:
             return
         now = time.monotonic()
-        asked_s = self._asked_s
-        if asked_s is None:
-            self._asked_s = now
+        probed_s = self._probed_s
+        if probed_s is None:
+            self._probed_s = now
             self._loop.call_soon_threadsafe(self._answer)
-        elif now - asked_s > self._timeout_s + _BLOCKED_MARGIN_S:
+        elif now - probed_s > self._timeout_s + _BLOCKED_MARGIN_S:
             frame = sys._current_frames().get(self._thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)[-_NUM_CALLS_SHOWN:]) if frame else ""
             raise EnvironmentFailure(
                 f"environment.path {self._path}: an async step has blocked its process for"
-                f" {now - asked_s:.0f} s, so no other step runs and environment.timeout_s has no"
+                f" {now - probed_s:.0f} s, so no other step runs and environment.timeout_s has no"
                 " effect; await in it, or make it a plain function, which runs in a thread. It is"
                 f" here:\n{stack}"
             )
 
     def _answer(self) -> None:
         """Note that the loop runs, in its thread."""
-        self._asked_s = None
+        self._probed_s = None
 
     def _start(self, task: StepTask) -> None:
         """Start a step, in the thread of the loop."""
