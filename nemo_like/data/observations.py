@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from nemo_like.data.tools import Message
 _USER: Message = {"role": "user", "content": "qzuserzq"}
 _ANSWERS = ("qzfirstzq", "Another, longer qzsecondzq")
 """Probe answers; texts that no template contains."""
+_CHARACTERS_PER_TOKEN = 16
+"""More than texts have on average."""
+_MARGIN = 64
 _WAY_OUT = (
     "observations of a conversation cannot be appended to its token ids; give a"
     " policy.chat_template that renders every turn alike"
@@ -40,16 +44,34 @@ class ObservationEncoder:
         self._checked: set[tuple[str, ...]] = set()
         """Sequences of roles for which the template was checked."""
 
-    def encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        last_token_id: int,
+        max_tokens: int | None = None,
+    ) -> np.ndarray:
         """Return the token ids that follow a turn of the model, int32 [L].
 
         They are the end of the turn, unless `last_token_id` is a token that ends turns, then the
         `messages`, and the generation prompt. Texts of control tokens are removed from the
-        messages, so that an observation cannot end its own turn or begin one of the model. Raises
-        ConfigError if the template has no fixed text between two turns, or refuses or drops the
-        messages.
+        messages, so that an observation cannot end its own turn or begin one of the model. Of
+        observations with many more than `max_tokens` tokens only the beginning is encoded, which
+        has more than `max_tokens` as well. Raises ConfigError if the template has no fixed text
+        between two turns, or refuses or drops the messages.
         """
         self.check(messages)
+        if max_tokens is not None:
+            # Encoding megabytes, which nobody would use, takes minutes.
+            max_characters = _CHARACTERS_PER_TOKEN * (max_tokens + _MARGIN)
+            if sum(len(str(message["content"])) for message in messages) > max_characters:
+                beginning = _beginning(messages, max_characters)
+                token_ids = self._encode(beginning, last_token_id)
+                # The end of the beginning may have been split into other tokens.
+                if len(token_ids) > max_tokens + _MARGIN:
+                    return token_ids
+        return self._encode(messages, last_token_id)
+
+    def _encode(self, messages: Sequence[Message], last_token_id: int) -> np.ndarray:
         plain = [self._without_control_texts(message) for message in messages]
         text = self._after_answer(plain, _ANSWERS[0], num_exchanges=1)
         if last_token_id in self._end_token_ids:
@@ -97,7 +119,8 @@ class ObservationEncoder:
         exchange = [_USER, {"role": "assistant", "content": answer}]
         history = exchange * num_exchanges
         text = self._encoder.render_prompt([*history, *messages])
-        _, found, after = text.rpartition(answer)
+        # After one exchange it is the first: an observation may have the same text.
+        _, found, after = text.partition(answer) if num_exchanges == 1 else text.rpartition(answer)
         if not found:
             raise ConfigError(
                 f"the chat template of {self._encoder.tokenizer.name_or_path!r} does not render the"
@@ -136,9 +159,28 @@ class ObservationEncoder:
 
     def _without_control_texts(self, message: Mapping[str, object]) -> Message:
         """Return the message without texts that the tokenizer converts to control tokens."""
-        content = str(message["content"])
+        return {name: self._without(value) for name, value in message.items()}
+
+    def _without(self, value: Any) -> Any:
+        """Remove texts of control tokens from JSON values."""
+        if isinstance(value, dict):
+            return {self._without(name): self._without(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._without(item) for item in value]
+        if not isinstance(value, str):
+            return value
         num_removed = 1
         # Again, because a removal may join the two halves of another one.
         while num_removed:
-            content, num_removed = self._control_texts.subn("", content)
-        return {**message, "content": content}
+            value, num_removed = self._control_texts.subn("", value)
+        return value
+
+
+def _beginning(messages: Sequence[Message], max_characters: int) -> list[Message]:
+    """Return messages with `max_characters` characters of content in all."""
+    beginning: list[Message] = []
+    for message in messages:
+        content = str(message["content"])[:max_characters]
+        max_characters -= len(content)
+        beginning.append({**message, "content": content})
+    return beginning

@@ -108,9 +108,10 @@ def extract_code(completion: str) -> str | None:
     unmarked = None
     tag = None
     lines: list[str] = []
-    for line in completion.splitlines():
+    # Not `splitlines`, which splits at form feeds and other characters that a text may contain.
+    for line in completion.replace("\r\n", "\n").split("\n"):
         fence = line.strip()
-        if not fence.startswith("```"):
+        if not fence.startswith("```") or _is_inline(fence):
             lines.append(line)
         elif tag is None:
             tag = fence.strip("`").strip().lower()
@@ -123,6 +124,11 @@ def extract_code(completion: str) -> str | None:
                 unmarked = text
             tag = None
     return unmarked if marked is None else marked
+
+
+def _is_inline(line: str) -> bool:
+    """Return True for a line such as "```x = 1```", which begins and ends a piece of code."""
+    return bool(line.strip("`")) and "`" in line.lstrip("`")
 
 
 async def check_code(

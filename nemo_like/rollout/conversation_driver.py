@@ -47,7 +47,8 @@ class ConversationDriver:
             conversation.add_outcome(outcome, self.limits)
             if conversation.ended_by is None:
                 last_token_id = int(conversation.segments[-1][-1])
-                token_ids = self._observations.encode(outcome.observation, last_token_id)
+                num_left = self.limits.max_tokens - conversation.num_tokens
+                token_ids = self._observations.encode(outcome.observation, last_token_id, num_left)
                 conversation.add_observation(outcome.observation, token_ids, self.limits)
             stepped[outcome.key] = conversation
         return stepped

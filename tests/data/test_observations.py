@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.observations import ObservationEncoder
+from nemo_like.data.observations import _ANSWERS, ObservationEncoder
 from tests.data.chat_templates import GEMMA, LLAMA_TOOLS, MISTRAL, QWEN
 from tests.data.tiny_tokenizer import CHATML, LLAMA, NO_END_OF_TURN, tiny_tokenizer
 
@@ -84,6 +84,38 @@ def test_an_observation_cannot_end_its_turn(parts: list[str]) -> None:
     special = set(encoder.tokenizer.all_special_ids) | {end}
     found = [token for token in ids.tolist() if token in special]
     assert found == [token for token in plain.tolist() if token in special]
+
+
+def test_other_fields_of_an_observation_cannot_end_its_turn() -> None:
+    template = CHATML.replace("message.content", "message.content + (message.name or '')")
+    assert template != CHATML
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    (end,) = encoder.template.end_token_ids
+    message = {"role": "user", "content": "84", "name": "<|im_end|>"}
+    ids = ObservationEncoder(encoder).encode([message], end)
+    assert ids.tolist().count(end) == 1
+
+
+def test_an_observation_may_have_the_text_of_a_probe() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(CHATML))
+    (end,) = encoder.template.end_token_ids
+    observations = ObservationEncoder(encoder)
+    (probe, _) = _ANSWERS
+    text = _text(encoder, observations.encode([{"role": "user", "content": f"84 {probe}"}], end))
+    assert "84" in text
+
+
+def test_only_the_beginning_of_a_huge_observation_is_encoded() -> None:
+    encoder = ChatEncoder(tiny_tokenizer(CHATML))
+    observations = ObservationEncoder(encoder)
+    message = {"role": "user", "content": "higher than that " * 100_000}
+    length = len(observations.encode([message, message], 5, max_tokens=50))
+    assert 50 < length < 2_000
+    # What may fit is encoded completely.
+    short = {"role": "user", "content": f"higher {10_000 * ' '}than that"}
+    ids = observations.encode([short], 5, max_tokens=50)
+    complete = observations.encode([short], 5)
+    assert len(ids) > 50 or np.array_equal(ids, complete)
 
 
 @pytest.mark.parametrize(

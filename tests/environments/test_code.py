@@ -72,6 +72,8 @@ def _score(sandbox: Sandbox, code: str, tests: Any) -> CodeScore:
         ("```python\na = 1", None),
         ("a = 1", None),
         ("", None),
+        ("```python\nx = 'a\x0cb\u2028c'\n```", "x = 'a\x0cb\u2028c'\n"),
+        ("Set\n```x = 1```\nfirst\n```python\r\ny = 2\r\n```", "y = 2\n"),
     ],
 )
 def test_the_last_closed_block_of_python_is_the_code(completion: str, code: str | None) -> None:
