@@ -168,9 +168,9 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
         yield "l_prev,t: l_t before the first optimizer step of the rollout, from a pass of its own"
     if kind != "none":
         yield "l_gen,t: log-prob that the generator recorded when it sampled the token"
-    if loss.has_kl_in_loss:
+    if loss.needs_reference:
         yield "l_ref,t: log-prob under the reference, unfiltered"
-    yield _advantage_line(config)
+    yield from _advantage_lines(config)
     if loss.divisor == "token":
         yield "N: trained tokens of the optimizer step over all data-parallel ranks"
     else:
@@ -180,15 +180,27 @@ def _symbol_lines(config: GrpoRunConfig) -> Iterator[str]:
         yield "n_i: trained tokens of row i"
 
 
-def _advantage_line(config: GrpoRunConfig) -> str:
+def _advantage_lines(config: GrpoRunConfig) -> Iterator[str]:
+    """Yield where the advantage A of the formula comes from."""
     advantage = config.grpo.advantage
     keys = f"baseline {advantage.baseline}, normalize {advantage.normalize}"
-    if advantage.whiten != "none":
-        keys += f", whiten {advantage.whiten}"
-    if config.has_kl_in_reward:
-        penalty = config.loss_fn.reference_policy_kl_penalty
-        return (
-            f"A: advantage of the token (grpo.advantage: {keys}) with - {penalty:g} x sum of"
-            " l_prev - l_ref from the token to the end of the completion"
-        )
-    return f"A: advantage of the row (grpo.advantage: {keys})"
+    if advantage.components == "separate":
+        keys += ", components separate"
+    if not config.has_kl_in_reward:
+        if advantage.whiten != "none":
+            keys += f", whiten {advantage.whiten}"
+        yield f"A: advantage of the row (grpo.advantage: {keys})"
+        return
+    is_bypass = config.loss_fn.importance_correction.kind == "bypass"
+    sampled = "l_gen,s" if is_bypass else "l_old,s"
+    whitened = (
+        ", whitened over the trained tokens of the step" if advantage.whiten != "none" else ""
+    )
+    penalty = config.loss_fn.reference_policy_kl_penalty
+    yield (
+        f"A: advantage of the token, A_row - {penalty:g} sum over"
+        f" trained tokens s >= t of the row of ({sampled} - l_ref,s){whitened}; without gradient"
+    )
+    yield f"A_row: advantage of the row (grpo.advantage: {keys})"
+    if not is_bypass:
+        yield "l_old,s: l_s before the first optimizer step of the rollout, from a pass of its own"

@@ -42,4 +42,5 @@ class RewardConfig:
     its value, `drop` leaves the completion out of training and of the statistics of its group."""
     max_error_share: Annotated[float, AtLeast(0), AtMost(1)] = 0.1
     """Max share of the completions of a rollout with a failed function, for `on_error` `zero` and
-    `drop`; above it the run stops."""
+    `drop`; above it the run stops. The refills of dynamic sampling count with the rollout of their
+    step."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from nemo_like.config.reward import RewardConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.environments.reward import RewardEnvironment, RewardProblem, RewardSample
 from nemo_like.generation.generator import Generator
@@ -49,6 +50,8 @@ class RolloutJob:
     """By row: why a reward function failed."""
     drops_problems: bool = False
     """Rows with such a problem are left out of training."""
+    earlier: Sequence[RolloutJob] = ()
+    """Jobs of the same step, which count for the share of rows with a problem."""
     num_scored: int = 0
     started_s: float = field(default_factory=time.monotonic)
     generation_s: float = 0.0
@@ -76,6 +79,20 @@ class RolloutJob:
         self.num_scored += 1
         if self.is_done:
             self.reward_s = time.monotonic() - self.started_s - self.generation_s
+
+    def add_problem(self, row: int, problem: RewardProblem, config: RewardConfig) -> None:
+        """Add the failure of a reward function. Raises RewardError if too many have failed.
+
+        A few rows that were sampled in addition are no rollout of their own: one of four is not a
+        quarter of the step.
+        """
+        self.reward_problems[row] = problem
+        problems: list[RewardProblem] = []
+        num_rows = 0
+        for job in (*self.earlier, self):
+            problems += job.reward_problems.values()
+            num_rows += len(job.prompts)
+        check_error_share(problems, num_rows, config)
 
     @property
     def is_done(self) -> bool:
@@ -132,9 +149,11 @@ class RolloutCollector:
         sampling: SamplingParams,
         max_total_length: int,
         seeds: np.ndarray,
+        earlier: Sequence[RolloutJob] = (),
     ) -> RolloutJob:
         """Request `group_size` completions per prompt; `seeds` is uint64 [P x G].
 
+        `earlier` are other jobs of the same step; see `RolloutJob.earlier`.
         With an environment its limit on the tokens of a conversation replaces `max_total_length`.
         Raises ConfigError for a prompt that reaches that limit.
         """
@@ -142,7 +161,7 @@ class RolloutCollector:
         repeated: list[Prompt] = []
         for prompt in prompts:
             repeated += [prompt] * group_size
-        job = RolloutJob(repeated, group_size, sampling)
+        job = RolloutJob(repeated, group_size, sampling, earlier=earlier)
         if self._rewards is not None:
             job.drops_problems = self._rewards.config.on_error == "drop"
         if self._conversations is not None:
@@ -331,7 +350,5 @@ class RolloutCollector:
                     job.add_component(name, row, float(values[position]))
                 problem = scored.problems[position]
                 if problem is not None:
-                    job.reward_problems[row] = problem
-                    problems = job.reward_problems.values()
-                    check_error_share(problems, len(job.prompts), self._rewards.config)
+                    job.add_problem(row, problem, self._rewards.config)
                 job.add_scored()

@@ -104,7 +104,8 @@ class TrainingRun:
     counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0, "num_rows": 0.0})
     last_logged_s: float = field(default_factory=time.monotonic)
     num_skipped_in_a_row: int = 0
-    """Consecutive skipped optimizer steps up to the latest step; see `skipped_steps`."""
+    """Longest sequence of skipped optimizer steps that ends in the latest step; see
+    `skipped_steps`."""
 
     def __post_init__(self) -> None:
         self.saver = CheckpointSaver(self.checkpointer, self.workers, self.timers)

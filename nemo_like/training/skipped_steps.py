@@ -89,7 +89,10 @@ def train_steps(
             raise
         raise NonFiniteError(f"step {trained.step}: {error.cause}") from error
     skipped = [step["policy/skipped_steps"].value > 0 for step in steps]
-    run.num_skipped_in_a_row = _count(run.counters, skipped)
+    longest = _count(run.counters, skipped)
+    # A step may have several passes; `stop_if_too_many` is called once, after the last.
+    earlier = run.num_skipped_in_a_row if trained.epoch > 0 else 0
+    run.num_skipped_in_a_row = max(longest, earlier)
     if any(skipped):
         records: list[dict[str, Any]] = []
         for step in run.policy.skipped_steps(sharded):

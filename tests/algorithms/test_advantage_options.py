@@ -21,9 +21,11 @@ from nemo_like.algorithms.grpo.advantages import (
     token_advantages,
     whitened,
 )
-from nemo_like.algorithms.grpo.dynamic_sampling import rows_with_spread
+from nemo_like.algorithms.grpo.dynamic_sampling import KeptGroups, rows_with_spread
 from nemo_like.algorithms.grpo.overlong import overlong_penalty
 from nemo_like.data.jagged import Jagged
+from tests.recipe import Recipe
+from tests.rollout.test_selection import rollout_of
 
 REWARDS = st.sampled_from([0.0, 0.1, 0.25, 1.0, -3.0, 7.5])
 GROUPS = st.lists(st.lists(REWARDS, min_size=2, max_size=5), min_size=1, max_size=4)
@@ -170,3 +172,34 @@ def test_a_row_without_a_reward_does_not_make_its_group_unequal() -> None:
     has_reward = np.array([True, True, False, True, True, False])
     is_kept = rows_with_spread(rewards, groups, has_reward)
     assert is_kept.tolist() == [False] * 3 + [True] * 3
+
+
+def test_a_token_without_a_log_prob_of_the_sampler_has_no_kl() -> None:
+    """With `bypass` the policy's log-probs are the sampler's, whose NaN the loss gives weight 0."""
+    policy = Jagged.from_rows([[-1.0, np.nan], [-1.0, -np.inf, -2.0]], np.float32)
+    reference = Jagged.from_rows([[-2.0, -1.0], [-1.5, -1.0, -2.5]], np.float32)
+    k1, sums = kl_to_go(policy, reference, np.ones(5, dtype=bool))
+    assert k1.tolist() == [1.0, 0.0, 0.5, -20.0, 0.5]
+    np.testing.assert_allclose(sums, [1.0, 0.0, -19.0, -19.5, 0.5])
+
+
+def test_a_group_with_one_unequal_component_is_kept_with_separate_components(
+    recipe: Recipe,
+) -> None:
+    options = (
+        "grpo.dynamic_sampling.enabled=true",
+        "grpo.num_prompts_per_step=4",
+        "reward.functions.brevity.path=tests.algorithms.rewards.digit_share",
+        "reward.functions.unused={path: tests.algorithms.rewards.digit_share, weight: 0}",
+    )
+    rollout = rollout_of(0, [1] * 8)
+    digits = np.array([1, 0, 1, 1, 1, 1, 1, 0], dtype=np.float32)
+    brevity = np.array([0, 1, 0, 0, 1, 1, 1, 1], dtype=np.float32)
+    rollout.batch["reward"] = digits + brevity
+    rollout.components.clear()
+    rollout.components.update(digits=digits, brevity=brevity, unused=np.arange(8.0))
+    locations = ["a", "b", "c", "d"]
+    for overrides, expected in (([], ["d"]), (["grpo.advantage.components=separate"], ["a", "d"])):
+        kept = KeptGroups(recipe.grpo(*options, *overrides))
+        kept.add(rollout, locations)
+        assert kept.result().locations == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_like.algorithms.grpo.config import asynchronous_warnings
 from nemo_like.config.errors import ConfigError
 from tests.recipe import Recipe
 
@@ -100,3 +101,28 @@ def test_the_arithmetic_counts_epochs_and_refills(recipe: Recipe) -> None:
     assert "2 optimizer steps x 3 epochs per rollout = 6 optimizer steps per step" in lines
     assert "4 steps = 24 optimizer steps over 128 rows" in lines
     assert any(line.startswith("dynamic sampling: up to 4 x 8 prompts per step") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["policy.train_global_batch_size=32"], "with one optimizer step per rollout nothing"),
+        ([], None),
+        (["loss_fn.surrogate=reinforce"], "which has no ratio, nothing corrects the gradient"),
+        (
+            [
+                "policy.train_global_batch_size=32",
+                "loss_fn.reference_policy_kl_penalty=0",
+                "loss_fn.path=tests.losses.test_custom.SquaredLoss",
+            ],
+            None,
+        ),
+    ],
+)
+def test_completions_of_older_weights_without_a_correction_are_a_warning(
+    recipe: Recipe, overrides: list[str], reason: str | None
+) -> None:
+    options = ("cluster.backend=ray", "cluster.generation_workers=1", "grpo.max_staleness=1")
+    warnings = asynchronous_warnings(recipe.grpo(*options, *overrides))
+    assert len(warnings) == (reason is not None)
+    assert reason is None or reason in warnings[0]

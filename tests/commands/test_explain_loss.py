@@ -122,12 +122,28 @@ def test_keys_without_effect_have_a_reason(recipe: Recipe) -> None:
     one_step = recipe.grpo("policy.train_global_batch_size=32")
     reason = "each rollout has one optimizer step, so that every ratio is 1"
     assert f"ratio_clip_max: {reason}" in unused(explain_loss(one_step))
+    epochs = recipe.grpo("policy.train_global_batch_size=32", "grpo.num_epochs_per_rollout=2")
+    assert "ratio_clip" not in unused(explain_loss(epochs)), "two optimizer steps per rollout"
+    assert "l_prev,t: l_t before the first optimizer step" in explain_loss(epochs)
     bypass = recipe.grpo(
         "policy.train_global_batch_size=32", "loss_fn.importance_correction.kind=bypass"
     )
     assert "ratio_clip_max" not in unused(explain_loss(bypass))
     reinforce = unused(explain_loss(recipe.grpo("loss_fn.surrogate=reinforce")))
     assert "ratio_clip_min: surrogate reinforce has no ratio" in reinforce
+
+
+def test_a_kl_in_the_reward_is_part_of_the_advantage(recipe: Recipe) -> None:
+    options = ("loss_fn.reference_policy_kl_in=reward", "grpo.advantage.whiten=tokens")
+    text = explain_loss(recipe.grpo(*options))
+    assert "A: advantage of the token, A_row - 0.01 sum over trained tokens s >= t" in text
+    assert "(l_old,s - l_ref,s), whitened over the trained tokens of the step" in text
+    assert "l_ref,t: log-prob under the reference" in text
+    assert "reference_policy_kl_type: the KL in the reward is k1" in unused(text)
+    bypass = explain_loss(recipe.grpo(*options, "loss_fn.importance_correction.kind=bypass"))
+    assert "(l_gen,s - l_ref,s)" in bypass and "l_old" not in bypass
+    rows = explain_loss(recipe.grpo("grpo.advantage.whiten=rows"))
+    assert "baseline group_mean, normalize group_std, whiten rows)" in rows
 
 
 def test_a_loss_of_the_user_is_evaluated_on_the_example(recipe: Recipe) -> None:

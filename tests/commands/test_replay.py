@@ -10,6 +10,7 @@ import pytest
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.replay import replay_step
 from nemo_like.cli import main
+from nemo_like.config.errors import ConfigError
 from nemo_like.rollout.records import RolloutRecord
 from nemo_like.run_directory import RunDirectory
 from tests.recipe import Recipe
@@ -99,6 +100,22 @@ def test_a_replay_gives_the_logged_loss_of_a_step_with_one_optimizer_step(
     text = capsys.readouterr().out
     assert "with loss_fn.ratio_clip_max=0.3" in text and "packing/efficiency" in text
     check_show(run, capsys)
+
+
+def test_a_replay_refuses_another_kl_in_the_reward(recipe: Recipe) -> None:
+    reward = "loss_fn.reference_policy_kl_in=reward"
+    options = (*OPTIONS, "grpo.max_num_steps=1", "policy.generation.max_new_tokens=4")
+    run = run_grpo(recipe.grpo(*options, reward)).directory
+    for override in (
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        "loss_fn.reference_policy_kl_in=loss",
+    ):
+        with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0.01 to"):
+            replay_step(run.path, 1, [override])
+    assert replay_step(run.path, 1, ["loss_fn.ratio_clip_max=0.3"]).overridden is not None
+    other = run_grpo(recipe.grpo(*options, "run_name=other")).directory
+    with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0 to 0.01"):
+        replay_step(other.path, 1, [reward])
 
 
 def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,9 @@ from nemo_like.environments.reward import (
     ScoredSamples,
 )
 from nemo_like.environments.rewards import RewardWorker
+from nemo_like.generation.sampling_params import SamplingParams
+from nemo_like.rollout.collector import RolloutJob
+from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.reward_problems import check_error_share, problem_metrics, reward_mask
 from nemo_like.sandbox import processes
 
@@ -253,6 +256,21 @@ def test_too_many_errors_stop_the_run_with_one_message() -> None:
     check_error_share([], 8, RewardConfig(max_error_share=0.0))
     # 0.29 * 100 is less than 29.
     check_error_share(two[:1] * 29, 100, RewardConfig(max_error_share=0.29))
+
+
+def test_a_refill_shares_the_limit_of_its_step() -> None:
+    """One failure among the four completions of a refill is not a quarter of the step."""
+    config = RewardConfig(on_error="drop", max_error_share=0.1)
+    prompt = Prompt(token_ids=np.array([1]), text="p", answer=None)
+    sampling = SamplingParams(max_new_tokens=4)
+    first = RolloutJob([prompt] * 32, 4, sampling)
+    problem = _problem("value", "returned None")
+    first.add_problem(0, problem, config)
+    refill = RolloutJob([prompt] * 4, 4, sampling, earlier=(first,))
+    refill.add_problem(0, problem, config)
+    refill.add_problem(1, problem, config)
+    with pytest.raises(RewardError, match="the rewards of 4 of 36 completions failed"):
+        refill.add_problem(2, problem, config)
 
 
 def test_errors_are_counted_by_kind() -> None:

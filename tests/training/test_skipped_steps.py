@@ -9,7 +9,8 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +20,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.cli import main
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.environments.reward import RewardSample
+from nemo_like.losses import Loss
+from nemo_like.metrics import Metrics, Sum
 from nemo_like.policy.isolation import _random_rows
-from nemo_like.training.skipped_steps import SkippedStepsError
+from nemo_like.policy.policy import ShardedBatch
+from nemo_like.training.run import TrainingRun
+from nemo_like.training.skipped_steps import SkippedStepsError, TrainedBatch, train_steps
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
 
@@ -278,3 +284,24 @@ def _refuses_to_export(run: Path, out: Path, capsys: pytest.CaptureFixture[str])
     for entry_name, entry in entries["files"].items():
         entry["sha256"] = hashlib.sha256((folder / entry_name).read_bytes()).hexdigest()
     manifest.write_text(json.dumps(entries, indent=1))
+
+
+def test_skipped_steps_of_an_earlier_pass_over_a_rollout_count(tmp_path: Path) -> None:
+    passes = [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
+
+    def train(*args: object, **kwargs: object) -> list[Metrics]:
+        return [{"policy/skipped_steps": Sum(value)} for value in passes.pop(0)]
+
+    run = SimpleNamespace(
+        policy=SimpleNamespace(train=train, skipped_steps=lambda sharded: []),
+        counters={},
+        num_skipped_in_a_row=0,
+        directory=SimpleNamespace(skipped=lambda step: tmp_path / "skipped" / f"{step}.jsonl"),
+        encoder=SimpleNamespace(tokenizer=None),
+        progress=SimpleNamespace(print_line=print),
+    )
+    for epoch, expected in ((0, 3), (1, 3)):
+        batch = TrainedBatch(step=1, batch=BatchedDataDict(), locations=[], columns={}, epoch=epoch)
+        train_steps(cast(TrainingRun, run), cast(ShardedBatch, None), batch, cast(Loss, None))
+        assert run.num_skipped_in_a_row == expected
+    assert run.counters == {"num_skipped_steps": 4.0, "num_skipped_steps_in_a_row": 0.0}

@@ -135,11 +135,13 @@ def kl_to_go(
 
     Both are float64 [T] over the tokens of the rows, from the log-probs of the policy that sampled
     the rows and of the reference, float32 [T] each, and `trained` bool [T]. With d = l_ref - l,
-    limited to [-20, 20], the first is k1_t = -d_t, and 0 where a token is not trained; the second
-    is sum over s >= t of k1_s in the row of token t.
+    limited to [-20, 20], the first is k1_t = -d_t, and 0 where a token is not trained or d_t is NaN
+    (a sampler's log-prob may be, and the loss gives such a token no weight); the second is sum over
+    s >= t of k1_s in the row of token t.
     """
     difference = policy_logprobs.values.astype(np.float64) - reference_logprobs.values
-    k1 = np.where(trained, difference.clip(-_MAX_KL, _MAX_KL), 0.0)
+    is_measured = trained & ~np.isnan(difference)
+    k1 = np.where(is_measured, difference.clip(-_MAX_KL, _MAX_KL), 0.0)
     before = np.concatenate([[0.0], np.cumsum(k1)])
     # The sum up to the end of the row, minus that before the token.
     row_end = np.repeat(before[policy_logprobs.offsets[1:]], policy_logprobs.lengths)

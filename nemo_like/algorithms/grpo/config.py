@@ -300,13 +300,21 @@ def _asynchronous_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 def asynchronous_warnings(config: GrpoRunConfig) -> list[str]:
     """Return warnings about training on completions of older weights."""
-    is_corrected = config.loss_fn.importance_correction.kind != "none"
-    if config.grpo.max_staleness == 0 or config.has_many_optimizer_steps or is_corrected:
+    loss = config.loss_fn
+    # A loss of the user may correct in its own way, and has no keys of a correction.
+    is_corrected = loss.importance_correction.kind != "none" or loss.path is not None
+    has_no_ratio = loss.surrogate == "reinforce"
+    has_clip = config.has_many_optimizer_steps and not has_no_ratio
+    if config.grpo.max_staleness == 0 or has_clip or is_corrected:
         return []
+    reason = "with one optimizer step per rollout"
+    consequence = ", and their ratio is never clipped"
+    if has_no_ratio:
+        reason = "with loss_fn.surrogate reinforce, which has no ratio,"
+        consequence = ""
     text = (
         f"grpo.max_staleness is {config.grpo.max_staleness} and"
-        " loss_fn.importance_correction.kind is none: with one optimizer step per rollout nothing"
-        " corrects the gradient for completions of older weights, and their ratio is never"
-        " clipped; set it to token_truncate, for example"
+        f" loss_fn.importance_correction.kind is none: {reason} nothing corrects the gradient for"
+        f" completions of older weights{consequence}; set it to token_truncate, for example"
     )
     return [text]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_like.algorithms.grpo.advantages import has_spread
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.grpo.step_rollout import StepRollout
 from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.rollout import Rollout
@@ -36,9 +37,9 @@ def rows_with_spread(
 class KeptGroups:
     """The groups of one step that have unequal rewards, from one rollout and its refills."""
 
-    def __init__(self, num_groups: int) -> None:
-        """`num_groups` are the groups of a complete step."""
-        self._num_groups = num_groups
+    def __init__(self, config: GrpoRunConfig) -> None:
+        self._config = config
+        self._num_groups = config.grpo.num_prompts_per_step
         self._sampled: list[Rollout] = []
         self._kept: list[Rollout] = []
         self._locations: list[str] = []
@@ -52,19 +53,28 @@ class KeptGroups:
     def add(self, rollout: Rollout, locations: list[str]) -> None:
         """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
 
-        The rewards are those of the reward functions, without penalties.
+        The rewards are those of the reward functions, without penalties. With separate components
+        a group is kept if one of them is unequal, also where their sum is equal.
         """
         groups = rollout.batch["group"]
-        is_kept = rows_with_spread(
-            rollout.batch["reward"],
-            groups,
-            rollout.batch["reward_mask"],
-        )
+        is_kept = np.zeros(len(groups), dtype=bool)
+        for values in self._compared_rewards(rollout):
+            is_kept |= rows_with_spread(values, groups, rollout.batch["reward_mask"])
         self._sampled.append(rollout)
         self._num_sampled += len(locations)
         self._kept.append(select_rows(rollout, np.flatnonzero(is_kept)))
         # The groups of a rollout are numbered in the order of its prompts.
         self._locations += [locations[group] for group in np.unique(groups[is_kept]).tolist()]
+
+    def _compared_rewards(self, rollout: Rollout) -> list[np.ndarray]:
+        """Return the rewards that have an advantage of their own, float [B] each."""
+        compared = [rollout.batch["reward"]]
+        if self._config.grpo.advantage.components == "separate":
+            functions = self._config.reward.functions
+            for name, values in rollout.components.items():
+                if name not in functions or functions[name].weight != 0:
+                    compared.append(values)
+        return compared
 
     def result(self) -> StepRollout:
         """Return the kept groups as the rollout of the step; it may have none."""

@@ -101,6 +101,7 @@ def replay_step(
     if changes:
         # Before the first replay: a wrong override should not cost its time.
         changed = _load_config(record, [*moved, *changes])
+        _check_reward_kl(config, changed)
         replayed = _measure(config, record, weights)
         overridden = _measure(changed, record, weights)
     else:
@@ -144,6 +145,26 @@ def _load_config(record: RolloutRecord, overrides: Sequence[str]) -> GrpoRunConf
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(dict(record.config)), encoding="utf-8")
         return resolve_paths(load_config(GrpoRunConfig, path, overrides))
+
+
+def _check_reward_kl(config: GrpoRunConfig, changed: GrpoRunConfig) -> None:
+    """Raise ConfigError if the overrides change the KL in the reward of the recorded advantages.
+
+    A loss of the user has no such keys and reads the advantages as they are.
+    """
+    if changed.loss_fn.path is not None:
+        return
+    penalties = []
+    for each in (config, changed):
+        penalty = each.loss_fn.reference_policy_kl_penalty
+        penalties.append(penalty if each.has_kl_in_reward else 0.0)
+    if penalties[0] != penalties[1]:
+        raise ConfigError(
+            f"the overrides change the KL penalty of the reward from {penalties[0]:g} to"
+            f" {penalties[1]:g}, but a replay uses the recorded advantages, which have the KL of"
+            " the run; keep loss_fn.reference_policy_kl_in, and with reward"
+            " loss_fn.reference_policy_kl_penalty, as they were"
+        )
 
 
 def _available(directory: RunDirectory) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
@@ -108,9 +109,10 @@ class RolloutPipeline:
         which `fetch` reports when its step comes.
         """
         config = self._config.grpo
-        kept = KeptGroups(config.num_prompts_per_step)
+        kept = KeptGroups(self._config)
         kept.add(rollout, started.locations)
         num_dropped = self._loader.num_dropped
+        jobs = [started.job]
         for refill in range(1, config.dynamic_sampling.max_refills + 1):
             if kept.num_missing == 0 or self._loader.epoch != started.epoch:
                 break
@@ -119,7 +121,8 @@ class RolloutPipeline:
                 break
             num_dropped += self._loader.num_dropped
             locations = self._loader.batch_locations()
-            job = self._start_rollout(prompts, started.step, refill)
+            job = self._start_rollout(prompts, started.step, refill, jobs)
+            jobs.append(job)
             kept.add(self._finish_rollout(job, started.step), locations)
         self.position = SavedPosition(self._loader.state_dict())
         self._run.add_metrics(self._loader_metrics(num_dropped))
@@ -171,6 +174,7 @@ class RolloutPipeline:
         prompts: list[Prompt],
         step: int,
         refill: int = 0,
+        earlier: Sequence[RolloutJob] = (),
     ) -> RolloutJob:
         group_size = self._config.grpo.num_generations_per_prompt
         return self._run.rollouts.start(
@@ -179,6 +183,7 @@ class RolloutPipeline:
             sampling=self._sampling,
             max_total_length=self._config.policy.max_total_sequence_length,
             seeds=row_seeds(self._config.seed, step, len(prompts) * group_size, refill),
+            earlier=tuple(earlier),
         )
 
     def _finish_rollout(self, job: RolloutJob, step: int) -> Rollout:

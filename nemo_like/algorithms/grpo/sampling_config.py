@@ -16,7 +16,8 @@ class DynamicSamplingConfig:
 
     enabled: bool = False
     """Drop groups whose rewards are all equal, before any penalty is added to the rewards, and
-    sample completions for the following prompts of the epoch in their place. Needs
+    sample completions for the following prompts of the epoch in their place. With
+    `grpo.advantage.components=separate` the values of every reward function must be equal. Needs
     `grpo.max_staleness=0`."""
     max_refills: Annotated[int, AtLeast(0)] = 3
     """Max times that a step samples for further prompts. Each time it takes as many as groups are
