@@ -83,6 +83,10 @@ def _read_records(directory: RunDirectory, step: int) -> Iterator[dict[str, Any]
         raise ConfigError(f"there is no {shown_path(path)}; {available}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown_path(path)} cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError(
+            f"step {step} trained no rows: dynamic sampling found no group with unequal rewards"
+        )
     for number, line in enumerate(lines, start=1):
         try:
             yield json.loads(line)

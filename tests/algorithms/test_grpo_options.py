@@ -13,6 +13,7 @@ import pytest
 
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.grpo.update import epoch_order
+from nemo_like.cli import main
 from nemo_like.environments.reward import RewardSample
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
@@ -85,7 +86,9 @@ def test_dynamic_sampling_refills_and_resumes_without_losing_a_prompt(recipe: Re
     assert [rollout_of(run, step) for step in range(1, 5)] == prompts
 
 
-def test_a_step_without_unequal_rewards_trains_nothing(recipe: Recipe) -> None:
+def test_a_step_without_unequal_rewards_trains_nothing(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_grpo(
         recipe.grpo(
             *PLAIN,
@@ -103,6 +106,8 @@ def test_a_step_without_unequal_rewards_trains_nothing(recipe: Recipe) -> None:
     assert [line["reward/mean"] for line in metrics] == [1, 1]
     assert all("policy/loss" not in line for line in metrics)
     assert rollout_of(result.directory.path, 1) == []
+    assert main(["show", str(result.directory.path), "--step", "1"]) == 2
+    assert "step 1 trained no rows: dynamic sampling found no" in capsys.readouterr().err
 
 
 def test_truncated_completions_have_no_loss_but_stay_in_the_baseline(recipe: Recipe) -> None:
