@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -91,6 +92,34 @@ def test_positions_that_do_not_restart_are_noticed(model_dir):
     )
     with pytest.raises(IsolationError, match="differ from those of each row alone"):
         probe_isolation(shifted, layout="packed", vocab_size=VOCABULARY, precision="float32")
+
+
+def with_changed_calls(tested: DTensorEngine, changed_calls: Container[int]) -> DTensorEngine:
+    """Change some forward passes, counted from 1, as another reduction order does."""
+    rotary: Any = tested._model.causal_lm.base_model.rotary_emb
+    forward = rotary.forward
+    num_calls = 0
+
+    def forward_changed(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        cos, sin = forward(x, position_ids)
+        scale = 1 + 1e-6 * num_calls if num_calls in changed_calls else 1.0
+        return scale * cos, sin
+
+    rotary.forward = forward_changed
+    return tested
+
+
+def test_a_difference_that_does_not_occur_again_is_rounding(model_dir):
+    tested = with_changed_calls(engine(model_dir("llama")), {2})
+    probe_isolation(tested, layout="packed", vocab_size=VOCABULARY, precision="float32")
+
+
+def test_differences_of_every_attempt_stop_the_run(model_dir):
+    tested = with_changed_calls(engine(model_dir("llama")), range(1000))
+    with pytest.raises(IsolationError, match="a token of row 0 changed"):
+        probe_isolation(tested, layout="packed", vocab_size=VOCABULARY, precision="float32")
 
 
 def test_a_worker_probes_the_layout_it_will_train_in(model_dir):
