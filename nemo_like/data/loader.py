@@ -164,8 +164,19 @@ class RowLoader(Generic[Out]):
         with self._order.undone_on_error():
             return self._take(num_rows)
 
-    def _take(self, batch_size: int) -> list[Out]:
-        """Form the next batch and begin the next epoch if this one has no further batch."""
+    def take_in_epoch(self, num_rows: int) -> list[Out]:
+        """Return at most `num_rows` rows, all of this epoch: fewer at its end, also none.
+
+        Raises ConfigError for a bad row.
+        """
+        with self._order.undone_on_error():
+            return self._take(num_rows, in_epoch=True)
+
+    def _take(self, batch_size: int, *, in_epoch: bool = False) -> list[Out]:
+        """Form the next batch and begin the next epoch if this one has no further batch.
+
+        With `in_epoch` the rows at the end of the epoch are a batch, however few they are.
+        """
         first_epoch = self._order.epoch
         self.num_dropped = 0
         batch: list[Out] = []
@@ -184,7 +195,7 @@ class RowLoader(Generic[Out]):
             if self._order.num_left and not (is_full and self._is_rest_dropped()):
                 continue
             self._order.start_epoch()
-            if is_full or (batch and self.last_batch == "keep"):
+            if is_full or in_epoch or (batch and self.last_batch == "keep"):
                 return batch
             # The first epoch may have begun in the middle, so only a complete second one without a
             # batch is an error.

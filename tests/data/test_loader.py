@@ -424,3 +424,20 @@ def test_batches_of_any_size_visit_every_row_once_and_resume_where_they_were(
     assert len(set(seen)) == len(seen), "no row twice in an epoch"
     for epoch in range(loader.epoch):
         assert sum(row_epoch == epoch for row_epoch, _ in seen) == num_rows
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+def test_rows_in_an_epoch_are_never_those_of_the_next(last_batch: LastBatch) -> None:
+    def encode(row: int) -> str | None:
+        return str(row) if row < 6 else None
+
+    loader = loader_of(range(8), 2, encode, shuffle=False, last_batch=last_batch)
+    assert next(loader) == ["0", "1"]
+    assert loader.take_in_epoch(1) == ["2"]
+    assert loader.take_in_epoch(2) == ["3", "4"] and loader.epoch == 0
+    # Two rows are wanted; the others of the epoch are dropped.
+    assert loader.take_in_epoch(2) == ["5"] and (loader.epoch, loader.num_dropped) == (1, 2)
+    assert next(loader) == ["0", "1"]
+    loader.take_in_epoch(4)
+    assert loader.take_in_epoch(1) == []
+    assert loader.epoch == 2

@@ -120,6 +120,8 @@ class RolloutPipeline:
             if prompts is None:
                 break
             num_dropped += self._loader.num_dropped
+            if not prompts:
+                break
             locations = self._loader.batch_locations()
             job = self._start_rollout(prompts, started.step, refill, jobs)
             jobs.append(job)
@@ -146,12 +148,15 @@ class RolloutPipeline:
             generator.restart_unfinished()
 
     def _next_prompts(self, num_prompts: int | None = None) -> list[Prompt] | None:
-        """Return the next prompts, by default those of a step, or None if they have a bad row."""
-        if num_prompts is None:
-            num_prompts = self._loader.batch_size
+        """Return the next prompts, by default those of a step, or None if they have a bad row.
+
+        A number of prompts is for a refill, which may have fewer at the end of the epoch.
+        """
         try:
             with self._run.timers("data_wait"):
-                return self._loader.take(num_prompts)
+                if num_prompts is None:
+                    return next(self._loader)
+                return self._loader.take_in_epoch(num_prompts)
         except ConfigError:
             # The loader keeps its position before the bad row.
             return None
