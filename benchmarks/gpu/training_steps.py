@@ -73,7 +73,7 @@ def time_steps(case: StepCase, holder: PolicyHolder, device: str) -> dict[str, A
         sharded = policy.shard(batch, plan)
         metrics: dict[str, Any] = {}
 
-        if device.type == "cuda":
+        if device.startswith("cuda"):
             # Otherwise memory that earlier cases left in the allocator is counted as reserved.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
