@@ -209,8 +209,13 @@ def _lower_priority() -> None:
     """Give this thread only processor time that training leaves."""
     # On Linux a priority belongs to a thread, elsewhere to the process.
     if sys.platform == "linux":
+        thread = threading.get_native_id()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+        with suppress(OSError):
+            # A thread of training that wakes up at the end of a parallel region preempts this one
+            # at once, and not at the end of its time slice.
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:
