@@ -23,7 +23,7 @@ def answer_metrics(
 
     With several samples per prompt also avg@n and pass@k, where an answer with a reward of at least
     `pass_reward` is correct. A row without a reward (`row_mask` False) counts in none of the means
-    of rewards, and as not correct.
+    of rewards, and as not correct; if no row has one, there are no means of rewards.
     """
     batch = rollout.batch
     is_scored = np.asarray(batch["row_mask"], dtype=bool)[rows]
@@ -32,13 +32,15 @@ def answer_metrics(
     is_truncated = np.array(rollout.completions.finish_reasons)[rows] != "stop"
     num_rows = len(rows)
     metrics: Metrics = {
-        "reward_mean": _mean(rewards, is_scored),
         "generation_completion_length_mean": Mean(float(lengths.sum()), num_rows),
         "generation_truncated_share": Mean(float(is_truncated.sum()), num_rows),
     }
-    # The value of each reward function, because the weights of the sum are a choice of the run.
-    for name, values in rollout.components.items():
-        metrics[f"{name}_mean"] = _mean(values[rows], is_scored)
+    # Without rewards there are no means of them: 0 would be taken for a result.
+    if is_scored.any():
+        metrics["reward_mean"] = _mean(rewards, is_scored)
+        # The value of each function, because the weights of the sum are a choice of the run.
+        for name, values in rollout.components.items():
+            metrics[f"{name}_mean"] = _mean(values[rows], is_scored)
     if num_samples > 1:
         is_correct = is_scored & (rewards >= pass_reward - _ROUNDING)
         metrics |= pass_metrics(is_correct, num_samples)

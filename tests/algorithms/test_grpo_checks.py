@@ -58,6 +58,13 @@ REJECTED = [
         ["grpo.num_epochs_per_rollout=2", "loss_fn.surrogate=reinforce"],
         "later passes would be off-policy",
     ),
+    (
+        [
+            "environment.path=nemo_like.environments.calculator.Calculator",
+            "reward.functions.environment_bonus.path=tests.algorithms.rewards.digit_share",
+        ],
+        "choose another name",
+    ),
     ([_KL_IN_REWARD, "policy.generation.top_p=0.9"], "or remove policy.generation.top_p"),
     ([_KL_IN_REWARD, "policy.generation.top_k=5"], "or remove policy.generation.top_k"),
     ([_KL_IN_REWARD, "policy.generation.min_p=0.1"], "or remove policy.generation.min_p"),

@@ -1,4 +1,4 @@
-"""Version gaps of completion tokens."""
+"""Version gaps of completion tokens, and metrics of validation answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.requests import Completions, FinishReason
+from nemo_like.metrics import metric_values
+from nemo_like.rollout.answer_metrics import answer_metrics
 from nemo_like.rollout.rollout import Rollout
 
 
@@ -36,3 +38,15 @@ def test_a_gap_is_the_number_of_updates_since_the_token_was_sampled() -> None:
 def test_a_token_of_later_weights_is_an_error() -> None:
     with pytest.raises(ValueError, match="version_gap has the value -1"):
         rollout_of([[3, 5]]).version_gaps(4)
+
+
+def test_answers_without_rewards_have_no_mean_reward() -> None:
+    rollout = rollout_of([[3, 3], [3], [3]])
+    rollout.components["answer"] = np.array([1.0, 0.0, 0.0], dtype=np.float32)
+    rollout.batch["reward"] = np.array([1.0, 0.0, 0.0], dtype=np.float32)
+    rollout.batch["row_mask"] = np.array([True, True, False])
+    rows = np.arange(3)
+    values = metric_values(answer_metrics(rollout, rows, num_samples=1, pass_reward=1.0))
+    assert (values["reward_mean"], values["answer_mean"]) == (0.5, 0.5)
+    dropped = metric_values(answer_metrics(rollout, rows[2:], num_samples=1, pass_reward=1.0))
+    assert set(dropped) == {"generation_completion_length_mean", "generation_truncated_share"}

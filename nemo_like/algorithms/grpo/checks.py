@@ -45,6 +45,19 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
         )
 
 
+def reward_name_problems(config: GrpoRunConfig) -> Iterator[Problem]:
+    """Yield reward functions with a name that a reward of the environment may have."""
+    if config.environment.path is None:
+        return
+    for name in config.reward.functions:
+        if name == "environment" or name.startswith("environment_"):
+            yield Problem(
+                (f"reward.functions.{name}", "environment.path"),
+                f"reward.functions has the name {name}, but names that begin with environment are"
+                " those of the rewards of environment.path: choose another name",
+            )
+
+
 def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
     """Yield keys of the reference and of its KL penalty that have no effect, or cannot work."""
     period = config.grpo.reference_update_period

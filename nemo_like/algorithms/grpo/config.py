@@ -13,6 +13,7 @@ from nemo_like.algorithms.grpo.checks import (
     epoch_problems,
     overlong_problems,
     reference_problems,
+    reward_name_problems,
 )
 from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
 from nemo_like.config.check import batching_section
@@ -182,6 +183,7 @@ class GrpoRunConfig(RunConfig):
             None if self.environment.path is not None else len(self.reward.functions),
         )
         yield from overlong_problems(self)
+        yield from reward_name_problems(self)
         yield from dynamic_sampling_problems(self)
         yield from epoch_problems(self)
         yield from reference_problems(self)
