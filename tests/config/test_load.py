@@ -260,8 +260,8 @@ def test_the_job_is_told_from_its_sections(write: Write) -> None:
         (
             "reward: {functions: {a: m.f}}\n",
             (
-                "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight)"
-                " (run.yaml:7)"
+                "reward.functions.a is the value 'm.f'; it is a section with keys (path, weight,"
+                " batched, options) (run.yaml:7)"
             ),
         ),
         (
