@@ -83,7 +83,8 @@ _JOBS: dict[str, Entry] = {
         "write the number of rows in data.max_validation_rows", "sft.val_batches", off=("-1",)
     ),
     **unsupported(
-        "a run does not stop early",
+        "a run stops early without progress and not at a value; see early_stopping.metric and"
+        " early_stopping.patience",
         "grpo.stop_at_validation_metric",
         "grpo.stop_at_validation_threshold",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 from nemo_like.config.errors import ConfigError
@@ -104,7 +103,6 @@ def _outcome(worker: EnvironmentWorker) -> StepOutcome:
         outcomes = worker.poll(_POLL_S)
         if outcomes:
             return outcomes[0]
-        time.sleep(0)
 
 
 def _described(config: RunConfig, outcome: StepOutcome, encoder: ChatEncoder | None) -> str:

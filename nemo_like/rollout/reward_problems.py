@@ -47,7 +47,7 @@ def reward_mask(problems: Sequence[RewardProblem | None], *, drops: bool) -> np.
 
 
 def problem_metrics(problems: Sequence[RewardProblem | None], mask: np.ndarray) -> Metrics:
-    """Return the numbers of failed completions, in all and by kind, and of those left out.
+    """Return the numbers of failed completions, in all and by kind, and of the rows left out.
 
     `mask` is that of `reward_mask`, bool [B].
     """

@@ -64,19 +64,18 @@ class SyncReport:
     """Position of a replica -> why it did not get the weights."""
 
     @property
-    def gb_per_s(self) -> float:
-        """Bytes of the weights over the total time, in GB/s."""
-        return self.num_bytes / 1e9 / self.total_s if self.total_s else 0.0
-
-    @property
     def transfer_gb_per_s(self) -> float:
         """Bytes of the weights over the time of the broadcast alone, in GB/s; 0 without one.
 
         Weights are counted once, whatever the number of receivers.
         """
-        if self.transport not in ("gloo", "nccl") or self.transfer_s == 0:
-            return 0.0
-        return self.num_bytes / 1e9 / self.transfer_s
+        return self._transfer_rate.value
+
+    @property
+    def _transfer_rate(self) -> Mean:
+        # An update that no replica got has no time, and its bytes must not count either.
+        is_broadcast = self.transport in ("gloo", "nccl") and self.transfer_s > 0
+        return Mean(self.num_bytes / 1e9 if is_broadcast else 0.0, self.transfer_s)
 
     def metrics(self) -> Metrics:
         """Return the metrics of the update, see docs/metrics.md."""
@@ -89,9 +88,7 @@ class SyncReport:
             "weight_sync/load_s": Sum(self.load_s),
             # With the seconds as weights: bytes over seconds of all updates of a step.
             "weight_sync/gb_per_s": Mean(self.num_bytes / 1e9, self.total_s),
-            "weight_sync/transfer_gb_per_s": Mean(
-                self.transfer_gb_per_s * self.transfer_s, self.transfer_s
-            ),
+            "weight_sync/transfer_gb_per_s": self._transfer_rate,
             "weight_sync/num_failed_replicas": Sum(float(len(self.failed))),
         }
 
