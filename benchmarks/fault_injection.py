@@ -277,8 +277,10 @@ class Attempt:
 
     def num_steps(self) -> int:
         """Lines of metrics.jsonl."""
-        path = self.run / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        try:
+            return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:  # before the first step; a start at step 0 renames an earlier one
+            return 0
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
