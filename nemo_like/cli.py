@@ -1,5 +1,5 @@
-"""The command line: `nemo-like sft | grpo | dpo | validate | explain | check | plan | config |
-init | show | replay | export | convert`.
+"""The command line: `nemo-like sft | grpo | dpo | rm | validate | explain | check | plan | config |
+init | show | replay | generate | chat | eval | export | convert`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong, 75 the run was stopped by SIGTERM,
 SIGHUP or `cluster.time_limit` and can be resumed, 130 interrupted.
@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_like import __version__
 from nemo_like.algorithms.registry import ALGORITHMS, load_any_config, load_config
-from nemo_like.commands import config_reference, record_arguments
+from nemo_like.commands import (
+    answer_arguments,
+    config_reference,
+    conversion_arguments,
+    record_arguments,
+)
 from nemo_like.commands import plan as plan_command
 from nemo_like.commands.argument_parser import CommandParser
 from nemo_like.config.errors import ConfigError
@@ -92,50 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help=text, description=text)
     init.add_argument("directory", type=Path, metavar="DIR")
     record_arguments.add_commands(commands)
-    _add_conversion_commands(commands)
+    answer_arguments.add_commands(commands)
+    conversion_arguments.add_commands(commands)
     return parser
-
-
-def _add_conversion_commands(commands: Any) -> None:
-    """Add the commands that convert model files."""
-    export = commands.add_parser(
-        "export",
-        help="write a checkpoint of a run, of any engine and layout, as a Hugging Face model",
-    )
-    export.is_intermixed = True
-    export.add_argument(
-        "source",
-        type=Path,
-        metavar="RUN",
-        help="a run directory (its latest checkpoint) or a step folder",
-    )
-    export.add_argument(
-        "--step",
-        metavar="N",
-        help="the step of a run directory to export, or `best` (checkpointing.keep_best)",
-    )
-    export.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-    )
-    export.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="keys of the run's config to change",
-    )
-    convert = commands.add_parser(
-        "convert", help="turn a GGUF file into a Hugging Face model directory"
-    )
-    convert.add_argument("source", type=Path, metavar="FILE.gguf")
-    convert.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="DIR",
-    )
 
 
 def _add_config_command(
@@ -219,19 +183,11 @@ def _is_stdout_closed() -> bool:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imports are local to each command, so that `validate` does not wait for Ray and torch.
-    if arguments.command == "convert":
-        from nemo_like.policy.checkpoint.gguf import convert_gguf
-
-        say(f"wrote {convert_gguf(arguments.source, arguments.out)}")
+    if arguments.command in conversion_arguments.COMMANDS:
+        say(conversion_arguments.run(arguments))
         return 0
-    if arguments.command == "export":
-        from nemo_like.commands.export import export_checkpoint
-
-        step_folder = export_checkpoint(
-            arguments.source, arguments.out, arguments.overrides, arguments.step
-        )
-        say(f"wrote {arguments.out} from {step_folder}")
-        return 0
+    if arguments.command in answer_arguments.COMMANDS:
+        return answer_arguments.run(arguments)
     if arguments.command == "plan":
         return plan_command.run(arguments)
     if arguments.command in ("show", "replay"):

@@ -83,8 +83,9 @@ def build_demo(directory: Path, seed: int) -> None:
     Files of an earlier demo are replaced.
     `model/` is a Hugging Face directory with tokenizer and chat template; `sft_train.jsonl` has
     prompt and completion, `grpo_train.jsonl` prompt and answer, `validation.jsonl` all three.
-    `dpo_train.jsonl` and `dpo_validation.jsonl` have prompt, chosen and rejected. No validation
-    prompt is in the training data.
+    `dpo_train.jsonl` and `dpo_validation.jsonl` have prompt, chosen and rejected;
+    `text_train.jsonl` has the sums of `grpo_train.jsonl` as raw text. No validation prompt is in
+    the training data.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -104,6 +105,8 @@ def build_demo(directory: Path, seed: int) -> None:
     write_rows(directory / "sft_train.jsonl", sft_rows)
     write_rows(directory / "grpo_train.jsonl", grpo_rows)
     write_rows(directory / "validation.jsonl", validation_rows)
+    texts = [{"text": f"{problem.prompt}={problem.answer}"} for problem in reinforced]
+    write_rows(directory / "text_train.jsonl", texts)
     # Drawn last, so that the other files do not depend on them.
     dpo_problems = [_draw(rng, validation) for _ in range(NUM_DPO_ROWS)]
     write_rows(directory / "dpo_train.jsonl", [_preference_row(each, rng) for each in dpo_problems])

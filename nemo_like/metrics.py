@@ -6,6 +6,7 @@ of means. `tracking` writes the metrics.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,29 @@ class Mean:
 
     def merge(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpMean:
+    """exp of a weighted mean, stored as the mean's sum and weight: the perplexity of a loss.
+
+    Its value is infinite where exp exceeds the largest float, and 1 with weight 0.
+    Example: `ExpMean(6.0, 3.0).value == math.exp(2.0)`.
+    """
+
+    total: float
+    weight: float = 1.0
+
+    @property
+    def value(self) -> float:
+        mean = self.total / self.weight if self.weight else 0.0
+        try:
+            return math.exp(mean)
+        except OverflowError:
+            return math.inf
+
+    def merge(self, other: ExpMean) -> ExpMean:
+        return ExpMean(self.total + other.total, self.weight + other.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +84,7 @@ class Min:
         return Min(min(self.value, other.value))
 
 
-Metric = Mean | Sum | Max | Min
+Metric = Mean | ExpMean | Sum | Max | Min
 Metrics = dict[str, Metric]
 
 

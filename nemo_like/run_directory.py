@@ -34,6 +34,7 @@ _NAMES = {
     "best",
     "tb",
     "hf",
+    "hf_ema",
     "logs",
     LOCK_NAME,
 }
@@ -61,6 +62,11 @@ class RunDirectory:
     @property
     def hf(self) -> Path:
         return self.path / "hf"
+
+    @property
+    def hf_ema(self) -> Path:
+        """The exported model with averaged weights (`policy.ema`)."""
+        return self.path / "hf_ema"
 
     @property
     def logs(self) -> Path:

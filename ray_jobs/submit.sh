@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Submit a run to a Ray cluster and follow its log; exits with 0 if the run succeeded, with 1 if not.
 #
-#   ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo|dpo CONFIG [KEY=VALUE ...]
+#   ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo|dpo|distill|rm CONFIG [KEY=VALUE ...]
 #
 # The job API is that of RAY_API_SERVER_ADDRESS, by default http://127.0.0.1:8265: the dashboard of a head on this machine
 # or the near end of an ssh tunnel to one. The token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.
@@ -14,7 +14,7 @@
 # NEMO_LIKE_DATA, HF_*, WANDB_* and each --env NAME of this environment; values are not printed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-usage="usage: ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo|dpo CONFIG [KEY=VALUE ...]"
+usage="usage: ray_jobs/submit.sh [--upload] [--package DIR ...] [--env NAME ...] sft|grpo|dpo|distill|rm CONFIG [KEY=VALUE ...]"
 fail() {
   echo "$1" >&2
   exit 2
@@ -44,7 +44,7 @@ done
 command=$1 config=$2
 shift 2
 case $command in
-  sft | grpo | dpo) ;;
+  sft | grpo | dpo | distill | rm) ;;
   *) fail "unknown command '$command'; $usage" ;;
 esac
 from=$PWD

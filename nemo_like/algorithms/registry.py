@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from nemo_like.algorithms.algorithm import Algorithm, AlgorithmData
+from nemo_like.algorithms.distillation.config import DistillRunConfig
 from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.keys import JobSchema
 from nemo_like.config.schema import RunConfig
@@ -58,6 +60,30 @@ def _dpo_run() -> Callable[[Any], RunResult]:
     return run_dpo
 
 
+def _distill_data() -> AlgorithmData:
+    from nemo_like.algorithms.distillation import data
+
+    return data
+
+
+def _distill_run() -> Callable[[Any], RunResult]:
+    from nemo_like.algorithms.distillation.loop import run_distill
+
+    return run_distill
+
+
+def _reward_model_data() -> AlgorithmData:
+    from nemo_like.algorithms.reward_model import data
+
+    return data
+
+
+def _reward_model_run() -> Callable[[Any], RunResult]:
+    from nemo_like.algorithms.reward_model.loop import run_reward_model
+
+    return run_reward_model
+
+
 ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm("supervised fine-tuning", SftRunConfig, _sft_data, _sft_run),
     "grpo": Algorithm(
@@ -67,6 +93,18 @@ ALGORITHMS: dict[str, Algorithm] = {
         _grpo_run,
     ),
     "dpo": Algorithm("direct preference optimization", DpoRunConfig, _dpo_data, _dpo_run),
+    "distill": Algorithm(
+        "distillation of teachers, on rows of data or on completions of the student",
+        DistillRunConfig,
+        _distill_data,
+        _distill_run,
+    ),
+    "rm": Algorithm(
+        "training of a reward model on preferences",
+        RewardModelRunConfig,
+        _reward_model_data,
+        _reward_model_run,
+    ),
 }
 """Algorithms by the name of their command, which is the `kind` of their config."""
 

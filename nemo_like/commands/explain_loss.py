@@ -16,7 +16,7 @@ def explain_loss(config: RunConfig) -> str:
     if not isinstance(config, GrpoRunConfig):
         raise ConfigError(
             f"`nemo-like explain loss` explains the loss of a grpo config, and this is a config for"
-            f" {config.kind}; docs/numerics.md has the losses of sft and dpo"
+            f" {config.kind}; docs/numerics.md has the losses of sft, dpo and rm"
         )
     # Imports torch, which no other line of this command needs.
     from nemo_like.commands.loss_example import example_lines

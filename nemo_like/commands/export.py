@@ -8,16 +8,24 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from nemo_like.algorithms.registry import load_any_config
 from nemo_like.checkpoint import Checkpointer, CheckpointError
 from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.files import WriteError, remove_link, system_error_number
+from nemo_like.policy.checkpoint.adapter import (
+    ADAPTER_DIRECTORY,
+    open_merged,
+    read_adapter,
+    write_adapter,
+)
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.sharded_reader import (
     WEIGHT,
@@ -56,31 +64,46 @@ def export_checkpoint(
     target: Path,
     overrides: Sequence[str] = (),
     step: str | None = None,
+    *,
+    ema: bool = False,
+    adapter_only: bool = False,
 ) -> Path:
     """Write the model of `source` to the new directory `target`; return the step folder.
 
     `source` is a run directory (its latest checkpoint is exported, or that of `step`: a number or
-    `best`) or a step folder. `overrides`
-    change keys of the run's config, e.g. `policy.model_name` if the model has moved. Raises
-    ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that exists or
-    cannot be written, and for weights that are not finite.
+    `best`) or a step folder. With `ema` the weights are their averages. `overrides` change keys of
+    the run's config, e.g. `policy.model_name` if the model has moved. With `adapter_only` the LoRA
+    adapter alone is written.
+
+    Raises ConfigError if `source` is neither, for an incomplete checkpoint, for a `target` that
+    exists or cannot be written, for weights that are not finite, and for `adapter_only` without an
+    adapter.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --out or remove it first")
     step_folder, config = _find(source, overrides, step)
-    model_config = open_model_config(config)
+    # The adapter that training started with is not read again, and may be gone.
+    lora = replace(config.policy.lora, adapter_path=None)
+    config = replace(config, policy=replace(config.policy, lora=lora))
+    if adapter_only and not lora.enabled:
+        raise ConfigError(
+            f"--adapter: {shown_path(source)} was trained without LoRA (policy.lora.enabled is"
+            " false), so it has no adapter; leave --adapter out"
+        )
+    # An adapter is written without its model, which may be on another machine.
+    model_config = None if adapter_only else open_model_config(config)
     try:
         with open_checkpoint(step_folder / "policy") as reader:
+            if ema:
+                reader.use_ema()
             # Written under another name and renamed, so that `target` is never incomplete.
             unfinished = target.with_name(target.name + ".tmp")
             remove_link(unfinished)
             with torch.no_grad():
-                write_hf(
-                    SavedWeights(reader),
-                    model_config,
-                    config.policy,
-                    unfinished,
-                )
+                if model_config is None:
+                    _write_adapter(reader, config.policy, unfinished)
+                else:
+                    _write(reader, model_config, config.policy, unfinished)
         unfinished.rename(target)
     except NonFiniteError as error:
         # Repeating the export would fail in the same way, so its files have no use.
@@ -95,6 +118,45 @@ def export_checkpoint(
         cause = str(error) if number is None else os.strerror(number)
         raise ConfigError(f"--out {target} cannot be written: {cause}") from error
     return step_folder
+
+
+def _write(
+    reader: CheckpointReader,
+    model_config: PretrainedConfig,
+    config: PolicyConfig,
+    directory: Path,
+) -> None:
+    """Write the model of an open checkpoint; of one with LoRA adapters merged, and the adapters."""
+    if not config.lora.enabled:
+        write_hf(
+            SavedWeights(reader),
+            model_config,
+            config,
+            directory,
+        )
+        return
+    with open_merged(config.model_name, model_config, config.lora, reader) as merged:
+        write_hf(
+            merged,
+            model_config,
+            config,
+            directory,
+        )
+    _write_adapter(reader, config, directory / ADAPTER_DIRECTORY)
+
+
+def _write_adapter(
+    reader: CheckpointReader,
+    config: PolicyConfig,
+    directory: Path,
+) -> None:
+    """Write the LoRA adapters of an open checkpoint in the format of PEFT."""
+    write_adapter(
+        directory,
+        read_adapter(reader),
+        config.lora,
+        config.model_name,
+    )
 
 
 def _find(

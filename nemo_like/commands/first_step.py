@@ -10,8 +10,9 @@ from nemo_like.config.batching import StreamableDataConfig
 from nemo_like.config.schema import PolicyConfig, RunConfig
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.progress import Progress
-from nemo_like.training.dataset import RunData, load_training
+from nemo_like.training.dataset import RunData
 from nemo_like.training.model_files import open_encoder
+from nemo_like.training.training_sets import load_training
 
 
 def first_lengths(

@@ -199,12 +199,16 @@ def _configured(
     arguments: argparse.Namespace,
 ) -> PlanRequest:
     """Return the request for the batches that a run of `config` would form."""
+    from nemo_like.commands.plan_reward_models import reward_model_notes
     from nemo_like.config.parallel import policy_layout
+    from nemo_like.models.presets import load_spec
     from nemo_like.policy.batching import plan_spec
     from nemo_like.prediction.placement import placement_of
+    from nemo_like.prediction.teacher_memory import teacher_note
 
     model = _model_spec(arguments, config.policy.model_name)
     assert model is not None, "a config names a model"
+    model = model.with_output_head(config.output_head)
     notes: list[str] = []
     if config.parallel.expert > 1:
         notes.append(
@@ -216,10 +220,16 @@ def _configured(
             f"the {config.rows_per_example} rows of a {config.example} are planned independently;"
             " a run keeps them in one microbatch, with slightly more padding"
         )
+    placement = placement_of(config)
+    if config.teacher_names:
+        teachers = [load_spec(name) for name in config.teacher_names]
+        keeps_embeddings = config.keeps_teacher_embeddings
+        notes.append(teacher_note(teachers, placement, keeps_embeddings=keeps_embeddings))
+    notes += reward_model_notes(config)
     request = PlanRequest(
         rows=rows,
         model=model,
-        placement=placement_of(config),
+        placement=placement,
         batch_size=config.policy_in_rows.train_global_batch_size,
         notes=tuple(notes),
     )

@@ -10,23 +10,33 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_like.algorithms.registry import ALGORITHMS
+from nemo_like.commands.reward_model_checks import answered_sample, check_reward_models
 from nemo_like.config.check import derivation
 from nemo_like.config.schema import RunConfig
-from nemo_like.data.datasets import Rows, conversation, question
+from nemo_like.data.datasets import Rows, RowSchema
+from nemo_like.data.row_columns import check_columns
 from nemo_like.diagnostics.environment_checks import check_environment
 from nemo_like.diagnostics.report import Diagnostics, Report
 from nemo_like.environments.calling import BadReward, score_samples
 from nemo_like.environments.loading import load_reward_functions
-from nemo_like.environments.reward import RewardSample
 from nemo_like.models.pretrained import import_transformers_without_torch
+from nemo_like.models.spec import ModelSpec
 from nemo_like.progress import Progress
 from nemo_like.tracking import check_logger
-from nemo_like.training.dataset import RunData, load_training
+from nemo_like.training.dataset import RunData
+from nemo_like.training.lora_checks import lora_line
 from nemo_like.training.model_files import open_encoder, open_model_config
 from nemo_like.training.run_warnings import config_warnings, rows_warnings
+from nemo_like.training.training_sets import (
+    describe_mixture,
+    load_set,
+    mixed_rows,
+    training_files,
+)
 from nemo_like.training.validation_sets import check_sources, load_validation
 
 if TYPE_CHECKING:
@@ -47,10 +57,9 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
     _describe_generator(config, diagnostics)
     algorithm = ALGORITHMS[config.kind].import_data()
     schema = algorithm.ROW_SCHEMA
-    train = diagnostics.check(lambda: load_training(config, schema, Progress(sys.stderr)))
+    train = _load_training(config, schema, diagnostics)
     validation = diagnostics.check(lambda: load_validation(config, schema)) or {}
     if train is not None:
-        _describe_rows(config.data.train_path, train, diagnostics)
         diagnostics.warnings += rows_warnings(config, train)
     for name, rows in validation.items():
         _describe_rows(config.data.validation_files[name], rows, diagnostics)
@@ -72,7 +81,33 @@ def validate(config: RunConfig, *, without_torch: bool = False) -> Report:
         data = RunData(encoder, train, validation)
         algorithm.check_rows(config, data, model, diagnostics)
     check_environment(config, rewarded, encoder, diagnostics)
+    check_reward_models(config, rewarded, diagnostics)
     return diagnostics.report()
+
+
+def _load_training(
+    config: RunConfig,
+    schema: RowSchema,
+    diagnostics: Diagnostics,
+) -> Rows | None:
+    """Read and describe every training set; return their rows, None if one has a problem."""
+    num_problems = len(diagnostics.problems)
+    diagnostics.check(partial(check_columns, config.data.columns))
+    if len(diagnostics.problems) > num_problems:
+        return None
+    sets = {}
+    for name, path in training_files(config).items():
+        load = partial(load_set, config, schema, name, Progress(sys.stderr))
+        rows = diagnostics.check(load)
+        if rows is not None:
+            sets[name] = rows
+            _describe_rows(path, rows, diagnostics)
+    if len(diagnostics.problems) > num_problems:
+        return None
+    train = mixed_rows(sets, config.data.train_weights)
+    if train.mixture is not None:
+        diagnostics.add_lines("data", describe_mixture(train.mixture))
+    return train
 
 
 def _describe_generator(config: RunConfig, diagnostics: Diagnostics) -> None:
@@ -117,6 +152,9 @@ def _describe_model(
     if max_positions:
         sizes += f", positions up to {max_positions:,}"
     diagnostics.add_lines("model", f"{config.policy.model_name}: {model.model_type}, {sizes}")
+    if config.policy.lora.enabled:
+        spec = ModelSpec.from_config(model, config.policy.model_name)
+        diagnostics.add_lines("model", lora_line(config.policy.lora, spec))
     limit = config.policy.max_total_sequence_length
     if max_positions and limit > max_positions:
         diagnostics.warnings.append(
@@ -137,17 +175,7 @@ def _check_rewards(
     functions = diagnostics.check(lambda: load_reward_functions(config.reward.functions))
     if not functions or rows is None:
         return
-    sampled = question(rows[0])
-    last_message = conversation(rows[0])[-1]
-    completion = ""
-    if last_message["role"] == "assistant":
-        completion = last_message.get("content") or ""
-    sample = RewardSample(
-        prompt=sampled.text,
-        completion=completion,
-        answer=sampled.answer,
-        row=sampled.row,
-    )
+    sample = answered_sample(rows)
     for name, function in functions.items():
         path = config.reward.functions[name].path
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from nemo_like.config.check_data import data_problems
+from nemo_like.config.check_optimization import optimization_problems
 from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import (
@@ -20,6 +22,7 @@ from nemo_like.config.parallel import (
     workers_per_replica,
     workers_shown,
 )
+from nemo_like.config.reward_models import reward_model_problems
 from nemo_like.config.schema import (
     DynamicBatchingConfig,
     RunConfig,
@@ -52,10 +55,12 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *value_problems(config),
         *_batching_modes(config),
         *_compilation(config),
+        *_lora(config),
         *_timeouts(config),
         *_cluster(config),
         *_environment(config),
-        *_scheduler(config),
+        *optimization_problems(config),
+        *data_problems(config),
         *_validation(config),
         *_selection(config),
     ]
@@ -68,6 +73,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     problems += [*_worker_shares(config), *_budgets(config)]
     if config.generates:
         problems += [*_sampling(config), *_generation_layout(config)]
+        problems += reward_model_problems(config)
     return [*problems, *config.job_problems()]
 
 
@@ -177,6 +183,23 @@ def _compilation(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _lora(config: RunConfig) -> Iterator[Problem]:
+    lora = config.policy.lora
+    if lora.enabled and not lora.target_modules:
+        yield Problem(
+            ("policy.lora.target_modules",),
+            "policy.lora.target_modules is empty, so nothing would be trained: name linear layers,"
+            " e.g. [q_proj, v_proj], or set policy.lora.enabled to false",
+        )
+    if lora.adapter_path is not None and not lora.enabled:
+        yield Problem(
+            ("policy.lora.adapter_path", "policy.lora.enabled"),
+            f"policy.lora.adapter_path is {lora.adapter_path!r}, but policy.lora.enabled is false,"
+            " so the adapter would not be used: set policy.lora.enabled to true, or"
+            " policy.lora.adapter_path to null",
+        )
+
+
 def _timeouts(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if 0 < cluster.progress_timeout_s <= cluster.collective_timeout_s:
@@ -224,25 +247,6 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
             )
         elif name in _VARIABLES_SET_ELSEWHERE:
             yield Problem((key,), f"{key} has no effect: {_VARIABLES_SET_ELSEWHERE[name]}")
-
-
-def _scheduler(config: RunConfig) -> Iterator[Problem]:
-    scheduler = config.policy.scheduler
-    if scheduler.decay_steps is not None and scheduler.decay_steps <= scheduler.warmup_steps:
-        yield Problem(
-            ("policy.scheduler.decay_steps", "policy.scheduler.warmup_steps"),
-            f"policy.scheduler.decay_steps is {scheduler.decay_steps}, which includes the"
-            f" {scheduler.warmup_steps} warm-up steps; it must be above {scheduler.warmup_steps},"
-            " or null for the length of the run",
-        )
-    has_base = scheduler.base_batch_size is not None
-    if has_base != (scheduler.batch_size_scaling != "none"):
-        yield Problem(
-            ("policy.scheduler.batch_size_scaling", "policy.scheduler.base_batch_size"),
-            f"policy.scheduler.batch_size_scaling is {scheduler.batch_size_scaling} and"
-            f" policy.scheduler.base_batch_size is {scheduler.base_batch_size or 'null'}: scaling"
-            " needs the batch size for which policy.optimizer.lr was chosen; set both or none",
-        )
 
 
 def _validation(config: RunConfig) -> Iterator[Problem]:

@@ -124,6 +124,8 @@ def guess_kind(tree: Mapping[str, Any]) -> str | None:
         "max_length",
         "max_seq_length",
     }
+    if {"distillation", "teacher_model_name_or_path"} & set(tree):
+        return "distill"
     policy = _value_at(tree, "train.train_policy.type")
     if policy in ("sft", "grpo"):
         return policy
@@ -186,7 +188,8 @@ def missing_keys(
     """Return the required keys that are neither set nor the new name of a key that is set."""
     targets = _renamed_targets(found)
     needed = ["run_name", "policy.model_name", "data.train_path"]
-    if job.kind == "grpo":
+    has_models = any(target.startswith("reward.models.") for target in targets)
+    if job.kind == "grpo" and not has_models and not _value_at(tree, "reward.models"):
         needed.append("reward.functions")
     # The period of validation may be set under its own or under a foreign name.
     period_key = f"{job.kind}.val_period"

@@ -113,11 +113,16 @@ def obsolete(*paths: str) -> dict[str, Entry]:
 
 
 # Reasons that several tables give, so that keys of one cause share one line of the message.
-NO_LORA = "there is no LoRA, all weights are trained"
 NO_CRITIC = "advantages come from groups of completions, not from a value model"
 NO_OFFLOAD = "nothing is offloaded to the CPU"
-REWARD = "rewards are Python functions, named in reward.functions.<name>.path"
-DATASET = "data is read from files: write the path in data.train_path"
+REWARD = (
+    "rewards are Python functions, named in reward.functions.<name>.path, and reward models, named"
+    " in reward.models.<name>.model_name"
+)
+DATASET = (
+    "training data is a file or hf://NAME?split=SPLIT in data.train_path; further sets have names"
+    " in data.train_sets and weights in data.train_weights"
+)
 TOTAL_LENGTH = "policy.max_total_sequence_length limits prompt and completion together"
 TRACKERS = (
     "trackers are chosen with logger.tensorboard, logger.wandb_project and logger.mlflow_experiment"
@@ -131,16 +136,35 @@ KEEP_ALL = "null keeps all checkpoints; write a number in checkpointing.keep_lat
 WARMUP_RATIO = "write the number of steps in policy.scheduler.warmup_steps"
 ONLY_ADAMW = "the optimizer is AdamW"
 # One foreign key for both jobs; the target that the job does not have is ignored.
-STEPS = ("grpo.max_num_steps", "sft.max_num_steps")
-VAL_PERIOD = ("grpo.val_period", "sft.val_period")
-VAL_AT_START = ("grpo.val_at_start", "sft.val_at_start")
+STEPS = ("grpo.max_num_steps", "sft.max_num_steps", "distill.max_num_steps")
+VAL_PERIOD = ("grpo.val_period", "sft.val_period", "distill.val_period")
+VAL_AT_START = ("grpo.val_at_start", "sft.val_at_start", "distill.val_at_start")
 ADAMW = ("adamw", "adam", "torch.optim.adamw", "adamw_torch", "adamw_torch_fused")
+OPTIMIZERS = {
+    **dict.fromkeys(ADAMW, "adamw"),
+    "muon": "muon",
+    "torch.optim.muon": "muon",
+    **dict.fromkeys(
+        (
+            "adamw_8bit",
+            "adamw8bit",
+            "adamw_bnb_8bit",
+            "adamw_torch_8bit",
+            "torchao.optim.adamw8bit",
+            "bitsandbytes.optim.adamw8bit",
+        ),
+        "adamw_8bit",
+    ),
+}
 SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "linear": "linear",
     "cosine": "cosine",
+    "cosine_with_restarts": "cosine_restarts",
+    "warmup_stable_decay": "wsd",
 }
+WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt", "minus_sqrt": "sqrt"}
 RECOMPUTED = {"true": "full", "false": None}
 # None: leaving the key out has the same effect.
 DTYPES = {

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from nemo_like.config.foreign_distillation import NEMO_RL_DISTILLATION
 from nemo_like.config.foreign_entries import (
     ADAMW,
     DATASET,
     KEEP_ALL,
     LAST_ROWS,
-    NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
+    OPTIMIZERS,
     RECOMPUTED,
     REWARD,
     TRACKERS,
+    WSD_SHAPES,
     Entry,
     Obsolete,
     Unsupported,
@@ -21,6 +23,8 @@ from nemo_like.config.foreign_entries import (
     unsupported,
 )
 from nemo_like.config.foreign_generation import NEMO_RL_GENERATION
+from nemo_like.config.foreign_lora import NEMO_RL_LORA
+from nemo_like.config.foreign_reward import NEMO_RL_REWARD
 
 _SCHEDULER = (
     "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
@@ -117,7 +121,7 @@ _JOBS: dict[str, Entry] = {
     **unsupported(
         "no rows are dropped by their log-prob error", "grpo.seq_logprob_error_threshold"
     ),
-    **unsupported("all assistant turns are trained on (data.train_on)", "sft.only_unmask_final"),
+    "sft.only_unmask_final": to("data.train_on", values={"true": "last", "false": None}),
 }
 
 _LOSS: dict[str, Entry] = {
@@ -178,7 +182,6 @@ _POLICY: dict[str, Entry] = {
         NO_OFFLOAD, "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"
     ),
     **unsupported("there is no draft model", "policy.draft"),
-    **unsupported(ONLY_ADAMW, "policy.optimizer.name", off=ADAMW),
     "policy.optimizer.kwargs.lr": to("policy.optimizer.lr"),
     "policy.optimizer.kwargs.weight_decay": to("policy.optimizer.weight_decay"),
     "policy.optimizer.kwargs.betas": to(
@@ -198,7 +201,7 @@ _POLICY: dict[str, Entry] = {
     "policy.dtensor_cfg.expert_parallel_size": to("parallel.expert"),
     **obsolete("policy.dtensor_cfg._v2"),
     "policy.dtensor_cfg.dp_replicate_size": to("parallel.replicas"),
-    **unsupported(NO_LORA, "policy.dtensor_cfg.lora_cfg", "policy.megatron_cfg.peft"),
+    **NEMO_RL_LORA,
     **unsupported(_DTENSOR, "policy.dtensor_cfg"),
     "policy.megatron_cfg.enabled": to("policy.engine", values={"true": "megatron"}),
     "policy.megatron_cfg.sequence_parallel": to("parallel.sequence"),
@@ -224,8 +227,13 @@ _POLICY: dict[str, Entry] = {
             "constant": "constant",
             "linear": "linear",
             "cosine": "cosine",
+            "wsd": "wsd",
         },
     ),
+    "policy.megatron_cfg.scheduler.lr_wsd_decay_style": to(
+        "policy.scheduler.wsd_decay_shape", values=WSD_SHAPES
+    ),
+    "policy.megatron_cfg.scheduler.lr_wsd_decay_iters": to("policy.scheduler.wsd_decay_steps"),
     "policy.megatron_cfg.scheduler.lr_warmup_iters": to("policy.scheduler.warmup_steps"),
     "policy.megatron_cfg.scheduler.lr_decay_iters": to("policy.scheduler.decay_steps"),
     **unsupported(_MEGATRON, "policy.megatron_cfg"),
@@ -236,8 +244,12 @@ _DATA: dict[str, Entry] = {
         _LENGTH, "data.max_input_seq_length", off=("${policy.max_total_sequence_length}",)
     ),
     **obsolete("data.num_workers", "data.add_bos", "data.add_eos", "data.add_generation_prompt"),
-    **unsupported("there is one source of training data", "data.use_multiple_dataloader"),
+    **unsupported(
+        "a step has rows of all sets, by data.train_weights", "data.use_multiple_dataloader"
+    ),
     "data.train.data_path": to("data.train_path"),
+    "data.train.input_key": to("data.columns.prompt"),
+    "data.train.output_key": to("data.columns.answer", sft="data.columns.completion"),
     "data.validation.data_path": to("data.validation_path"),
     "data.train_data_path": to("data.train_path"),
     "data.val_data_path": to("data.validation_path"),
@@ -290,7 +302,6 @@ _REST: dict[str, Entry] = {
     **obsolete("cluster.master_port_range_low", "cluster.master_port_range_high"),
     **unsupported("Ray places the workers", "cluster.segment_size"),
     **unsupported("rows go through Ray", "data_plane"),
-    **unsupported("there is no distillation", "on_policy_distillation"),
 }
 
 NEMO_RL: dict[str, Entry] = {
@@ -299,11 +310,17 @@ NEMO_RL: dict[str, Entry] = {
     **_POLICY,
     **NEMO_RL_GENERATION,
     **_DATA,
+    **NEMO_RL_REWARD,
     **_REST,
+    **NEMO_RL_DISTILLATION,
 }
 
 SAME_KEYS: dict[str, tuple[type, Entry]] = {
     "policy.scheduler": (list, Unsupported(_SCHEDULER)),
+    "policy.optimizer.name": (
+        str,
+        to("policy.optimizer.name", values={**OPTIMIZERS, "*": "*"}),
+    ),
     "logger.tensorboard": (dict, Obsolete()),
     "policy.generation.backend": (
         str,

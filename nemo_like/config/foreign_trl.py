@@ -4,14 +4,15 @@ schema.
 
 from __future__ import annotations
 
+from nemo_like.config.foreign_distillation import TRL_DISTILLATION
 from nemo_like.config.foreign_entries import (
     ADAMW,
     DATASET,
     DTYPES,
     KEEP_ALL,
-    NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
+    OPTIMIZERS,
     RECOMPUTED,
     REWARD,
     SCHEDULES,
@@ -22,17 +23,22 @@ from nemo_like.config.foreign_entries import (
     VAL_AT_START,
     VAL_PERIOD,
     WARMUP_RATIO,
+    WSD_SHAPES,
     Entry,
     obsolete,
     to,
     unsupported,
 )
 from nemo_like.config.foreign_generation import COSMOS_RL_GENERATION, TRL_GENERATION
+from nemo_like.config.foreign_lora import COSMOS_RL_LORA, TRL_LORA
+from nemo_like.config.foreign_reward import TRL_REWARD
 
 _OFF = {"-1": None, "*": "*"}
 
 TRL: dict[str, Entry] = {
     **TRL_GENERATION,
+    **TRL_DISTILLATION,
+    **TRL_REWARD,
     "model_name_or_path": to("policy.model_name"),
     "tokenizer_name_or_path": to("policy.tokenizer_name"),
     "chat_template_path": to("policy.chat_template"),
@@ -44,16 +50,25 @@ TRL: dict[str, Entry] = {
     "adam_beta1": to("policy.optimizer.beta1"),
     "adam_beta2": to("policy.optimizer.beta2"),
     "adam_epsilon": to("policy.optimizer.eps"),
-    **unsupported(ONLY_ADAMW, "optim", off=ADAMW),
+    "optim": to("policy.optimizer.name", values=OPTIMIZERS),
     "max_grad_norm": to("policy.max_grad_norm"),
     "lr_scheduler_type": to("policy.scheduler.kind", values=SCHEDULES),
+    "lr_scheduler_kwargs.num_cycles": to("policy.scheduler.num_cycles"),
+    "lr_scheduler_kwargs.num_decay_steps": to("policy.scheduler.wsd_decay_steps"),
+    "lr_scheduler_kwargs.decay_type": to("policy.scheduler.wsd_decay_shape", values=WSD_SHAPES),
+    "lr_scheduler_kwargs.min_lr_ratio": to("policy.scheduler.min_ratio"),
+    **unsupported(
+        "policy.scheduler has decay_steps, wsd_decay_steps, num_cycles and min_ratio",
+        "lr_scheduler_kwargs",
+    ),
     "warmup_steps": to("policy.scheduler.warmup_steps"),
     "gradient_checkpointing": to("policy.activation_checkpointing", values=RECOMPUTED),
     "per_device_train_batch_size": to("policy.train_micro_batch_size"),
     "max_length": to("policy.max_total_sequence_length"),
     "max_seq_length": to("policy.max_total_sequence_length"),
     "packing": to("policy.sequence_packing.enabled"),
-    "beta": to("loss_fn.reference_policy_kl_penalty"),
+    # Of GRPO and of GKD.
+    "beta": to("loss_fn.reference_policy_kl_penalty", "distill.jsd_beta"),
     "epsilon": to("loss_fn.ratio_clip_min"),
     "epsilon_high": to("loss_fn.ratio_clip_max"),
     "scale_rewards": to(
@@ -117,17 +132,20 @@ TRL: dict[str, Entry] = {
     "mask_truncated_completions": to(
         "grpo.overlong.filter", values={"true": "true", "false": None}
     ),
-    **unsupported(NO_LORA, "use_peft", "load_in_4bit", "load_in_8bit"),
-    **obsolete("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_task_type"),
-    **unsupported(REWARD, "reward_funcs", "reward_weights", "reward_model_name_or_path"),
+    **TRL_LORA,
+    **unsupported(REWARD, "reward_funcs", "reward_weights"),
+    "dataset_name": to("data.train_path", note="as hf://NAME?split=SPLIT, or a file"),
     **unsupported(
-        DATASET,
-        "dataset_name",
+        "the configuration and the split are part of data.train_path and data.validation_path:"
+        " hf://NAME?config=CONFIG&split=SPLIT",
         "dataset_config",
         "dataset_train_split",
         "dataset_test_split",
-        "dataset_text_field",
     ),
+    "dataset_text_field": to(
+        "data.columns.text", values={"text": None, "messages": None, "*": "*"}
+    ),
+    **unsupported(DATASET, "datasets", "dataset_mixture"),
     **unsupported(TRACKERS, "report_to", off=("none",)),
     **unsupported(TRUST_CODE, "trust_remote_code"),
     **unsupported("set resume to continue a run_name", "resume_from_checkpoint"),
@@ -201,11 +219,11 @@ COSMOS_RL: dict[str, Entry] = {
     ),
     **unsupported("each row is used once per step", "train.train_policy.mu_iterations", off=("1",)),
     **unsupported(REWARD, "train.train_policy.reward_function"),
-    **unsupported(
-        DATASET, "train.train_policy.dataset", "train.train_policy.conversation_column_name"
-    ),
-    **unsupported(
-        DATASET, "train.train_policy.prompt_column_name", "train.train_policy.response_column_name"
+    **unsupported(DATASET, "train.train_policy.dataset"),
+    "train.train_policy.conversation_column_name": to("data.columns.conversations"),
+    "train.train_policy.prompt_column_name": to("data.columns.prompt"),
+    "train.train_policy.response_column_name": to(
+        "data.columns.answer", sft="data.columns.completion"
     ),
     **unsupported(NO_OFFLOAD, "train.fsdp_offload"),
     **obsolete(
@@ -221,6 +239,7 @@ COSMOS_RL: dict[str, Entry] = {
     ),
     **unsupported("this setting of the training has no counterpart", "train"),
     **COSMOS_RL_GENERATION,
+    **COSMOS_RL_LORA,
     "logging.experiment_name": to("run_name"),
     "logging.project_name": to("logger.wandb_project", note="only to log to Weights & Biases"),
     **unsupported(TRACKERS, "logging"),

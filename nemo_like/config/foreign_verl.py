@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from nemo_like.config.foreign_entries import (
-    ADAMW,
     KEEP_ALL,
     NO_CRITIC,
-    NO_LORA,
     NO_OFFLOAD,
     ONLY_ADAMW,
+    OPTIMIZERS,
     RECOMPUTED,
     REWARD,
     SCHEDULES,
@@ -25,6 +24,8 @@ from nemo_like.config.foreign_entries import (
     unsupported,
 )
 from nemo_like.config.foreign_generation import VERL_GENERATION
+from nemo_like.config.foreign_lora import verl_lora
+from nemo_like.config.foreign_reward import VERL_REWARD
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -35,6 +36,7 @@ _ESTIMATORS = {"grpo": "group_mean", "rloo": "leave_one_out"}
 _ROW_CAP = {"-1": None, "*": "*"}
 _NO_PERIOD = {"-1": "0", "*": "*"}
 _DROPPED = "the format is recognised from the columns"
+_PROMPT_LENGTH = f"if filter_overlong_prompts is true; else delete it: {TOTAL_LENGTH}"
 
 
 def _model(prefix: str) -> dict[str, Entry]:
@@ -59,14 +61,8 @@ def _model(prefix: str) -> dict[str, Entry]:
             f"{prefix}.enable_activation_offload",
             f"{prefix}.fsdp_config",
         ),
-        **unsupported(
-            NO_LORA,
-            f"{prefix}.lora_rank",
-            off=("0",),
-        ),
+        **verl_lora(prefix),
         **obsolete(
-            f"{prefix}.lora_alpha",
-            f"{prefix}.target_modules",
             f"{prefix}.use_shm",
             f"{prefix}.use_liger",
             f"{prefix}.use_fused_kernels",
@@ -92,7 +88,7 @@ def _optimizer(prefix: str) -> dict[str, Entry]:
         f"{prefix}.lr_scheduler": to("policy.scheduler.kind", values=SCHEDULES),
         f"{prefix}.warmup_style": to("policy.scheduler.kind", values=SCHEDULES),
         f"{prefix}.total_training_steps": to("policy.scheduler.decay_steps", values=_ROW_CAP),
-        **unsupported(ONLY_ADAMW, f"{prefix}.optimizer", off=ADAMW),
+        f"{prefix}.optimizer": to("policy.optimizer.name", values=OPTIMIZERS),
         **obsolete(
             f"{prefix}.optimizer_impl",
             f"{prefix}.num_cycles",
@@ -191,7 +187,9 @@ _REFERENCE_KEYS: dict[str, Entry] = {
 }
 
 _DATA_KEYS: dict[str, Entry] = {
-    "data.train_files": to("data.train_path", note="one file"),
+    "data.train_files": to(
+        "data.train_path", note="one file; the others of a list by name in data.train_sets"
+    ),
     "data.val_files": to("data.validation_path", note="one file"),
     "data.train_max_samples": to("data.max_train_rows", values=_ROW_CAP),
     "data.val_max_samples": to("data.max_validation_rows", values=_ROW_CAP),
@@ -208,15 +206,13 @@ _DATA_KEYS: dict[str, Entry] = {
     "data.tokenizer": to("policy.tokenizer_name"),
     "data.chat_template": to("policy.chat_template", note="the path of a Jinja file"),
     "data.seed": to("seed"),
-    **unsupported(TOTAL_LENGTH, "data.max_prompt_length"),
-    **unsupported(
-        "set policy.oversize_rows, which decides what happens to long rows",
-        "data.filter_overlong_prompts",
-    ),
+    "data.max_prompt_length": to("data.max_prompt_tokens", note=_PROMPT_LENGTH),
+    # Prompts above data.max_prompt_tokens are always left out.
+    **obsolete("data.filter_overlong_prompts"),
+    "data.prompt_key": to("data.columns.prompt", values={"prompt": None, "*": "*"}),
+    "data.response_key": to("data.columns.completion", note="a text or a list of messages"),
     **unsupported(
         _DROPPED,
-        "data.prompt_key",
-        "data.response_key",
         "data.prompt_dict_keys",
         "data.response_dict_keys",
         "data.multiturn",
@@ -357,6 +353,7 @@ VERL: dict[str, Entry] = {
     **_REFERENCE_KEYS,
     **_DATA_KEYS,
     **_ALGORITHM_KEYS,
+    **VERL_REWARD,
     **_TRAINER_KEYS,
     **_SFT_KEYS,
     "actor_rollout_ref.nccl_timeout": to("cluster.collective_timeout_s"),

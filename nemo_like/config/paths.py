@@ -13,7 +13,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.reward import RewardModelConfig
 from nemo_like.config.schema import RunConfig
+
+HUB_PREFIX = "hf://"
+"""Beginning of a data set of the Hugging Face hub."""
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
@@ -29,28 +33,35 @@ def resolve_paths(config: ConfigT) -> ConfigT:
     data = config.data
     tokenizer_name = policy.tokenizer_name
     if tokenizer_name is not None:
-        tokenizer_name = _model(tokenizer_name)
+        tokenizer_name = model_path(tokenizer_name)
     chat_template = policy.chat_template
     if chat_template is not None:
         chat_template = _absolute(chat_template)
+    lora = policy.lora
+    if lora.adapter_path is not None:
+        lora = replace(lora, adapter_path=_absolute(lora.adapter_path))
+    models = {name: _reward_model(model) for name, model in config.reward.models.items()}
     validation_path = data.validation_path
     if validation_path is not None:
-        validation_path = _absolute(validation_path)
+        validation_path = _data(validation_path)
     return replace(
         config,
         output_dir=_absolute(config.output_dir),
         policy=replace(
             policy,
-            model_name=_model(policy.model_name),
+            model_name=model_path(policy.model_name),
             tokenizer_name=tokenizer_name,
             chat_template=chat_template,
+            lora=lora,
         ),
         data=replace(
             data,
-            train_path=_absolute(data.train_path),
+            train_path=_data(data.train_path),
+            train_sets={name: _data(path) for name, path in data.train_sets.items()},
             validation_path=validation_path,
-            validation_sets={name: _absolute(path) for name, path in data.validation_sets.items()},
+            validation_sets={name: _data(path) for name, path in data.validation_sets.items()},
         ),
+        reward=replace(config.reward, models=models),
     )
 
 
@@ -70,11 +81,32 @@ def require_model_directory(key: str, name: str) -> None:
         )
 
 
-def _model(name: str) -> str:
+def _reward_model(model: RewardModelConfig) -> RewardModelConfig:
+    tokenizer_name = model.tokenizer_name
+    if tokenizer_name is not None:
+        tokenizer_name = model_path(tokenizer_name)
+    chat_template = model.chat_template
+    if chat_template is not None:
+        chat_template = _absolute(chat_template)
+    return replace(
+        model,
+        model_name=model_path(model.model_name),
+        tokenizer_name=tokenizer_name,
+        chat_template=chat_template,
+    )
+
+
+def model_path(name: str) -> str:
+    """Return the absolute path of a model or tokenizer, or a name of a hub unchanged."""
     # `org/model` is the name of a hub, and a path only if there is such a directory.
     exists = os.path.exists(os.path.expanduser(name))
     is_path = exists or name.startswith(("./", "../", "~", "/"))
     return _absolute(name) if is_path else name
+
+
+def _data(path: str) -> str:
+    """Return the path of a data file or directory; a name of the hub is not changed."""
+    return path if path.startswith(HUB_PREFIX) else _absolute(path)
 
 
 def _absolute(path: str) -> str:

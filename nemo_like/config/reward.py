@@ -1,11 +1,11 @@
-"""Keys of `reward`: the functions that score completions, and what happens when one fails."""
+"""Keys of `reward`: functions and models that score completions, and what a failure does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nemo_like.config.constraints import Above, AtLeast, AtMost, ImportPath
+from nemo_like.config.constraints import Above, AtLeast, AtMost, ImportPath, NotEmpty
 
 OnError = Literal["stop", "zero", "drop"]
 
@@ -26,10 +26,41 @@ class RewardFunctionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """One reward model: sequence classification with one output, as `nemo-like rm` exports it."""
+
+    model_name: Annotated[str, NotEmpty()]
+    """Directory of the model, or a hub name that is in the local cache."""
+    tokenizer_name: str | None = None
+    """Directory or hub name of the tokenizer; null uses the model's."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's chat template."""
+    weight: float = 1.0
+    """Weight of the score in the sum; may be negative, and 0 logs the score only."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights and of the forward pass."""
+    max_length: Annotated[int | None, AtLeast(1)] = None
+    """Max tokens of a conversation in the reward model's own tokenizer; null is the number of
+    positions of the model."""
+    oversize_rows: Literal["error", "truncate"] = "error"
+    """Conversations above `max_length`: `error` is a failed reward, for which `reward.on_error`
+    decides; `truncate` removes the beginning, because the score is read at the last token."""
+    mb_tokens: Annotated[int, AtLeast(1)] = 8192
+    """Max tokens per packed microbatch; a longer conversation has a microbatch of its own."""
+    num_workers: Annotated[int, AtLeast(0)] = 0
+    """Workers with resources of their own, over which the model is sharded; 0 runs it on those of
+    the policy, and in host memory while it does not score."""
+    max_restarts: Annotated[int, AtLeast(0)] = 1
+    """Number of times in a run that the workers are started again after one died or hung. The next
+    failure stops the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Rewards of completions: the weighted sum of plain functions."""
+    """Rewards of completions: the weighted sum of functions and of scores of reward models."""
 
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
+    models: dict[str, RewardModelConfig] = field(default_factory=dict)
     num_workers: Annotated[int, AtLeast(1)] = 1
     """Processes that compute rewards."""
     timeout_s: Annotated[float | None, Above(0)] = None
@@ -44,3 +75,11 @@ class RewardConfig:
     """Max share of the completions of a rollout with a failed function, for `on_error` `zero` and
     `drop`; above it the run stops. The refills of dynamic sampling count with the rollout of their
     step."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of all functions and models, by name."""
+        weights = {name: function.weight for name, function in self.functions.items()}
+        for name, model in self.models.items():
+            weights[name] = model.weight
+        return weights

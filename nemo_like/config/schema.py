@@ -16,9 +16,9 @@ from nemo_like.config.constraints import (
     Above,
     AtLeast,
     AtMost,
-    Below,
     DirectoryName,
     Duration,
+    NoEmptyTexts,
     NotEmpty,
     PromptTemplate,
 )
@@ -26,6 +26,9 @@ from nemo_like.config.early_stopping import EarlyStoppingConfig
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.errors import Problem
 from nemo_like.config.generation import GenerationConfig
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import EmaConfig, OptimizerConfig, SchedulerConfig
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.reward import RewardConfig
 
 PackingName = Literal[
@@ -91,44 +94,6 @@ class DynamicBatchingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW. Weight decay is not applied to norms and biases."""
-
-    lr: Annotated[float, Above(0)] = 1e-5
-    """Peak learning rate; `policy.scheduler` scales it per optimizer step."""
-    weight_decay: Annotated[float, AtLeast(0)] = 0.01
-    """Decoupled weight decay, multiplied by the learning rate."""
-    beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
-    """Decay of the running mean of gradients."""
-    beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
-    """Decay of the running mean of squared gradients."""
-    eps: Annotated[float, Above(0)] = 1e-8
-    """Constant added to the denominator of the update."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Learning-rate schedule, as a fraction of `policy.optimizer.lr` per optimizer step."""
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the schedule after warm-up."""
-    warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Optimizer steps of linear warm-up from 0."""
-    decay_steps: int | None = None
-    """Optimizer step at which `min_ratio` is reached, warm-up included; null is the last step of
-    the run. Must be above `warmup_steps`."""
-    min_ratio: Annotated[float, AtLeast(0), AtMost(1)] = 0.0
-    """Final learning rate as a fraction of `policy.optimizer.lr` (linear and cosine)."""
-    batch_size_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate of each step by its batch size over `base_batch_size`, or by the
-    square root of that ratio; for steps of different size."""
-    base_batch_size: Annotated[int | None, AtLeast(1)] = None
-    """Batch size for which `policy.optimizer.lr` was chosen; needed by `batch_size_scaling`."""
-    batch_size_unit: Literal["rows", "tokens"] = "rows"
-    """Unit of `base_batch_size`: rows, or tokens with loss. The loss is a mean over tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """The model that is trained, and how its batches are formed."""
 
@@ -181,6 +146,12 @@ class PolicyConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: Annotated[tuple[str, ...], NoEmptyTexts()] = ()
+    """Weights that are not trained: patterns on their Hugging Face names, e.g.
+    `[model.embed_tokens.*, "model.layers.[0-7].*"]`. They have no gradient and no optimizer state,
+    and are stored in `policy.precision`."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def chunk_size(self, device_type: str) -> int:
@@ -190,12 +161,25 @@ class PolicyConfig:
         return CUDA_CHUNK_TOKENS if device_type == "cuda" else CHUNK_TOKENS
 
 
+MAIN_SET = "train"
+"""Name of `data.train_path` among `data.train_sets`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Training and validation files. The row format is detected from the columns."""
 
     train_path: Annotated[str, NotEmpty()]
-    """A .jsonl, .json or .parquet file, or a directory written by `datasets.save_to_disk`."""
+    """A .jsonl, .csv (each also as .gz or .zst), .json or .parquet file, a directory written by
+    `datasets.save_to_disk`, or a data set of the Hugging Face hub as `hf://NAME?split=SPLIT`."""
+    train_sets: dict[str, str] = field(default_factory=dict)
+    """Further training files by name, e.g. `{code: code.jsonl}`, mixed with `train_path` by
+    `train_weights`. Names are of lower-case letters, digits and '_'; `train` is `train_path`."""
+    train_weights: dict[str, float] = field(default_factory=dict)
+    """Relative weights of `train` and of the other sets in every part of the run, e.g.
+    `{train: 0.7, code: 0.3}`. Without weights they are the numbers of rows."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns of the files by what they mean here, e.g. `{prompt: problem, answer: solution}`."""
     validation_path: str | None = None
     """Validation rows in the same formats; null turns validation off."""
     validation_sets: dict[str, str] = field(default_factory=dict)
@@ -205,15 +189,23 @@ class DataConfig:
     """Column of the validation rows that names their source; the metrics of generated answers are
     then logged for each source as well, as `validation/source_<source>/...`. null turns it off."""
     max_train_rows: Annotated[int | None, AtLeast(1)] = None
-    """Use only the first rows of `train_path`; null uses all."""
+    """Use only the first rows of each training file; null uses all."""
     max_validation_rows: Annotated[int | None, AtLeast(1)] = None
     """Use only the first rows of each validation file; null uses all."""
+    min_pass_rate: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """Leave out training rows whose column `pass_rate` is below this; null keeps all."""
+    max_pass_rate: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """Leave out training rows whose column `pass_rate` is above this; null keeps all."""
+    max_prompt_tokens: Annotated[int | None, AtLeast(1)] = None
+    """Leave out prompts of rollouts that have more tokens than this, as the chat template renders
+    them; null keeps all."""
     prompt_template: Annotated[str | None, PromptTemplate()] = None
     """Format string applied to the user's text, e.g. "Solve: {prompt}"."""
     system_prompt: str | None = None
     """System message put in front of every conversation that has none."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """Tokens that contribute to the SFT loss: those of assistant turns, or all."""
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    """Tokens that contribute to the SFT loss: those of assistant turns, all, or those of the last
+    assistant turn. A message with `train: false` or `weight: 0` never contributes."""
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch, derived from `seed`."""
     last_batch: Literal["keep", "drop"] = "keep"
@@ -392,6 +384,8 @@ class RunConfig:
     """Name of the job: the command, and the section of its own keys."""
     example: ClassVar[str] = "row"
     """Noun for an example of the training file, for messages."""
+    output_head: ClassVar[OutputHead] = "vocabulary"
+    """`scores` for the training of a reward model."""
     rows_per_example: ClassVar[int] = 1
     """Rows that one example of the training file becomes and that must share a microbatch. The
     batch sizes of `policy` count examples."""
@@ -399,6 +393,26 @@ class RunConfig:
     @property
     def generates(self) -> bool:
         """True if the run samples completions, which needs a generator and reward workers."""
+        return False
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if sampled completions are scored by reward functions."""
+        return self.generates
+
+    @property
+    def encoded_as(self) -> str:
+        """Name of the job that encodes a row in the same way, in processes of its own."""
+        return self.kind
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Models that the workers keep besides the policy, as teachers."""
+        return ()
+
+    @property
+    def keeps_teacher_embeddings(self) -> bool:
+        """True if the output embeddings of teachers stay on the devices during training."""
         return False
 
     @property

@@ -191,20 +191,11 @@ class ChatEncoder:
 
     def _prepare(self, messages: Sequence[Message]) -> list[Message]:
         """Add the system prompt and apply the prompt template."""
-        prepared = list(messages)
-        # A system prompt of the row takes precedence.
-        has_own = any(message["role"] == "system" for message in messages)
-        if self._system_prompt is not None and not has_own:
-            prepared.insert(0, {"role": "system", "content": self._system_prompt})
-        template = self._prompt_template
-        if template is None:
-            return prepared
-        for index, message in enumerate(prepared):
-            if message["role"] == "user":
-                content = template.format(prompt=message["content"])
-                # A copy: the message belongs to the row.
-                prepared[index] = {**message, "content": content}
-        return prepared
+        return prepare_messages(
+            messages,
+            system_prompt=self._system_prompt,
+            prompt_template=self._prompt_template,
+        )
 
     def _encode_spans(self, text: str, spans: list[Span]) -> EncodedRow:
         """Encode `text` up to the end of the last span, tokenized separately at the start of spans.
@@ -370,6 +361,28 @@ class ChatEncoder:
                 text += "\n"
         check_rendered(messages, tools, text, trains=True)
         return text, spans
+
+
+def prepare_messages(
+    messages: Sequence[Message],
+    *,
+    system_prompt: str | None,
+    prompt_template: str | None,
+) -> list[Message]:
+    """Add the system prompt to messages without one; apply the template to every user turn."""
+    prepared = list(messages)
+    # A system prompt of the row takes precedence.
+    has_own = any(message["role"] == "system" for message in messages)
+    if system_prompt is not None and not has_own:
+        prepared.insert(0, {"role": "system", "content": system_prompt})
+    if prompt_template is None:
+        return prepared
+    for index, message in enumerate(prepared):
+        if message["role"] == "user":
+            content = prompt_template.format(prompt=message["content"])
+            # A copy: the message belongs to the row.
+            prepared[index] = {**message, "content": content}
+    return prepared
 
 
 def _first_token(encoding: Any, positions: range) -> int | None:

@@ -4,24 +4,27 @@ A `RowSchema` has the formats that a job understands. Those of SFT and of rollou
 (optionally `answer`), `prompt` with `completion` or `answer` or neither, GSM8K's `question` and
 `answer` with `####`; each optionally with `tools`, the functions that the model may call. Rows are
 converted to a conversation (for SFT) or a question (for a rollout). Nothing is tokenized here;
-`row_files` reads the files.
+`row_loading` reads the files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from nemo_like.config.errors import ConfigError, shown_path
-from nemo_like.config.text import is_possible_path, printable, shortened
-from nemo_like.data.row_files import SUPPORTED_FILES, UNDERSTOOD, Row, read_rows, shown_json
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.text import printable, shortened
+from nemo_like.data.loss_flags import flags_problem
+from nemo_like.data.mixture import Mixture
+from nemo_like.data.row_files import UNDERSTOOD, Row, shown_json
+from nemo_like.data.row_locations import Locations
+from nemo_like.data.token_rows import token_row_problem
 from nemo_like.data.tools import (
     Message,
     Tool,
@@ -40,22 +43,22 @@ __all__ = [
     "RowSchema",
     "Rows",
     "conversation",
-    "load_rows",
     "question",
 ]
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may have a list of messages."""
-_FORMATS = (
+_PROMPT_FORMATS = (
     ("messages",),
     ("prompt", "completion"),
     ("prompt", "answer"),
     ("prompt",),
     ("question", "answer"),
 )
-_ROWS_PER_ADVANCE = 1000
-"""Rows between two reports of progress."""
+_SFT_FORMATS = (*_PROMPT_FORMATS, ("input_ids",), ("text",))
+"""Raw text comes last: data sets have it beside the columns from which it was made."""
+_SFT_UNDERSTOOD = f"{UNDERSTOOD}; input_ids [+ labels or token_mask]; text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,11 @@ class RowSchema:
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """The rows of one file or directory; all have the same format."""
+    """The rows of one file or directory, which have the same format, or of several sources."""
 
-    rows: list[Row]
-    locations: Sequence[str]
+    rows: Sequence[Row]
+    """Large files are not in memory; see `row_store`."""
+    locations: Locations
     """Location of each row. Example: `data/train.jsonl:17`."""
     format: tuple[str, ...]
     """Columns by which the format was recognized."""
@@ -109,6 +113,22 @@ class Rows(Sequence[Row]):
     """uint64 [N]: hash of the content of each row, which identifies the row after the file has
     changed.
     """
+    num_left_out: int = 0
+    """Rows of the file that a selection left out."""
+    mixture: Mixture | None = None
+    """The sources of the rows, if they are visited by weight."""
+
+    @property
+    def sources(self) -> dict[str, range]:
+        """Indices of the rows of each source; the name is empty without a mixture."""
+        if self.mixture is None:
+            return {"": range(len(self))}
+        sources = {}
+        start = 0
+        for name, size in zip(self.mixture.names, self.mixture.sizes, strict=True):
+            sources[name] = range(start, start + size)
+            start += size
+        return sources
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -118,53 +138,9 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return list(self.rows[index])
         return self.rows[index]
-
-
-def load_rows(
-    path: str | Path,
-    schema: RowSchema,
-    *,
-    max_rows: int | None = None,
-    key: str = "data.train_path",
-    advance: Callable[[int], None] | None = None,
-) -> Rows:
-    """Load the first `max_rows` rows (default all) and check each against `schema`.
-
-    `advance` is called with the number of rows read since its last call. Raises ConfigError that
-    names `key` and the path, or the file, the line and the problem of the row.
-    """
-    path = Path(path).expanduser()
-    if not is_possible_path(str(path)) or not path.exists():
-        raise ConfigError(
-            f"{key}: there is no {shortened(repr(str(path)), 300)}; give {SUPPORTED_FILES}"
-        )
-    rows: list[Row] = []
-    locations: list[str] = []
-    digests: list[int] = []
-    columns: tuple[str, ...] = ()
-    for location, row, content in islice(read_rows(path, key), max_rows):
-        # The first row decides the format of the file.
-        columns = columns or schema.recognize(row, location)
-        problem = _problem(row, columns, schema)
-        if problem:
-            raise ConfigError(f"{location}: {problem}")
-        rows.append(row)
-        locations.append(location)
-        digests.append(row_digest(content))
-        if advance is not None and len(rows) % _ROWS_PER_ADVANCE == 0:
-            advance(_ROWS_PER_ADVANCE)
-    if not rows:
-        limit = "" if max_rows is None else f" (the first {max_rows} were requested)"
-        raise ConfigError(f"{key}: {shown_path(path)} has no rows{limit}")
-    if advance is not None:
-        advance(len(rows) % _ROWS_PER_ADVANCE)
-    return Rows(
-        rows,
-        locations,
-        columns,
-        np.array(digests, np.uint64),
-    )
 
 
 def row_digest(content: bytes) -> int:
@@ -175,20 +151,30 @@ def row_digest(content: bytes) -> int:
 def conversation(row: Row) -> list[Message]:
     """Return the turns that SFT trains on.
 
-    The last is an assistant turn if the row has a completion or an answer.
+    The last is an assistant turn if the row has a completion or an answer. Raw text is one turn of
+    the assistant; a row of token ids has no turns.
     """
+    return [clean_message(message) for message in flagged_conversation(row)]
+
+
+def flagged_conversation(row: Row) -> list[Message]:
+    """Return the turns of `conversation` as in the file, with the loss flags of `loss_flags`."""
     columns = SFT_ROWS.recognize(row, "row")
+    if columns == ("input_ids",):
+        return []
+    if columns == ("text",):
+        return [{"role": "assistant", "content": row["text"]}]
     if columns == ("messages",):
-        return [clean_message(message) for message in row["messages"]]
+        return list(row["messages"])
     if columns == ("question", "answer"):
         return [
             {"role": "user", "content": row["question"]},
             {"role": "assistant", "content": row["answer"]},
         ]
-    prompt = turns(row["prompt"], "user")
+    prompt = _flagged_turns(row["prompt"], "user")
     if len(columns) == 1:
         return prompt
-    return prompt + turns(row[columns[1]], "assistant")
+    return prompt + _flagged_turns(row[columns[1]], "assistant")
 
 
 def question(row: Row) -> Question:
@@ -219,7 +205,7 @@ def question(row: Row) -> Question:
     )
 
 
-def _problem(
+def row_problem(
     row: Row,
     columns: tuple[str, ...],
     schema: RowSchema,
@@ -231,7 +217,10 @@ def _problem(
                 f"column {column!r} is missing; the rows before have {' + '.join(columns)}, this"
                 f" one has {_names(row)}"
             )
-        problem = _text_problem(row[column], column) or surrogate_problem(row[column], column)
+        if column == "input_ids":
+            problem = token_row_problem(row)
+        else:
+            problem = _text_problem(row[column], column) or surrogate_problem(row[column], column)
         if problem:
             return problem
     problem = tools_problem(row.get("tools")) or surrogate_problem(row.get("tools"), "tools")
@@ -248,7 +237,11 @@ def _problem(
 def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     if columns == ("question", "answer"):
         return _gsm8k_problem(row)
-    if any(message["role"] == "assistant" for message in conversation(row)):
+    if columns in (("input_ids",), ("text",)):
+        return None
+    # The usual case first: this is called for every row of a file.
+    has_text = len(columns) == 2 and not isinstance(row[columns[1]], list)
+    if has_text or any(turn["role"] == "assistant" for turn in flagged_conversation(row)):
         return None
     return (
         f"there is no assistant turn to learn from in {' + '.join(columns)}; SFT needs {UNDERSTOOD}"
@@ -258,7 +251,7 @@ def _sft_problem(row: Row, columns: tuple[str, ...]) -> str | None:
 def _prompt_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     if columns == ("question", "answer"):
         return _gsm8k_problem(row)
-    if not question(row).messages:
+    if not isinstance(row.get("prompt"), str) and not question(row).messages:
         return "there is no turn before the assistant's, so nothing to ask the model"
     return None
 
@@ -269,9 +262,9 @@ def _gsm8k_problem(row: Row) -> str | None:
     return "the answer has no '#### result'; for plain answers name the columns prompt and answer"
 
 
-SFT_ROWS = RowSchema(_FORMATS, UNDERSTOOD, _sft_problem)
-"""Conversations with an assistant turn to learn from."""
-PROMPT_ROWS = RowSchema(_FORMATS, UNDERSTOOD, _prompt_problem)
+SFT_ROWS = RowSchema(_SFT_FORMATS, _SFT_UNDERSTOOD, _sft_problem)
+"""Conversations with an assistant turn to learn from, raw text, and rows of token ids."""
+PROMPT_ROWS = RowSchema(_PROMPT_FORMATS, UNDERSTOOD, _prompt_problem)
 """Prompts of rollouts, with or without a reference answer."""
 
 
@@ -280,7 +273,9 @@ def _text_problem(value: Any, column: str) -> str | None:
     if isinstance(value, str) and column != "messages":
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and column == "answer":
-        return None
+        if not isinstance(value, float) or math.isfinite(value):
+            return None
+        return f"column 'answer' is {shown_json(value)}, not a text or a finite number"
     if column not in _MESSAGE_COLUMNS:
         return f"column {column!r} is {shown_json(value)}, not a text"
     if not isinstance(value, list) or not value:
@@ -291,7 +286,7 @@ def _text_problem(value: Any, column: str) -> str | None:
             return (
                 f"{column}[{index}] is {shown_json(message)}, not an object with role and content"
             )
-        problem = calls_problem(message)
+        problem = calls_problem(message) or flags_problem(message)
         if problem:
             return f"{column}[{index}].{problem}"
         # A message with tool calls may have no content.
@@ -334,13 +329,15 @@ def surrogate_problem(value: Any, name: str) -> str | None:
 
 def turns(value: Any, role: str) -> list[Message]:
     """Convert a text to one turn of `role`, or clean a list of messages."""
-    if isinstance(value, list):
-        return [clean_message(message) for message in value]
-    return [{"role": role, "content": str(value)}]
+    return [clean_message(message) for message in _flagged_turns(value, role)]
+
+
+def _flagged_turns(value: Any, role: str) -> list[Message]:
+    return list(value) if isinstance(value, list) else [{"role": role, "content": str(value)}]
 
 
 def _before_last_answer(messages: list[Message]) -> list[Message]:
     """Return the messages without a final assistant turn."""
-    if messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         return messages[:-1]
     return messages

@@ -40,10 +40,12 @@ ROW_ERRORS = (
 """Exceptions that a row can cause in an encoding. A tokenizer refuses text that is not Unicode (a
 lone surrogate) with a TypeError.
 """
-MAX_MEMORY_BYTES = 2**30
+MAX_MEMORY_BYTES = 2**25
 """Size of encoded rows above which further ones are written to the file."""
 _BYTES_PER_TOKEN = 5
 """An int32 token id and a uint8 mask."""
+_BYTES_PER_ROW = 400
+"""Size of the objects around the tokens of a row in memory."""
 _ROWS_PER_CHUNK = 16
 """Rows encoded in this process between two checks of the time."""
 _TRIAL_S = 1.0
@@ -90,12 +92,15 @@ class EncodedRows:
         self._pool: RowPool | None = None
         # Guards `_state`, `_cache` and `_problem`, which threads of the pool change.
         self._changed = threading.Condition()
-        self._queue: list[int] = []
+        # int64; a view of the order, because a list of a million indices needs 40 MB.
+        self._queue = np.empty(0, np.int64)
         self._problem: tuple[int, str] | None = None
         self.num_started = 0
         """Number of rows given to `start`."""
         self.is_finished = True
         """True if all of them are encoded and `finish` has returned."""
+        self._num_before = 0
+        """Rows that were encoded before `start`."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,16 +125,19 @@ class EncodedRows:
 
         Raises ConfigError for a bad row that is found at once.
         """
-        self._queue = order.tolist()
+        # Rows can be encoded already, for example because a curriculum needed their lengths.
+        is_missing = self._state[order] == _TODO
+        self._queue = order if is_missing.all() else order[is_missing]
         self.num_started = len(self._queue)
+        self._num_before = self.num_encoded
         self.is_finished = False
-        if self._start_pool is not None and self._queue:
+        if self._start_pool is not None and len(self._queue):
             self._submit_to(self._start_pool(self._rows.rows, self._receive))
             return
         num_processes = self._num_processes
         if num_processes is None:
             num_processes = self._choose_num_processes()
-        if num_processes and self._queue and self._module is not None:
+        if num_processes and len(self._queue) and self._module is not None:
             self._submit_to(
                 EncodingPool(
                     self._module, self._setup, num_processes, self._rows.rows, self._receive
@@ -140,14 +148,15 @@ class EncodedRows:
         """Give the queued rows to a new pool."""
         self._pool = pool
         pool.submit(self._queue)
-        self._queue = []
+        # Not a slice, which would keep the array.
+        self._queue = np.empty(0, np.int64)
 
     def _choose_num_processes(self) -> int:
         """Encode rows of the queue for a short time and estimate the time of the rest."""
         began = time.perf_counter()
         num_tried = 0
         while num_tried < len(self._queue) and time.perf_counter() - began < _TRIAL_S:
-            self._encode_here(self._queue[num_tried : num_tried + _ROWS_PER_CHUNK])
+            self._encode_here(self._queue[num_tried : num_tried + _ROWS_PER_CHUNK].tolist())
             num_tried += _ROWS_PER_CHUNK
         spent_s = time.perf_counter() - began
         self._queue = self._queue[num_tried:]
@@ -165,10 +174,10 @@ class EncodedRows:
         call. Raises ConfigError for a bad row.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        num_reported = 0
+        num_reported = self._num_before
         while True:
-            if self._queue:
-                self._encode_here(self._queue[:_ROWS_PER_CHUNK])
+            if len(self._queue):
+                self._encode_here(self._queue[:_ROWS_PER_CHUNK].tolist())
                 self._queue = self._queue[_ROWS_PER_CHUNK:]
             elif self._pool is not None:
                 with self._changed:
@@ -176,7 +185,7 @@ class EncodedRows:
             self._raise_problem()
             advance(self.num_encoded - num_reported)
             num_reported = self.num_encoded
-            if not self._queue and (self._pool is None or self._pool.is_idle):
+            if not len(self._queue) and (self._pool is None or self._pool.is_idle):
                 self.close()
                 self.is_finished = True
                 return True
@@ -298,9 +307,10 @@ class _Cache:
         ids = np.asarray(encoded.input_ids, dtype=np.int32)
         mask = np.asarray(encoded.token_mask, dtype=np.uint8)
         num_bytes = _BYTES_PER_TOKEN * len(ids)
-        if self._num_bytes + num_bytes <= MAX_MEMORY_BYTES:
+        in_memory = num_bytes + _BYTES_PER_ROW
+        if self._num_bytes + in_memory <= MAX_MEMORY_BYTES:
             self._in_memory[row] = EncodedRow(ids, mask)
-            self._num_bytes += num_bytes
+            self._num_bytes += in_memory
             return
         if self._file is None:
             # The duplicate descriptor keeps the unnamed file open after the block.

@@ -56,8 +56,8 @@ class RowPool(Protocol):
         """True if every submitted row is encoded."""
         ...
 
-    def submit(self, indices: Sequence[int], *, first: bool = False) -> None:
-        """Queue rows; with `first` ahead of all queued rows."""
+    def submit(self, indices: Sequence[int] | np.ndarray, *, first: bool = False) -> None:
+        """Queue rows (int64 [n] if an array); with `first` ahead of all queued rows."""
         ...
 
     def close(self) -> None:
@@ -82,8 +82,11 @@ class EncodingPool:
     ) -> None:
         self._rows = rows
         self._receive = receive
-        # Chunks of row indices. Guarded by `_changed`, like `_num_running` and `_is_closed`.
-        self._waiting: deque[list[int]] = deque()
+        # Row indices. Guarded by `_changed`, like everything up to `_is_closed`. The queue may have
+        # millions of rows, so it is arrays, and rows that moved ahead are skipped in it later.
+        self._waiting: deque[np.ndarray] = deque()
+        self._urgent: deque[list[int]] = deque()
+        self._moved: set[int] = set()
         self._num_running = 0
         self._is_closed = False
         self._changed = threading.Condition()
@@ -101,35 +104,29 @@ class EncodingPool:
     def is_idle(self) -> bool:
         """True if every submitted row is encoded."""
         with self._changed:
-            return not self._waiting and not self._num_running
+            return not self._urgent and not self._waiting and not self._num_running
 
-    def submit(self, indices: Sequence[int], *, first: bool = False) -> None:
-        """Queue rows; with `first` ahead of all queued rows."""
-        chunks = []
-        for start in range(0, len(indices), _ROWS_PER_MESSAGE):
-            chunks.append(list(indices[start : start + _ROWS_PER_MESSAGE]))
+    def submit(self, indices: Sequence[int] | np.ndarray, *, first: bool = False) -> None:
+        """Queue rows (int64 [n] if an array); with `first` ahead of all queued rows."""
+        rows = np.asarray(indices, dtype=np.int64)
         with self._changed:
-            if first:
-                self._remove_waiting(set(indices))
-                self._waiting.extendleft(reversed(chunks))
+            if not first:
+                self._waiting.append(rows)
             else:
-                self._waiting.extend(chunks)
+                # So that they are not encoded twice.
+                self._moved.update(rows.tolist())
+                chunks = []
+                for start in range(0, len(rows), _ROWS_PER_MESSAGE):
+                    chunks.append(rows[start : start + _ROWS_PER_MESSAGE].tolist())
+                self._urgent.extendleft(reversed(chunks))
             self._changed.notify_all()
-
-    def _remove_waiting(self, rows: set[int]) -> None:
-        """Remove rows from the queue, so that they are not encoded twice."""
-        waiting: deque[list[int]] = deque()
-        for chunk in self._waiting:
-            remaining = [row for row in chunk if row not in rows]
-            if remaining:
-                waiting.append(remaining)
-        self._waiting = waiting
 
     def close(self) -> None:
         """Kill the processes; queued rows are not encoded."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
+            self._urgent.clear()
             self._changed.notify_all()
         for process in self._processes:
             # The processes write no files, so nothing can be left incomplete.
@@ -165,12 +162,31 @@ class EncodingPool:
     def _next_chunk(self) -> list[int] | None:
         """Wait for the next chunk of row indices; None after `close`."""
         with self._changed:
-            while not self._waiting and not self._is_closed:
+            while not self._is_closed:
+                chunk = self._pop_chunk()
+                if chunk:
+                    self._num_running += 1
+                    return chunk
                 self._changed.wait()
-            if self._is_closed:
-                return None
-            self._num_running += 1
-            return self._waiting.popleft()
+            return None
+
+    def _pop_chunk(self) -> list[int]:
+        """Return the next rows without those that moved ahead; empty if none waits."""
+        if self._urgent:
+            return self._urgent.popleft()
+        chunk: list[int] = []
+        while self._waiting and not chunk:
+            rows = self._waiting[0]
+            if len(rows) > _ROWS_PER_MESSAGE:
+                self._waiting[0] = rows[_ROWS_PER_MESSAGE:]
+            else:
+                self._waiting.popleft()
+            for row in rows[:_ROWS_PER_MESSAGE].tolist():
+                if row in self._moved:
+                    self._moved.remove(row)
+                else:
+                    chunk.append(row)
+        return chunk
 
     def _take(
         self,

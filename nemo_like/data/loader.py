@@ -15,6 +15,7 @@ import numpy as np
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.text import plural
+from nemo_like.data.mixture import Mixture, MixtureOrder, open_order
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.data.row_order import Curriculum, RowOrder
 from nemo_like.integer_math import ceil_div
@@ -59,6 +60,21 @@ class SavedPosition:
         return self.state
 
 
+@dataclass(frozen=True, eq=False)
+class BatchSources:
+    """The sources of the rows of a batch of a mixture."""
+
+    names: tuple[str, ...]
+    indices: np.ndarray
+    """int64 [B]: index in `names` of the source of each row."""
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Number of rows of each source by its name."""
+        counts = np.bincount(self.indices, minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
+
 class BatchLoader(Protocol[Out]):
     """Batches of encoded rows with a position that a run saves; `RowLoader` or a `StreamLoader`."""
 
@@ -95,6 +111,10 @@ class BatchLoader(Protocol[Out]):
         """Continue after the last batch of `state`. Raises ConfigError for other rows."""
         ...
 
+    def batch_sources(self) -> BatchSources | None:
+        """Return the sources of the rows of the last batch; None without a mixture."""
+        ...
+
 
 class RowLoader(Generic[Out]):
     """Endless batches of at most `batch_size` encoded rows, all of one epoch.
@@ -115,6 +135,7 @@ class RowLoader(Generic[Out]):
         shuffle: bool = True,
         last_batch: LastBatch = "keep",
         curriculum: Curriculum | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if len(rows.digests) < 1 or batch_size < 1:
             raise ValueError(
@@ -128,7 +149,13 @@ class RowLoader(Generic[Out]):
         self.batch_epoch = 0
         """Epoch of the rows of the last batch; `epoch` is the next one after its last batch."""
         self._rows = rows
-        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
+        self._order = open_order(
+            rows.digests,
+            mixture,
+            seed=seed,
+            shuffle=shuffle,
+            curriculum=curriculum,
+        )
         self._batch_rows: list[int] = []
 
     def __len__(self) -> int:
@@ -144,6 +171,10 @@ class RowLoader(Generic[Out]):
     def order(self) -> np.ndarray:
         """Row indices in the order of this epoch, int64 [N]."""
         return self._order.order
+
+    def upcoming(self, num_rows: int) -> np.ndarray:
+        """Return the rows of the next `num_rows` visits, each once; see `RowOrder.upcoming`."""
+        return self._order.upcoming(num_rows)
 
     def __iter__(self) -> Iterator[list[Out]]:
         return self
@@ -209,6 +240,27 @@ class RowLoader(Generic[Out]):
         """Return the locations of the rows of the last batch. Example: `data/train.jsonl:17`."""
         return [self._rows.location(row) for row in self._batch_rows]
 
+    def batch_sources(self) -> BatchSources | None:
+        """Return the sources of the rows of the last batch; None without a mixture."""
+        return sources_of(self._order, self._batch_rows)
+
+    def has_batch(self, num_epochs: int) -> bool:
+        """Return True if an epoch before `num_epochs` has another batch.
+
+        Fetches rows to find out whether they are dropped. Raises ConfigError for a bad row.
+        """
+        if self._order.epoch + 1 != num_epochs:
+            return self._order.epoch < num_epochs
+        needed = self.batch_size if self.last_batch == "drop" else 1
+        left = self._order.left
+        num_kept = 0
+        for start in range(0, len(left), self.batch_size):
+            rows = self._rows.fetch(left[start : start + self.batch_size].tolist())
+            num_kept += sum(row is not None for row in rows)
+            if num_kept >= needed:
+                return True
+        return False
+
     def _is_rest_dropped(self) -> bool:
         """Return True if the rest of the epoch does not fill a batch and is left out."""
         return self.last_batch == "drop" and self._order.num_left < self.batch_size
@@ -230,11 +282,37 @@ class RowLoader(Generic[Out]):
             return 0
         if is_kept is None:
             is_kept = np.ones(len(self), dtype=bool)
+        if isinstance(self._order, MixtureOrder) and not is_kept.all():
+            return self._simulated_batches(self._order, num_epochs, is_kept)
         num_left = int(is_kept[self._order.left].sum())
         num_later_epochs = num_epochs - self._order.epoch - 1
         per_epoch = num_batches(int(is_kept.sum()), self.batch_size, self.last_batch)
         in_this_epoch = num_batches(num_left, self.batch_size, self.last_batch)
         return in_this_epoch + num_later_epochs * per_epoch
+
+    def _simulated_batches(
+        self,
+        order: MixtureOrder,
+        num_epochs: int,
+        is_kept: np.ndarray,
+    ) -> int:
+        """Count the batches to the end of epoch `num_epochs` by forming them without encoding.
+
+        The dropped rows of an epoch of a mixture depend on which rows of a source it has.
+        """
+        simulated = RowLoader(
+            _KeptRows(is_kept),
+            batch_size=self.batch_size,
+            last_batch=self.last_batch,
+            mixture=order.mixture,
+        )
+        simulated._order = order.copy()
+        count = 0
+        while simulated.epoch < num_epochs:
+            simulated._take(self.batch_size)
+            if simulated.batch_epoch < num_epochs:
+                count += 1
+        return count
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values; see `RowOrder.state_dict`."""
@@ -251,6 +329,29 @@ class RowLoader(Generic[Out]):
                 " rows wait for their step; resume with that kind, or start a new run"
             )
         self._order.load_state_dict(state)
+
+
+def sources_of(order: RowOrder | MixtureOrder, rows: Sequence[int]) -> BatchSources | None:
+    """Return the sources of `rows`; None without a mixture."""
+    if not isinstance(order, MixtureOrder):
+        return None
+    return BatchSources(order.mixture.names, order.sources_of(rows))
+
+
+class _KeptRows:
+    """Rows of which only is known whether they are kept; a `FetchableRows`."""
+
+    def __init__(self, is_kept: np.ndarray) -> None:
+        self.digests = np.arange(len(is_kept), dtype=np.uint64)
+        self._is_kept = is_kept
+
+    def fetch(self, rows: Sequence[int]) -> list[bool | None]:
+        """Return True for a kept row, None for a dropped one."""
+        return [True if self._is_kept[row] else None for row in rows]
+
+    def location(self, row: int) -> str:
+        """Return the index of the row: it has no file here."""
+        return f"row {row}"
 
 
 def num_batches(

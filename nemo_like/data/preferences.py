@@ -6,14 +6,15 @@ Formats: `prompt`, `chosen` and `rejected`, each a text or a list of messages; o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import RowSchema, turns
-from nemo_like.data.row_files import Row
+from nemo_like.data.loss_flags import is_trained
+from nemo_like.data.row_files import Row, shown_json
 from nemo_like.data.tools import Message, row_tools
 
 _UNDERSTOOD = (
@@ -22,6 +23,8 @@ _UNDERSTOOD = (
 )
 _ROW_START = 2
 """Flag in the token mask of joined rows: the first token of the second row."""
+_MAX_MARGIN = 1e6
+"""Largest magnitude of a margin. Losses are float32, so those of much larger ones are infinite."""
 
 
 class PreferencePair(NamedTuple):
@@ -106,6 +109,13 @@ def _last_answer(messages: list[Message]) -> int | None:
 
 
 def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
+    for column in columns:
+        messages = row[column] if isinstance(row[column], list) else []
+        if not all(map(is_trained, messages)):
+            return (
+                f"a message of {column!r} has a flag that removes its loss, but all tokens of the"
+                " completions are compared; remove the flag"
+            )
     if "prompt" not in columns:
         for column in columns:
             if not isinstance(row[column], list):
@@ -124,7 +134,47 @@ def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     return None
 
 
+def _margin_problem(row: Row, columns: tuple[str, ...]) -> str | None:
+    """Describe the problem of a pair with an optional column `margin`, or return None."""
+    if _number(row.get("margin")) is None:
+        return (
+            f"column 'margin' is {shown_json(row['margin'])}, not a finite number from"
+            f" {-_MAX_MARGIN:g} to {_MAX_MARGIN:g}"
+        )
+    return _preference_problem(row, columns)
+
+
+def pair_margin(row: Row) -> float:
+    """Return the margin of a pair of a reward model; 0 without one."""
+    margin = _number(row.get("margin"))
+    assert margin is not None, "rows are checked when they are read"
+    return margin
+
+
+def _number(margin: Any) -> float | None:
+    """Return the value of a margin, or None if it is no possible one.
+
+    A CSV file has numbers as texts, and an empty one where a row has none.
+    """
+    if margin is None or margin == "":
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float | str):
+        return None
+    try:
+        value = float(margin)
+    except (ValueError, OverflowError):
+        return None
+    # False for NaN too.
+    return value if abs(value) <= _MAX_MARGIN else None
+
+
 PREFERENCE_ROWS = RowSchema(
     (("prompt", "chosen", "rejected"), ("chosen", "rejected")), _UNDERSTOOD, _preference_problem
 )
 """Pairs of a chosen and a rejected completion of one prompt."""
+MARGIN_ROWS = RowSchema(
+    PREFERENCE_ROWS.formats,
+    f"{_UNDERSTOOD}; each optionally with margin (a number)",
+    _margin_problem,
+)
+"""Preference pairs of a reward model: optionally with the column `margin`."""

@@ -1,4 +1,4 @@
-"""Readers of data files: JSON lines, JSON, parquet, and Arrow data sets."""
+"""Readers of data files: JSON lines, JSON, CSV, parquet, and Arrow data sets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.text import printable, shortened, shown_value
+from nemo_like.data.row_locations import Location
+from nemo_like.data.text_files import format_suffix, open_decompressed, read_csv
 from nemo_like.data.tools import without_nulls
 
 Row = dict[str, Any]
-LocatedRow = tuple[str, Row, bytes]
+LocatedRow = tuple[Location, Row, bytes]
 """(location of the row, the row, its content as bytes)"""
 
 UNDERSTOOD = (
@@ -20,12 +22,15 @@ UNDERSTOOD = (
     " '#### result' (GSM8K)"
 )
 SUPPORTED_FILES = (
-    ".jsonl, .json, .parquet, or a directory with an Arrow dataset (datasets.save_to_disk) or"
-    " parquet files"
+    ".jsonl, .csv (each also as .gz or .zst), .json, .parquet, or a directory with an Arrow dataset"
+    " (datasets.save_to_disk) or parquet files"
 )
 _MAX_LISTED = 10_000
 """Maximum number of files of an Arrow data set."""
 _MAX_SHOWN_CHARACTERS = 60
+_ROWS_PER_BATCH = 1000
+"""Rows of a parquet or Arrow file that are converted to Python objects at once."""
+_READ_BYTES = 2**20
 # pyarrow's own errors derive from these; conversions to Python add OverflowError and
 # UnicodeDecodeError (a ValueError).
 _ARROW_ERRORS = (
@@ -48,14 +53,18 @@ def read_rows(path: Path, key: str) -> Iterator[LocatedRow]:
         return _read_directory(path)
     readers = {
         ".jsonl": _read_jsonl,
+        ".jsonl.gz": _read_jsonl,
+        ".jsonl.zst": _read_jsonl,
+        ".csv": _read_csv,
+        ".csv.gz": _read_csv,
+        ".csv.zst": _read_csv,
         ".json": _read_json,
         ".parquet": _read_parquet,
     }
-    if path.suffix not in readers:
-        raise ConfigError(
-            f"{key}: {shown_path(path)} ends in {path.suffix!r}; give {SUPPORTED_FILES}"
-        )
-    return readers[path.suffix](path)
+    suffix = format_suffix(path)
+    if suffix not in readers:
+        raise ConfigError(f"{key}: {shown_path(path)} ends in {suffix!r}; give {SUPPORTED_FILES}")
+    return readers[suffix](path)
 
 
 def shown_json(value: Any) -> str:
@@ -71,11 +80,11 @@ def shown_json(value: Any) -> str:
 
 def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
     # Once for all lines: `shown_path` takes longer than parsing a short line.
-    shown = shown_path(path)
-    with path.open("rb") as lines:
+    prefix = f"{shown_path(path)}:"
+    with open_decompressed(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                location = f"{shown}:{number}"
+                location = Location(prefix, number)
                 yield location, _object(_parse(line, location), location), line.strip()
 
 
@@ -86,13 +95,18 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
             f"{shown_path(path)}: contains {shown_json(rows)}, not a list of objects; one object"
             f" per line is a .jsonl file"
         )
-    shown = shown_path(path)
+    prefix = f"{shown_path(path)} row "
     for number, row in enumerate(rows):
-        location = f"{shown} row {number}"
+        location = Location(prefix, number)
         yield location, _object(row, location), _content(row)
 
 
-def _parse(data: bytes, location: str) -> Any:
+def _read_csv(path: Path) -> Iterator[LocatedRow]:
+    for location, row in read_csv(path):
+        yield location, dict(row), _content(row)
+
+
+def _parse(data: bytes, location: str | Location) -> Any:
     """Parse UTF-8 JSON. Raises ConfigError that names the position of an error."""
     try:
         # utf-8-sig also accepts a byte order mark.
@@ -117,7 +131,7 @@ def _parse(data: bytes, location: str) -> Any:
         raise ConfigError(f"{location}: not readable as JSON: {reason}") from error
 
 
-def _object(value: Any, location: str) -> Row:
+def _object(value: Any, location: Location) -> Row:
     """Return `value` if it is an object; raises ConfigError otherwise."""
     if not isinstance(value, dict):
         raise ConfigError(
@@ -132,9 +146,12 @@ def _read_parquet(path: Path) -> Iterator[LocatedRow]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            batches = file.iter_batches()
+        # Buffered, because a row group may be as large as the file.
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES) as file:
+            batches = file.iter_batches(batch_size=_ROWS_PER_BATCH)
             yield from _batch_rows(batches, shown_path(path))
+    except ConfigError:
+        raise
     except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
         raise ConfigError(
             f"{shown_path(path)}: not a parquet file: {_first_line(error)}"
@@ -200,8 +217,11 @@ def _read_arrow(path: Path) -> Iterator[LocatedRow]:
     import pyarrow
 
     try:
-        with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
+        # Not mapped: mapped pages count as memory of the process until the file is closed.
+        with pyarrow.OSFile(str(path)) as source, pyarrow.ipc.open_stream(source) as batches:
             yield from _batch_rows(batches, shown_path(path))
+    except ConfigError:
+        raise
     except (pyarrow.ArrowException, *_ARROW_ERRORS) as error:
         raise ConfigError(
             f"{shown_path(path)}: not an Arrow stream: {_first_line(error)}"
@@ -210,14 +230,27 @@ def _read_arrow(path: Path) -> Iterator[LocatedRow]:
 
 def _batch_rows(batches: Any, shown: str) -> Iterator[LocatedRow]:
     """Convert Arrow record batches to rows."""
+    prefix = f"{shown} row "
     number = 0
     for batch in batches:
+        _check_columns(batch.schema.names, shown)
         # The conversion of a damaged file could otherwise read outside of its buffers.
         batch.validate(full=True)
-        for row in batch.to_pylist():
-            clean = {key: without_nulls(value) for key, value in row.items()}
-            yield f"{shown} row {number}", clean, _content(clean)
-            number += 1
+        for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
+            # A part at a time: Python objects need several times the memory of the batch.
+            for row in batch.slice(start, _ROWS_PER_BATCH).to_pylist():
+                content = _content({key: without_nulls(value) for key, value in row.items()})
+                # Values that JSON does not have, such as dates, are texts.
+                yield Location(prefix, number), json.loads(content), content
+                number += 1
+
+
+def _check_columns(names: list[str], shown: str) -> None:
+    """Raise ConfigError for a column that a table has twice: one of them would be lost."""
+    if len(set(names)) == len(names):
+        return
+    repeated = next(name for name in names if names.count(name) > 1)
+    raise ConfigError(f"{shown}: has the column {repeated!r} twice; rename or remove one")
 
 
 def _content(row: Any) -> bytes:

@@ -9,6 +9,7 @@ changed.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +79,9 @@ class RowOrder:
         self._epoch = 0
         self._position = 0
         self._newly_seen: list[np.ndarray] = []
+        # The sketch of the rows in `_sketched`; brought up to date by `state_dict`.
+        self._sketch = RowSketch.of(np.empty(0, np.uint64))
+        self._sketched = np.zeros(len(digests), dtype=bool)
         self._sort()
 
     def __len__(self) -> int:
@@ -104,6 +108,20 @@ class RowOrder:
         """Rows that this epoch has not visited yet, in order, int64 [num_left]."""
         return self._order[self._position :]
 
+    def upcoming(self, num_rows: int) -> np.ndarray:
+        """Return the rows of the next `num_rows` visits, each once, in the order of the first
+        visit, int64 [at most N].
+        """
+        rows = self.left[:num_rows]
+        if len(rows) == num_rows:
+            return rows
+        later = self.copy()
+        later.start_epoch()
+        is_known = np.zeros(len(self), dtype=bool)
+        is_known[rows] = True
+        more = later.order[: num_rows - len(rows)]
+        return np.concatenate([rows, more[~is_known[more]]])
+
     def take(self, num_rows: int) -> np.ndarray:
         """Return the next rows of this epoch, int64 [at most `num_rows`], and advance."""
         rows = self._order[self._position : self._position + num_rows]
@@ -111,6 +129,16 @@ class RowOrder:
         self._newly_seen.append(rows[~self._seen[rows]])
         self._seen[rows] = True
         return rows
+
+    def copy(self) -> RowOrder:
+        """Return an order at the same position that advances independently."""
+        twin = copy.copy(self)
+        # The other arrays are replaced as a unit, never changed.
+        twin._seen = self._seen.copy()
+        twin._late = self._late.copy()
+        twin._newly_seen = []
+        twin._sketched = self._sketched.copy()
+        return twin
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -159,8 +187,17 @@ class RowOrder:
             "num_visited": self._position,
             "last": last,
             "late": [[int(self._ids[row]), int(self._late[row])] for row in late],
-            "seen": RowSketch.of(self._ids[self._seen]).to_dict(),
+            "seen": self._seen_sketch().to_dict(),
         }
+
+    def _seen_sketch(self) -> RowSketch:
+        """Return the sketch of the rows seen so far, at the cost of those since the last call."""
+        changed = self._seen != self._sketched
+        added = RowSketch.of(self._ids[changed & self._seen])
+        removed = RowSketch.of(self._ids[changed & self._sketched])
+        self._sketch = self._sketch.combined(added, removed)
+        self._sketched = self._seen.copy()
+        return self._sketch
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last row that was visited when `state` was taken.
@@ -168,6 +205,11 @@ class RowOrder:
         Rows that were not visited may have been changed, added or removed since. Raises ConfigError
         if visited rows were, or if the seed or `shuffle` differs.
         """
+        if "mixture" in state:
+            raise ConfigError(
+                "resume: the checkpoint was written with data.train_sets, this run has"
+                " data.train_path; use the same, or start a new run"
+            )
         if set(state) - {"curriculum"} != _STATE_KEYS or state["version"] != _VERSION:
             raise ConfigError(
                 "resume: the checkpoint's data position has the format of another version of"
@@ -190,6 +232,8 @@ class RowOrder:
                 " another order of the rows; use the same, or start a new run"
             )
         self._epoch = int(state["epoch"])
+        # From an earlier state that was loaded.
+        self._late[:] = 0
         late_numbers = dict(state["late"])
         if late_numbers:
             self._late = np.array([late_numbers.get(row_id, 0) for row_id in self._ids.tolist()])

@@ -18,6 +18,7 @@ CELLS_PER_TABLE = 64
 MAX_DIFFERENCE = 100
 """Differences of up to this many ids are decoded with probability above 0.999."""
 _NUM_CELLS = NUM_TABLES * CELLS_PER_TABLE
+_IDS_PER_PART = 2**15
 _CHECK_SALT = 0x9E3779B97F4A7C15
 
 
@@ -43,13 +44,24 @@ class RowSketch:
         counts = np.zeros(_NUM_CELLS, np.int64)
         id_xors = np.zeros(_NUM_CELLS, np.uint64)
         check_xors = np.zeros(_NUM_CELLS, np.uint64)
-        # Another hash than that of the cells; otherwise a cell could not verify itself.
-        checks = mix(ids ^ np.uint64(_CHECK_SALT))
-        for cells in _cells(ids):
-            counts += np.bincount(cells, minlength=_NUM_CELLS)
-            np.bitwise_xor.at(id_xors, cells, ids)
-            np.bitwise_xor.at(check_xors, cells, checks)
+        # In parts, because the hashes of millions of ids would need a hundred megabytes.
+        for start in range(0, len(ids), _IDS_PER_PART):
+            part = ids[start : start + _IDS_PER_PART]
+            # Another hash than that of the cells; otherwise a cell could not verify itself.
+            checks = mix(part ^ np.uint64(_CHECK_SALT))
+            for cells in _cells(part):
+                counts += np.bincount(cells, minlength=_NUM_CELLS)
+                np.bitwise_xor.at(id_xors, cells, part)
+                np.bitwise_xor.at(check_xors, cells, checks)
         return cls(counts, id_xors, check_xors)
+
+    def combined(self, added: RowSketch, removed: RowSketch) -> RowSketch:
+        """Return the sketch with the ids of `added`, without those of `removed`."""
+        return RowSketch(
+            self.counts + added.counts - removed.counts,
+            self.ids ^ added.ids ^ removed.ids,
+            self.checks ^ added.checks ^ removed.checks,
+        )
 
     def difference(self, other: RowSketch) -> tuple[np.ndarray, np.ndarray] | None:
         """Decode (ids only in this set, ids only in `other`), uint64 each.

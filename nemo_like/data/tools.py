@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_like.data.loss_flags import FLAGS
+
 Message = dict[str, Any]
 """Example: `{"role": "user", "content": "2+2=?"}`. Other keys (`tool_calls`, `name`) are passed to
 the chat template.
@@ -89,12 +91,15 @@ def tool_name(tool: Tool) -> Any:
 
 
 def clean_message(message: Message) -> Message:
-    """Remove keys without a value and convert tool calls to the form that chat templates expect.
+    """Remove keys without a value and loss flags, and convert tool calls to the form that chat
+    templates expect.
 
     Columnar files fill every key of every message. Calls become `{"type": "function", "function":
     {"name", "arguments"}}`, with the arguments parsed if they are JSON text of an object.
     """
-    cleaned = {key: value for key, value in message.items() if value is not None}
+    cleaned = {
+        key: value for key, value in message.items() if value is not None and key not in FLAGS
+    }
     calls = cleaned.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = json.loads(calls) if calls.strip() else None

@@ -70,8 +70,12 @@ def check_prompts_agree(
     compared = [] if rows is None else rows[:_NUM_PROMPTS_COMPARED]
     differences = []
     for row in compared:
+        messages = conversation(row)
+        # Raw text and token ids are not rendered with the template.
+        if all(message["role"] == "assistant" for message in messages):
+            continue
         # Tools change the template's output, so they are passed on.
-        differences.append(encoder.prompt_difference(conversation(row), row_tools(row)))
+        differences.append(encoder.prompt_difference(messages, row_tools(row)))
     if not differences:
         differences = [encoder.prompt_difference()]
     for index, difference in enumerate(differences):

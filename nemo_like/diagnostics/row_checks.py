@@ -1,7 +1,7 @@
 """Checks of `validate` on encoded rows: encoding errors, lengths, token budgets, vocabulary.
 
-Not every row is encoded, so that the checks take seconds: the longest rows by text, where the
-longest row by tokens is, and a random sample of the others.
+Not every row is encoded, so that the checks take seconds: the longest rows of each source by text,
+where the longest row by tokens is, and a random sample of the others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ NUM_SAMPLES = 3
 """Rows that are shown decoded."""
 _NUM_LONGEST = 512
 _NUM_RANDOM = 256
+_MIN_PER_SOURCE = 64
 
 Value = TypeVar("Value")
 
@@ -41,14 +42,9 @@ def encode_sample(
 
     All rows that cannot be encoded become one problem, which quotes the first.
     """
-    num_rows = len(rows)
-    # The number of characters is cheap, and close to proportional to the number of tokens.
-    sizes = [len(str(row)) for row in rows]
-    longest = sorted(range(num_rows), key=lambda index: -sizes[index])[:_NUM_LONGEST]
-    # A fixed seed: the same rows are checked in every call.
-    others = random.Random(0).sample(range(num_rows), min(num_rows, _NUM_RANDOM))
-    first = range(min(NUM_SAMPLES, num_rows))
-    chosen = sorted({*longest, *others, *first})
+    chosen: list[int] = []
+    for indices in rows.sources.values():
+        chosen += _chosen_rows(rows, indices, len(rows.sources))
     encoded: dict[int, Value] = {}
     failures: list[str] = []
     with Progress(sys.stderr).phase("encoding rows", len(chosen)) as phase:
@@ -66,6 +62,22 @@ def encode_sample(
             problem += f" (and {num_others} more of the {len(chosen)} rows sampled)"
         diagnostics.problems.append(problem)
     return encoded
+
+
+def _chosen_rows(
+    rows: Rows,
+    indices: range,
+    num_sources: int,
+) -> list[int]:
+    """Return the indices of the rows of one source to encode, ascending."""
+    # The number of characters is cheap, and close to proportional to the number of tokens.
+    sizes = [len(str(rows[index])) for index in indices]
+    num_longest = max(_NUM_LONGEST // num_sources, _MIN_PER_SOURCE)
+    by_size = sorted(indices, key=lambda index: -sizes[index - indices.start])
+    # A fixed seed: the same rows are checked in every call.
+    num_random = max(_NUM_RANDOM // num_sources, _MIN_PER_SOURCE)
+    others = random.Random(0).sample(indices, min(len(indices), num_random))
+    return sorted({*by_size[:num_longest], *others, *indices[:NUM_SAMPLES]})
 
 
 def encode_prompt_of(encoder: ChatEncoder, row: Row) -> np.ndarray:

@@ -14,6 +14,11 @@ SAVE_GENERATION_MEMORY = (
     "If its memory was the cause, lower policy.generation.vllm.max_num_seqs or"
     " policy.generation.vllm.kv_cache_gib, or policy.generation.hf.batch_size."
 )
+SAVE_REWARD_MODEL_MEMORY = (
+    "Give a microbatch fewer tokens (reward.models.NAME.mb_tokens), limit the conversations"
+    " (reward.models.NAME.max_length), set reward.models.NAME.precision to bfloat16, or give the"
+    " reward model workers of its own (reward.models.NAME.num_workers)."
+)
 _COLLECTIVE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed"
     r" out",
@@ -39,6 +44,8 @@ def is_collective_error(error: BaseException) -> bool:
 
 def advise_on_memory(group: str) -> str:
     """Return the settings that lower the memory of a worker of `group`."""
+    if group.startswith("reward_model"):
+        return SAVE_REWARD_MODEL_MEMORY
     return SAVE_GENERATION_MEMORY if group.startswith("generation") else SAVE_MEMORY
 
 
@@ -50,11 +57,11 @@ def progress_setting(group: str, method: str) -> str:
     return "cluster.progress_timeout_s"
 
 
-def advise(error: Exception) -> str:
-    """Return the settings to change for a known exception; empty for others."""
+def advise(error: Exception, group: str = "") -> str:
+    """Return the settings to change for a known exception in `group`; empty for others."""
     # torch.OutOfMemoryError, also by its name only.
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return SAVE_MEMORY
+        return advise_on_memory(group)
     if is_collective_error(error) and re.search("timed? ?out", str(error), re.IGNORECASE):
         return (
             "A worker waited for the others until the timeout; if they were only slow, raise"

@@ -184,7 +184,7 @@ class LocalGroup:
                 method=method,
                 cause=error,
                 traceback_text=text,
-                advice=advise(error),
+                advice=advise(error, self.name),
             ) from error
         finally:
             self._calls.pop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from nemo_like.config.reward import RewardConfig
 from nemo_like.data.tools import Message
 from nemo_like.distributed.worker_calls import submit_one
 from nemo_like.distributed.worker_group import Handle, WorkerGroup
+
+RewardSection = Literal["functions", "models"]
+"""Section of `reward` that names what scored a sample."""
 
 _MAX_TEXT_SHOWN = 500
 
@@ -66,27 +69,34 @@ class RewardError(Exception):
         path: str,
         problem: str,
         sample: RewardSample,
+        *,
+        section: RewardSection = "functions",
     ) -> RewardError:
-        """Return the error of `reward.functions.<name>`, whose import path is `path`."""
-        return cls(f"reward.functions.{name} ({path}) {problem} on this sample:\n{sample}")
+        """Return the error of `reward.functions.<name>`, whose import path is `path`.
+
+        With section `models` it is that of a reward model, and `path` its `model_name`.
+        """
+        return cls(f"reward.{section}.{name} ({path}) {problem} on this sample:\n{sample}")
 
 
 @dataclass(frozen=True, slots=True)
 class RewardProblem:
-    """Why a reward function failed on one sample.
+    """Why a reward function or a reward model failed on one sample.
 
     Example: `RewardProblem("tests", "my_rewards.tests", "timeout", "exceeded reward.timeout_s 5")`.
     """
 
     name: str
-    """Name of the function in `reward.functions`."""
+    """Name in `reward.functions` or `reward.models`."""
     path: str
+    """Import path of the function, or `model_name` of the model."""
     kind: str
     """`raised`, `timeout`, `value` or `ended`; see `calling.BadRewardKind`."""
     text: str
+    section: RewardSection = "functions"
 
     def __str__(self) -> str:
-        return f"reward.functions.{self.name} ({self.path}) {self.text}"
+        return f"reward.{self.section}.{self.name} ({self.path}) {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,7 @@ class RewardEnvironment:
             )
         self.group = group
         self.config = config
-        self._weights = {name: function.weight for name, function in config.functions.items()}
+        self._weights = config.weights
         self._waiting: list[tuple[int, RewardSample]] = []
         self._running: dict[int, tuple[list[int], Handle]] = {}
         """By rank of the worker: the keys of its samples, and its call."""

@@ -137,6 +137,11 @@ class HFGenerationWorker:
             busy_s=time.monotonic() - start,
         )
 
+    def partial_tokens(self) -> dict[int, list[int]]:
+        """See `GenerationWorkerProtocol.partial_tokens`."""
+        running = [] if self._batch is None else self._batch.unfinished
+        return {row.request_id: list(row.token_ids) for row in running}
+
     def abort(self) -> int:
         """See `GenerationWorkerProtocol.abort`."""
         running = [] if self._batch is None else self._batch.unfinished

@@ -142,6 +142,14 @@ class VLLMGenerationWorker:
             busy_s=time.monotonic() - start,
         )
 
+    def partial_tokens(self) -> dict[int, list[int]]:
+        """See `GenerationWorkerProtocol.partial_tokens`."""
+        tokens = {}
+        for state in self._engine.output_processor.request_states.values():
+            if state.detokenizer is not None:
+                tokens[int(state.external_req_id)] = list(state.detokenizer.output_token_ids)
+        return tokens
+
     def abort(self) -> int:
         """See `GenerationWorkerProtocol.abort`."""
         num_tokens = self._num_unfinished_tokens()

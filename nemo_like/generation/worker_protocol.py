@@ -39,6 +39,13 @@ class GenerationWorkerProtocol(WeightTarget, Protocol):
         """
         ...
 
+    def partial_tokens(self) -> dict[int, list[int]]:
+        """Return the tokens sampled so far for each running request, by its id.
+
+        For output while a completion is decoded; `poll` returns the complete ones.
+        """
+        ...
+
     def abort(self) -> int:
         """Discard all unfinished requests; return the number of tokens sampled for them."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nemo_like.losses.reduce import (
     GlobalCounts,
@@ -13,7 +14,7 @@ from nemo_like.losses.reduce import (
     Normalization,
     token_weights,
 )
-from nemo_like.losses.tensor_metrics import TensorMean
+from nemo_like.losses.tensor_metrics import LossMetric, TensorMean, mean_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class NllLoss:
     normalization: Normalization = "token"
     uses_sampling_distribution: bool = False
     """A likelihood is that of the model's own distribution: temperature 1, no filters."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources of a mixture, whose losses are metrics. The index of the source of each
+    row is in the column `source`, int64 [R].
+    """
     needs_entropy: bool = False
     entropy_gradient: bool = False
 
@@ -35,9 +40,30 @@ class NllLoss:
         return
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Return the summed loss and its mean as metric `policy/loss`."""
+        """Return the summed loss, its mean as `policy/loss`, and `policy/token_accuracy`.
+
+        The accuracy is the share of trained tokens that are the most probable ones; of several most
+        probable tokens each counts as correct.
+        """
         # where() and not a product: an infinite log-prob at a masked position must not become NaN.
         losses = torch.where(inputs.token_mask, -inputs.policy_logprobs, 0.0)
         weights = token_weights(inputs, self.normalization)
         loss_sum = (weights * losses).sum()
-        return LossTerms(loss_sum, {"policy/loss": TensorMean(loss_sum.detach(), weights.sum())})
+        metrics: dict[str, LossMetric] = {
+            "policy/loss": TensorMean(loss_sum.detach(), weights.sum())
+        }
+        if inputs.is_argmax is not None:
+            metrics |= mean_metrics({"policy/token_accuracy": inputs.is_argmax}, inputs.token_mask)
+        return LossTerms(loss_sum, metrics | self._source_losses(inputs, losses.detach()))
+
+    def _source_losses(self, inputs: LossInputs, losses: Tensor) -> dict[str, LossMetric]:
+        """Return the token mean of `losses`, float32 [T], of each source with trained tokens."""
+        metrics: dict[str, LossMetric] = {}
+        for index, name in enumerate(self.sources):
+            mask = inputs.token_mask & (inputs.per_token("source") == index)
+            metrics[f"policy/source_{name}/loss"] = TensorMean(
+                torch.where(mask, losses, 0.0).sum(),
+                mask.to(torch.float32).sum(),
+                is_optional=True,
+            )
+        return metrics

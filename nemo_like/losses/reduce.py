@@ -68,6 +68,11 @@ class LossInputs:
     """float32 [T], with gradient: `policy_logprobs` under the unfiltered distribution; None where
     nothing is filtered.
     """
+    is_argmax: Tensor | None = None
+    """bool [T]: True where no token is more probable than the next token of the row."""
+    row_scores: Tensor | None = None
+    """float32 [R], with gradient: the score of each row, of a model with a score head;
+    `policy_logprobs` are 0 then."""
     sum_over_cp: Callable[[Tensor], Tensor] = _identity
     """All-reduces partial sums over the context-parallel ranks; the backward is the identity."""
 

@@ -6,10 +6,15 @@ a config needs.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.output_head import OutputHead
+from nemo_like.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -65,6 +70,32 @@ def load_tokenizer(name: str, *, local_files_only: bool) -> PreTrainedTokenizerB
     return _open(AutoTokenizer.from_pretrained, name, local_files_only)
 
 
+def with_output_head(
+    model_config: PretrainedConfig,
+    head: OutputHead,
+    model_name: str,
+) -> PretrainedConfig:
+    """Return `model_config` with the architecture of `head`; a copy where it changes.
+
+    Raises ConfigError as `ModelSpec.with_output_head`, and for a classifier of several labels.
+    """
+    spec = ModelSpec.from_config(model_config, model_name)
+    spec.with_output_head(head)
+    if head == "vocabulary":
+        return model_config
+    if spec.head == "scores":
+        if model_config.num_labels != 1:
+            raise ConfigError(
+                f"policy.model_name is {model_name!r}, a classifier with"
+                f" {model_config.num_labels} labels; a reward model has one"
+            )
+        return model_config
+    config = copy.deepcopy(model_config)
+    config.architectures = [_classification_architecture(config)]
+    config.num_labels = 1
+    return config
+
+
 def _open(
     from_pretrained: Callable[..., Any],
     name: str,
@@ -89,3 +120,14 @@ def _first_line(error: Exception) -> str:
     # A KeyError's text, for example, is the key alone.
     is_sentence = isinstance(error, OSError | ImportError) or type(error) in (ValueError, Exception)
     return first if is_sentence else f"{name}: {first}"
+
+
+def _classification_architecture(model_config: PretrainedConfig) -> str:
+    """Return the class name of a model with a score head, such as LlamaForSequenceClassification.
+
+    transformers names the classes of a model alike.
+    """
+    names = model_config.architectures or [f"{model_config.model_type.capitalize()}ForCausalLM"]
+    return names[0].replace("ForCausalLM", "").replace("LMHeadModel", "") + (
+        "ForSequenceClassification"
+    )

@@ -8,12 +8,15 @@ other properties, is added here and nowhere else. No weights and no library are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_like.config.errors import ConfigError
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.text import shown_value
 
+SCORE_WEIGHT = "score.weight"
+"""Name of the score head of a reward model, [1, hidden size]."""
 _REQUIRED = object()
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
@@ -119,6 +122,8 @@ class ModelSpec:
     norm_eps: float
     moe: MoeSpec | None
     latent: LatentAttention | None
+    head: OutputHead = "vocabulary"
+    """`scores` for a reward model, whose input embedding is not tied to anything."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | object, name: str = "") -> ModelSpec:
@@ -143,6 +148,7 @@ class ModelSpec:
         num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers")
         num_heads = fields.size("num_attention_heads", "n_head")
         attention_bias = bool(fields.get("attention_bias", default=False))
+        head = _output_head(fields)
         traits = _TRAITS.get(model_type, _FamilyTraits())
         # transformers 5 has `rope_parameters`, older files `rope_scaling`, which may be null.
         rope = fields.get("rope_parameters", "rope_scaling", default=None) or {}
@@ -165,7 +171,7 @@ class ModelSpec:
             vocab_size=fields.size("vocab_size"),
             max_positions=fields.get("max_position_embeddings", "n_positions", default=None),
             num_mlp_matrices=traits.num_mlp_matrices,
-            is_tied=bool(fields.get("tie_word_embeddings", default=False)),
+            is_tied=head == "vocabulary" and bool(fields.get("tie_word_embeddings", default=False)),
             has_qkv_bias=attention_bias or traits.has_qkv_bias,
             has_output_bias=attention_bias and not traits.has_qkv_bias,
             has_mlp_bias=bool(fields.get("mlp_bias", default=False)),
@@ -178,7 +184,23 @@ class ModelSpec:
             norm_eps=float(fields.get("rms_norm_eps", "layer_norm_epsilon", default=1e-6)),
             moe=_moe(fields, num_layers),
             latent=_latent(fields),
+            head=head,
         )
+
+    def with_output_head(self, head: OutputHead) -> ModelSpec:
+        """Return the spec of this model with the output head that a run needs.
+
+        Raises ConfigError for a vocabulary on a reward model, which has no output embedding.
+        """
+        if head == self.head:
+            return self
+        if head == "vocabulary":
+            raise ConfigError(
+                f"policy.model_name is {self.name!r}, a reward model, which has a score head and no"
+                " output embedding: only `nemo-like rm` trains it; give the directory of a causal"
+                " language model"
+            )
+        return replace(self, head=head, is_tied=False)
 
     @property
     def num_sparse_layers(self) -> int:
@@ -199,8 +221,7 @@ class ModelSpec:
         attention = self.num_layers * self._attention_params
         dense = num_dense_layers * self._dense_params
         sparse = self.num_sparse_layers * self._moe_params
-        # The output projection has the size of the embedding, whether it is tied or not.
-        return attention + dense + sparse + self.embedding_params
+        return attention + dense + sparse + self.head_params
 
     @property
     def num_params(self) -> int:
@@ -219,10 +240,15 @@ class ModelSpec:
         return self.vocab_size * self.hidden_size
 
     @property
+    def head_params(self) -> int:
+        """Parameters of the output projection, tied or not, or of the score head."""
+        return self.hidden_size if self.head == "scores" else self.embedding_params
+
+    @property
     def layer_params(self) -> int:
         """Parameters of one layer, on average."""
-        num_tables = 1 if self.is_tied else 2
-        outside_layers = num_tables * self.embedding_params + self.hidden_size
+        input_embedding = 0 if self.is_tied else self.embedding_params
+        outside_layers = input_embedding + self.head_params + self.hidden_size
         return (self.num_params - outside_layers) // self.num_layers
 
     @property
@@ -383,6 +409,12 @@ def _windows(
     for layer in range(min(first, num_layers)):
         windows[layer] = None
     return tuple(windows)
+
+
+def _output_head(fields: _Fields) -> OutputHead:
+    """Return the head of the architecture that the configuration names."""
+    architectures = fields.get("architectures", default=None) or ("",)
+    return "scores" if str(architectures[0]).endswith("ForSequenceClassification") else "vocabulary"
 
 
 def _linear_attention_layers(fields: _Fields) -> frozenset[int]:

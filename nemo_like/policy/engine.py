@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -31,6 +32,16 @@ class TokenLogprobs(NamedTuple):
     unfiltered_logprobs: Tensor | None = None
     """float32 [T], with a token filter: log-prob of `inputs.labels` under the unfiltered
     distribution.
+    """
+    is_argmax: Tensor | None = None
+    """bool [T]: True where no token is more probable than the label; ties count as True."""
+    columns: Mapping[str, Tensor] | None = None
+    """float32 [T] each, of a microbatch with a `head` of its own: they join its columns for the
+    loss.
+    """
+    scores: Tensor | None = None
+    """float32 [R], of an engine with a score head: the score of each row whose last token is on
+    this context-parallel rank, else 0. `logprobs` are 0 then.
     """
 
 
@@ -78,6 +89,21 @@ class Engine(Protocol):
         is an empty list. All tp ranks see the same outputs. Gradients are *summed* over
         microbatches and over dp and cp ranks and kept until `optimizer_step`; the loss is already
         divided.
+        """
+        ...
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """Return a context in which `run` computes the model without its LoRA adapters.
+
+        Only for forward passes. Raises RuntimeError for a model without adapters.
+        """
+        ...
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are their moving averages.
+
+        Every rank enters it. Only for forward passes, exports and transfers of weights. Raises
+        RuntimeError for a model without averages.
         """
         ...
 
@@ -135,7 +161,7 @@ class Engine(Protocol):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return Hugging Face name -> full shape of each distinct weight, in a fixed order.
 
-        A tied weight appears once.
+        A tied weight appears once. LoRA adapters are part of the weights that they change.
         """
         ...
 
@@ -171,6 +197,8 @@ class Engine(Protocol):
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """Write this rank's shard of weights and optimizer state, of a frozen engine the weights.
 
+        Of a model with LoRA adapters these are written, and not its frozen weights.
+
         With `in_background` a thread writes copies of them, and training may continue. The
         checkpoint is complete after `PendingSave.finish`, which every rank calls.
         """
@@ -181,7 +209,7 @@ class Engine(Protocol):
         ...
 
     def export_hf(self, directory: Path) -> None:
-        """Write a transformers model directory on rank 0."""
+        """Write a transformers model directory on rank 0; LoRA adapters also in `adapter`."""
         ...
 
     def offload(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
 from nemo_like.policy.compute_clock import ComputeClock
+from nemo_like.policy.ema import Masters, WeightEma
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.host_allocator import keep_freed_memory
 from nemo_like.policy.offload import HostMemory
@@ -96,15 +98,17 @@ class EngineBase(ABC, Generic[OptimizerT]):
         # Subclasses have the same groups under `groups`, with their own type.
         self._axes = groups
         self._optimizer: OptimizerT | None = None
+        self._ema: WeightEma | None = None
         self._spec: ModelSpec | None = None
         if device.type == "cpu":
             keep_freed_memory()
         is_pinned = device.type == "cuda"
         self.save_buffers = HostBuffers(pinned=is_pinned)
         """Host memory of checkpoints that are being written."""
-        # The weights of a frozen engine differ from their first copy only after `copy_weights` and
-        # `load`, which discard it.
-        self._host_memory = HostMemory(pinned=is_pinned, constant=not trainable)
+        self._host_memory = HostMemory(pinned=is_pinned)
+        # Of frozen weights: they differ from their first copy only after `copy_weights` and `load`,
+        # which discard it.
+        self._constant_memory = HostMemory(pinned=is_pinned, constant=True)
 
     @property
     @abstractmethod
@@ -147,19 +151,27 @@ class EngineBase(ABC, Generic[OptimizerT]):
         """Return the plain tensors, [...] each, of this rank's weights and optimizer state."""
         ...
 
+    @abstractmethod
+    def _frozen_weights(self) -> Iterable[Tensor]:
+        """Return those of `_resident_tensors` that have no gradients."""
+        ...
+
     @torch.no_grad()
     def copy_weights(self, source: Engine) -> None:
         """See `Engine.copy_weights`."""
         for own, other in zip(self.local_weights(), source.local_weights(), strict=True):
             own.copy_(other)
-        self._host_memory.discard_copies()
+        self._constant_memory.discard_copies()
 
     def move_to_host(self) -> None:
         """Copy weights and optimizer state to host memory and free them on the device."""
+        # First, as tensors without memory are left out of the other one.
+        self._constant_memory.offload(self._frozen_weights())
         self._host_memory.offload(self._resident_tensors())
 
     def move_to_device(self) -> None:
         """Undo `move_to_host`."""
+        self._constant_memory.onload()
         self._host_memory.onload()
 
     @property
@@ -167,6 +179,34 @@ class EngineBase(ABC, Generic[OptimizerT]):
         """The optimizer of a trainable engine."""
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         return self._optimizer
+
+    @abstractmethod
+    def _masters(self) -> Masters:
+        """Yield name and float32 shard [...] of each weight that the optimizer updates."""
+        ...
+
+    def _publish_masters(self) -> None:
+        """Let the model compute with changed values of `_masters`; every rank calls."""
+
+    def start_ema(self) -> None:
+        """Keep averages of the weights, beginning with their values, if the config enables it."""
+        if self.config.ema.enabled:
+            self._ema = WeightEma(self._masters(), self.config.ema)
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """See `Engine.ema_weights`."""
+        if self._ema is None:
+            raise RuntimeError("this model has no average of its weights (policy.ema.enabled)")
+        self._swap_ema(self._ema)
+        try:
+            yield
+        finally:
+            self._swap_ema(self._ema)
+
+    def _swap_ema(self, ema: WeightEma) -> None:
+        ema.swap(self._masters())
+        self._publish_masters()
 
     def optimizer_step(self, lr: float, *, is_loss_finite: bool = True) -> float:
         """See `Engine.optimizer_step`."""
@@ -182,6 +222,8 @@ class EngineBase(ABC, Generic[OptimizerT]):
             optimizer.scale_gradients(factor)
         optimizer.step(lr)
         self.num_optimizer_steps += 1
+        if self._ema is not None:
+            self._ema.update(self._masters(), self.num_optimizer_steps)
         return norm
 
     def gradient_norm(self, *, is_loss_finite: bool = True) -> float:
@@ -193,7 +235,7 @@ class EngineBase(ABC, Generic[OptimizerT]):
 
     def is_finite(self, *, with_moments: bool = False) -> bool:
         """See `Engine.is_finite`."""
-        if self._host_memory.is_offloaded:
+        if self._host_memory.is_offloaded or self._constant_memory.is_offloaded:
             raise RuntimeError("the model is offloaded; call onload first")
         is_finite = all_within(self.local_weights(), LARGEST)
         if with_moments:
@@ -202,6 +244,10 @@ class EngineBase(ABC, Generic[OptimizerT]):
         num_not_finite = 0.0 if is_finite else 1.0
         (total,) = sum_floats([num_not_finite], self._axes.world, self.device)
         return total == 0
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """See `Engine.base_model`."""
+        raise RuntimeError("this model has no LoRA adapters (policy.lora.enabled is false)")
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
         """See `Engine.sum_over_dp`."""

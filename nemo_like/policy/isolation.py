@@ -20,6 +20,7 @@ from nemo_like.integer_math import round_up
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.model_inputs import build_inputs
 from nemo_like.policy.row_logprobs import compute_row_logprobs
+from nemo_like.policy.row_scores import compute_row_scores
 
 _LENGTHS = (11, 24, 3, 17)
 _ROUND = 4
@@ -153,7 +154,8 @@ def _compute_logprobs(
 ) -> list[np.ndarray]:
     """Compute the log-probs of `rows` as one microbatch, float32 [length] for each row.
 
-    The list is empty on all pipeline stages but the last.
+    Of a model with a score head they are the scores, float32 [1] for each row. The list is empty
+    on all pipeline stages but the last.
     """
     parallel_layout = engine.parallel_layout
     multiples = parallel_layout.padding_multiples(layout, sequence_length_round=_ROUND)
@@ -186,6 +188,9 @@ def _compute_logprobs(
         cp_rank=cp_rank,
         device=engine.device,
     )
+    if engine.spec.head == "scores":
+        scores = compute_row_scores(engine, [inputs])
+        return [score[None] for part in scores for score in part]
     logprobs = []
     for microbatch_rows in compute_row_logprobs(engine, [inputs]):
         logprobs += list(microbatch_rows)

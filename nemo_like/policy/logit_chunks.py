@@ -241,6 +241,14 @@ def add_weight_gradient(
 
 
 @cache
+def finished_gradient(weight: Tensor, total: Tensor | None) -> Tensor:
+    """Return the sum `total` of `add_weight_gradient` over all chunks in the dtype of `weight`.
+
+    Both are [V, D]; None, the sum without a chunk, is zero.
+    """
+    return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
+
+
 def has_float32_products(device_type: str) -> bool:
     """Return True if products in half precision can be returned and summed in float32.
 

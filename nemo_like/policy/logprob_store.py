@@ -1,21 +1,27 @@
-"""Log-probs that stay on the rank that computed them, and the handles that a driver has instead."""
+"""Log-probs, or targets of teachers, that stay on the rank that computed them, and the handles that
+a driver has instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from nemo_like.data.jagged import Jagged
+
+if TYPE_CHECKING:
+    from nemo_like.policy.targets import Targets
 
 LogprobName = Literal["prev_logprobs", "reference_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobHandle:
-    """Names the log-probs of one pass of `compute_logprobs`, which the workers keep.
+    """Names the results of one pass of `compute_logprobs` or `compute_targets`, which the workers
+    keep.
 
     Its size does not depend on the number of tokens. It is equal on all ranks, since every rank
     takes part in every pass.
@@ -24,6 +30,8 @@ class LogprobHandle:
     pass_index: int
     """Passes that the workers had started before this one."""
     names: tuple[LogprobName, ...]
+    has_targets: bool = False
+    """The pass was one of teachers; it has no log-probs then."""
 
 
 class LogprobStore:
@@ -39,11 +47,13 @@ class LogprobStore:
     def __init__(self) -> None:
         self._num_passes = 0
         self._columns: dict[str, Jagged] = {}
+        self._targets: Targets | None = None
 
     def start_pass(self) -> None:
         """Release the columns of the previous pass; its handle becomes invalid."""
         # Before the new columns are computed, so that two passes are never in memory together.
         self._columns = {}
+        self._targets = None
         self._num_passes += 1
 
     def keep(self, columns: Mapping[str, Jagged], names: tuple[LogprobName, ...]) -> LogprobHandle:
@@ -54,6 +64,29 @@ class LogprobStore:
         """
         self._columns = dict(columns)
         return LogprobHandle(self._num_passes - 1, names)
+
+    def keep_targets(self, targets: Targets) -> LogprobHandle:
+        """Keep the targets of the pass that `start_pass` began."""
+        self._targets = targets
+        return LogprobHandle(self._num_passes - 1, (), has_targets=True)
+
+    def release_targets(self) -> None:
+        """Release the targets, which have tensors on the device."""
+        self._targets = None
+
+    def targets(self, handle: LogprobHandle | None) -> Targets | None:
+        """Return the targets of `handle`, of which `columns` checks the pass; None without any.
+
+        Raises ValueError if they were released.
+        """
+        if handle is None or not handle.has_targets:
+            return None
+        if self._targets is None:
+            raise ValueError(
+                f"the targets of pass {handle.pass_index} were released when the model was"
+                " offloaded; call compute_targets and train while it stays on the device"
+            )
+        return self._targets
 
     def columns(self, handle: LogprobHandle, input_ids: Jagged) -> dict[str, Jagged]:
         """Return the columns of `handle`, float32 [T], for the shard with `input_ids` [T].

@@ -29,6 +29,7 @@ from nemo_like.policy.logit_chunks import (
     KeptGradient,
     add_weight_gradient,
     compiled,
+    finished_gradient,
     logits_gradient,
     reduce_logits,
     scaled_logits,
@@ -69,7 +70,8 @@ def token_logprobs(
 
     `hidden` [T, D] are the last hidden states, `labels` int64 [T], `weight` [V, D] and `bias` [V]
     the output embedding. The distribution is softmax((hidden @ weight.T + bias) / temperature).
-    Both results have a gradient. Memory is of the order of chunk_size x V.
+    Both results have a gradient. Memory is of the order of chunk_size x V. `is_argmax` bool [T]
+    compares two numbers per token that the log-prob needs anyway, and takes no pass of its own.
 
     With `vocab`, `weight` and `bias` are this rank's rows; `hidden` and the global `labels` are the
     same on all its ranks, and the results are bit-equal on them.
@@ -88,7 +90,7 @@ def token_logprobs(
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0")
     if token_filter is not None and not token_filter.is_active:
         token_filter = None
-    logprobs, entropy, kept_logprobs = _ChunkedLogprobs.apply(
+    logprobs, entropy, kept_logprobs, is_argmax = _ChunkedLogprobs.apply(
         hidden,
         weight,
         bias,
@@ -104,8 +106,8 @@ def token_logprobs(
     )
     entropy = entropy if with_entropy else None
     if token_filter is None:
-        return TokenLogprobs(logprobs, entropy)
-    return TokenLogprobs(kept_logprobs, entropy, logprobs)
+        return TokenLogprobs(logprobs, entropy, is_argmax=is_argmax)
+    return TokenLogprobs(kept_logprobs, entropy, logprobs, is_argmax)
 
 
 def scatter_logprobs(
@@ -121,10 +123,12 @@ def scatter_logprobs(
 
     entropy = outputs.entropy
     unfiltered = outputs.unfiltered_logprobs
+    is_argmax = outputs.is_argmax
     return TokenLogprobs(
         scatter(outputs.logprobs),
         None if entropy is None else scatter(entropy),
         None if unfiltered is None else scatter(unfiltered),
+        None if is_argmax is None else scatter(is_argmax),
     )
 
 
@@ -176,8 +180,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return l, H and l_f, float32 [T] each; those that are not computed are empty."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return l, H and l_f, float32 [T] each, and bool [T]: True where z[label] is max z.
+
+        H and l_f are empty if they are not computed.
+        """
         if options.vocab is not None:
             labels = labels - options.vocab.start
         is_filtered = options.token_filter is not None
@@ -206,7 +213,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 with_entropy=options.with_entropy,
             )
         gathered = _gather(sums, options.vocab)
-        logprobs, logsumexp, entropy = _combine(gathered, options.with_entropy)
+        logprobs, logsumexp, entropy, is_argmax = _combine(gathered, options.with_entropy)
         kept_logprobs, log_inverse_mass = _combine_kept(
             gathered,
             logprobs,
@@ -226,7 +233,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.options = options
         # Outputs without gradient then give None in the backward, and their terms are skipped.
         ctx.set_materialize_grads(False)
-        return logprobs, entropy, kept_logprobs
+        ctx.mark_non_differentiable(is_argmax)
+        return logprobs, entropy, kept_logprobs, is_argmax
 
     @staticmethod
     @once_differentiable
@@ -236,6 +244,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
         grad_kept: Tensor | None,
+        grad_argmax: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels, *reduced = ctx.saved_tensors
@@ -283,7 +292,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_hidden is not None and vocab is not None and not vocab.partial_hidden_grad:
             dist.all_reduce(grad_hidden, group=vocab.group)
         if needs_weight:
-            grad_weight = _gradient_of(weight, grad_weight)
+            grad_weight = finished_gradient(weight, grad_weight)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
@@ -327,11 +336,6 @@ def _divided(gradient: Tensor | None, divisor: float) -> Tensor | None:
     return None if gradient is None else gradient / divisor
 
 
-def _gradient_of(weight: Tensor, total: Tensor | None) -> Tensor:
-    """Return the sum over all chunks, [V, D], in the dtype of `weight`; None is zero."""
-    return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
-
-
 def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
     """All-gather [ranks, sums, T] from each rank's [sums, T]."""
     if vocab is None:
@@ -340,11 +344,11 @@ def _gather(sums: Tensor, vocab: VocabShard | None) -> Tensor:
     return gathered.unflatten(0, (-1, len(sums)))
 
 
-def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the ranks' sums of `reduce_logits` to log-prob, log-sum-exp and entropy.
+def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine the ranks' sums of `reduce_logits` to log-prob, log-sum-exp, entropy and argmax.
 
-    `gathered` is [ranks, sums, T], the results float32 [T]; without `with_entropy` the entropy is
-    empty.
+    `gathered` is [ranks, sums, T]. The results are float32 [T], without `with_entropy` the entropy
+    is empty, and bool [T]: True where no logit is larger than the label's.
     """
     highests, picked, totals = gathered[:, :3].unbind(1)
     highest = highests.amax(dim=0)
@@ -355,15 +359,17 @@ def _combine(gathered: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tens
     log_total = total.log()
     # Ranks without the label have -inf.
     label_logit = picked.amax(dim=0)
+    # Exact: both are elements of the same logits.
+    is_argmax = label_logit >= highest
     logprobs = label_logit - highest - log_total
     logsumexp = highest + log_total
     if not with_entropy:
-        return logprobs, logsumexp, logprobs.new_empty(0)
+        return logprobs, logsumexp, logprobs.new_empty(0), is_argmax
     # H = lse - sum p z on shifted logits: log(total) - sum(exp(s) s) / total.
     shifted_products = gathered[:, 3] + lag * totals
     product = (scale * shifted_products).sum(dim=0)
     entropy = log_total - product / total
-    return logprobs, logsumexp, entropy
+    return logprobs, logsumexp, entropy, is_argmax
 
 
 def _combine_kept(

@@ -35,19 +35,25 @@ class LossStep:
         entropy = outputs.entropy
         if entropy is not None and not self.loss.entropy_gradient:
             entropy = entropy.detach()
+        scores = outputs.scores
+        if scores is not None:
+            # The last token of a row is on one context-parallel rank; all of them compute the loss.
+            scores = self.sum_over_cp(scores)
         loss_inputs = LossInputs(
             policy_logprobs=outputs.logprobs,
             unfiltered_logprobs=outputs.unfiltered_logprobs,
             token_mask=inputs.label_mask,
             row_ids=inputs.row_ids,
             row_num_tokens=inputs.row_columns[NUM_TRAINED],
-            columns=_loss_columns(inputs),
+            columns={**_loss_columns(inputs), **(outputs.columns or {})},
             row_columns=inputs.row_columns,
             host_rows=HostRows(
                 num_tokens=inputs.host_row_columns[NUM_TRAINED],
                 columns=inputs.host_row_columns,
             ),
             entropy=entropy,
+            is_argmax=outputs.is_argmax,
+            row_scores=scores,
             sum_over_cp=self.sum_over_cp,
         )
         terms = self.loss(loss_inputs)
@@ -60,6 +66,8 @@ class LossStep:
             policy_logprobs=outputs.logprobs.detach(),
             unfiltered_logprobs=_detached(outputs.unfiltered_logprobs),
             entropy=_detached(entropy),
+            columns={name: column.detach() for name, column in loss_inputs.columns.items()},
+            row_scores=_detached(scores),
         )
         return terms.loss_sum / self.denominator, (terms.metrics, detached)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from nemo_like.policy.segments import (
     segment_starts,
 )
 
+if TYPE_CHECKING:
+    from nemo_like.policy.vocab_head import OutputHead
+
 NUM_TRAINED = "num_trained_tokens"
 """Row column of training inputs: float32 [R], trained tokens of each row."""
 
@@ -46,7 +49,7 @@ class ModelInputs:
     Example: rows [5, 6, 7] and [8, 9] packed with `padded_lengths` (4, 2) and `num_tokens` 6:
     `input_ids` [[5, 6, 7, 0, 8, 9]], `position_ids` [[0, 1, 2, 3, 0, 1]], `cu_seqlens` [0, 4, 6],
     `labels` [6, 7, 0, 0, 9, 0], `label_mask` [1, 1, 0, 0, 1, 0], `label_positions` [0, 1, 4],
-    `row_ids` [0, 0, 0, 0, 1, 1].
+    `last_positions` [2, 5], `row_ids` [0, 0, 0, 0, 1, 1].
     """
 
     input_ids: Tensor
@@ -69,6 +72,8 @@ class ModelInputs:
     """int64 [N]: the indices where `label_mask` is True, in order. Found on the host, because a
     search on the device waits for it.
     """
+    last_positions: Tensor
+    """int64 [N]: the indices of the last tokens of rows, those on this context-parallel rank."""
     row_ids: Tensor
     """int64 [T]: index of the row in the microbatch; 0 on padding."""
     columns: dict[str, Tensor]
@@ -82,6 +87,8 @@ class ModelInputs:
     num_tokens: int
     layout: Literal["packed", "padded"]
     cp_size: int = 1
+    head: OutputHead | None = None
+    """Computes the outputs of this microbatch in the place of the log-probs of `labels`."""
 
     @property
     def num_rows(self) -> int:
@@ -153,6 +160,7 @@ def build_inputs(
         labels=tensors["labels"],
         label_mask=tensors["label_mask"],
         label_positions=tensors["label_positions"],
+        last_positions=tensors["last_positions"],
         row_ids=tensors["row_ids"],
         columns={name: tensors[f"column/{name}"] for name in columns},
         row_columns={name: tensors[f"row/{name}"] for name in row_columns} | row_tensors,
@@ -183,6 +191,7 @@ def _position_arrays(
         "input_ids": input_ids.astype(np.int64, copy=False).reshape(grid.shape),
         "position_ids": grid.position.reshape(grid.shape),
         "labels": labels.astype(np.int64, copy=False),
+        "last_positions": np.flatnonzero(grid.position == grid.length - 1),
         "row_ids": grid.row_ids,
     }
     if grid.is_packed:

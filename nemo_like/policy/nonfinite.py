@@ -60,6 +60,7 @@ def _select_rows(inputs: LossInputs, is_selected: Tensor) -> LossInputs:
         host_rows=None,
         columns={name: column[positions] for name, column in inputs.columns.items()},
         entropy=_select(inputs.entropy, positions),
+        is_argmax=_select(inputs.is_argmax, positions),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig, SchedulerConfig
 from nemo_like.data.streaming.learning_rate import batch_size_scale
 from nemo_like.losses import GlobalCounts
+from nemo_like.policy.schedules import remaining_rate
 
 LARGEST = 0.99 * math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19: the square of any number up to this is finite in float32."""
@@ -24,8 +25,9 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of optimizer step `step` (0 is the first).
 
-    Warm-up rises linearly so that step `warmup_steps` is the first at full rate; then
-    `cosine` and `linear` fall to `min_ratio`, reached at step `decay_steps` and kept.
+    Warm-up rises linearly so that step `warmup_steps` is the first at full rate; the other kinds
+    than `constant` then fall to `min_ratio`, reached at step `decay_steps` and kept. `schedules`
+    defines their shapes.
 
     Example: lr 1, 3 steps of warm-up, linear, decay_steps 7, min_ratio 0: 0.25, 0.5, 0.75, 1, 0.75,
     0.5, 0.25, 0, 0. Raises ValueError if a decaying schedule has no `decay_steps`.
@@ -39,12 +41,7 @@ def learning_rate(
             f"policy.scheduler.kind is {scheduler.kind} and decay_steps is null: it needs the"
             f" number of optimizer steps"
         )
-    span = max(scheduler.decay_steps - scheduler.warmup_steps, 1)
-    progress = min((step - scheduler.warmup_steps) / span, 1.0)
-    if scheduler.kind == "linear":
-        remaining = 1.0 - progress
-    else:
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    remaining = remaining_rate(step, scheduler.decay_steps, scheduler)
     return optimizer.lr * (scheduler.min_ratio + (1.0 - scheduler.min_ratio) * remaining)
 
 

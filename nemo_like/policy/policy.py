@@ -31,6 +31,7 @@ from nemo_like.policy.batching import Purpose, microbatch_budget, plan_spec
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
+from nemo_like.policy.targets import TargetSettings
 from nemo_like.policy.worker_protocol import DeviceInfo, PolicyWorkerProtocol
 from nemo_like.shared_directory import check_shared
 
@@ -138,6 +139,21 @@ class Policy:
         assert len(set(handles)) == 1, "every rank takes part in every pass"
         return Logprobs(sharded, handles[0])
 
+    def compute_targets(self, sharded: ShardedBatch, settings: TargetSettings) -> Logprobs:
+        """Run the teachers on a sharded batch; their results stay on the workers.
+
+        See `PolicyWorkerProtocol.compute_targets`. `train` and `evaluate` get the result as
+        `logprobs`.
+        """
+        handles = call_sharded(
+            self.group,
+            PolicyWorkerProtocol.compute_targets,
+            sharded.shards,
+            settings=settings,
+        )
+        assert len(set(handles)) == 1, "every rank takes part in every pass"
+        return Logprobs(sharded, handles[0])
+
     def fetch_logprobs(self, logprobs: Logprobs) -> dict[str, Jagged]:
         """Fetch log-probs from the workers: float32 [T] over the tokens, in batch order."""
         sharded = logprobs.sharded
@@ -153,6 +169,19 @@ class Policy:
             assert isinstance(column, Jagged)
             columns[name] = column
         return columns
+
+    def compute_scores(self, sharded: ShardedBatch) -> np.ndarray:
+        """Compute the score of each row: float32 [B] in batch order; of a model with a score head.
+
+        The batch needs the columns `input_ids` and `length` only.
+        """
+        parts: list[np.ndarray] = []
+        for part in call_sharded(self.group, PolicyWorkerProtocol.compute_scores, sharded.shards):
+            assert part is not None, "the last pipeline stage has the scores"
+            parts.append(part)
+        scores = unshard(parts, sharded.plan)
+        assert isinstance(scores, np.ndarray)
+        return scores
 
     def train(
         self,
@@ -318,9 +347,10 @@ class Policy:
         """Copy the weights into the reference of the KL penalty; later saves have it as well."""
         call_all(self.group, PolicyWorkerProtocol.update_reference)
 
-    def export_hf(self, directory: Path) -> None:
-        """Write a model directory that transformers loads."""
-        call_all(self.group, PolicyWorkerProtocol.export_hf, str(directory.resolve()))
+    def export_hf(self, directory: Path, *, ema: bool = False) -> None:
+        """Write a model directory that transformers loads; with `ema` the averaged weights."""
+        path = str(directory.resolve())
+        call_all(self.group, PolicyWorkerProtocol.export_hf, path, ema=ema)
 
     def shutdown(self) -> None:
         """Stop the workers."""

@@ -6,6 +6,7 @@ not the initial weights any more.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from nemo_like.files import FileRecord
@@ -23,6 +24,10 @@ class ReferenceModel:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._is_updated = False
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context in which `engine` computes the reference."""
+        return nullcontext()
 
     def update(self, policy: Engine) -> None:
         """Copy the weights of the policy, which has the same model and layout."""
@@ -44,6 +49,30 @@ class ReferenceModel:
         if (path / MANIFEST).is_file():
             self.engine.load(path)
             self._is_updated = True
+
+
+class BaseModelReference:
+    """The policy without its LoRA adapters; it never changes and needs no engine of its own."""
+
+    def __init__(self, policy: Engine) -> None:
+        self.engine = policy
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context in which `engine` computes the reference."""
+        return self.engine.base_model()
+
+    def update(self, policy: Engine) -> None:
+        """Raise ValueError: the weights of the model are frozen."""
+        raise ValueError(
+            "the reference of a policy with LoRA adapters is the model without them, which cannot"
+            " be updated; set grpo.reference_update_period to 0"
+        )
+
+    def save(self, directory: Path, *, in_background: bool) -> None:
+        """Write nothing: the model files have the weights."""
+
+    def load(self, directory: Path) -> None:
+        """Read nothing: the model files have the weights."""
 
 
 class WorkerSave:

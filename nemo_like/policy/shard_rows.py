@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
 from nemo_like.distributed import activity
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs, num_predicted_tokens
+from nemo_like.policy.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ShardRows:
     spec: PlanSpec
     cp_rank: int
     device: torch.device
+    targets: Targets | None = None
+    """Of the teachers, which choose the output head of each microbatch."""
 
     def count(self, microbatches: Iterable[Microbatch]) -> tuple[float, float]:
         """Count (trained tokens, rows with at least one trained token) of this dp rank.
@@ -53,7 +56,7 @@ class ShardRows:
     def inputs(self, microbatch: Microbatch) -> ModelInputs:
         """Build model inputs whose `label_mask` is True for trained tokens only."""
         activity.note(f"inputs of a microbatch of {len(microbatch.rows)} rows")
-        return build_inputs(
+        inputs = build_inputs(
             self.columns,
             microbatch,
             self.spec,
@@ -61,6 +64,9 @@ class ShardRows:
             device=self.device,
             num_trained=self.num_trained_tokens(microbatch),
         )
+        if self.targets is None:
+            return inputs
+        return replace(inputs, head=self.targets.head(microbatch))
 
     def in_shard_order(self, microbatches: Sequence[Microbatch], parts: Sequence[Jagged]) -> Jagged:
         """Reorder `parts`, one Jagged [T] per microbatch, to the rows of the shard: float32 [T].

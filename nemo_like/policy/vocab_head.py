@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 from torch import Tensor
 
 from nemo_like.policy.engine import TokenLogprobs
 from nemo_like.policy.logprobs import VocabShard, scatter_logprobs, token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
 from nemo_like.sampling_filter import SamplingFilter
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputEmbedding:
+    """The input of an output head: hidden states, and this rank's part of the vocabulary."""
+
+    hidden: Tensor
+    """[T, D], of all T positions of this rank."""
+    weight: Tensor
+    """[V, D]: this rank's rows. FSDP frees them after the forward pass."""
+    bias: Tensor | None
+    """[V]."""
+    vocab: VocabShard | None
+    chunk_size: int
+    """Tokens per chunk in which logits are computed."""
+
+
+class OutputHead(Protocol):
+    """Computes the outputs of a microbatch other than the log-probs of its labels."""
+
+    def __call__(self, embedding: OutputEmbedding, inputs: ModelInputs) -> TokenLogprobs:
+        """Return the outputs, [T] each."""
+        ...
 
 
 def label_logprobs(
@@ -26,8 +52,18 @@ def label_logprobs(
     """Log-prob of `inputs.labels`, float32 [T]; 0 where `inputs.label_mask` is False.
 
     `hidden` [T, D] are the last hidden states of all T positions of this rank, `weight` [V, D] and
-    `bias` [V] this rank's rows of the output embedding. See `token_logprobs` for the rest.
+    `bias` [V] this rank's rows of the output embedding. See `token_logprobs` for the rest. A head
+    of the microbatch takes the place of all this.
     """
+    if inputs.head is not None:
+        embedding = OutputEmbedding(
+            hidden=hidden,
+            weight=weight,
+            bias=bias,
+            vocab=vocab,
+            chunk_size=chunk_size,
+        )
+        return inputs.head(embedding, inputs)
     # Only positions with a label meet the vocabulary: in RL most of a row is prompt.
     positions = inputs.label_positions
     outputs = token_logprobs(

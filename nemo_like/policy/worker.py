@@ -9,8 +9,11 @@ engine sums gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nemo_like import shared_directory
 from nemo_like.config.schema import PolicyConfig
@@ -21,25 +24,24 @@ from nemo_like.files import FileRecord
 from nemo_like.losses import GlobalCounts, Loss, LossInputs, fetch_metrics
 from nemo_like.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from nemo_like.policy.compilation import CompilationCounter
-from nemo_like.policy.device_flops import (
-    peak_flops,
-    peak_memory_bytes,
-    reset_peak_memory,
-    total_memory_bytes,
-)
+from nemo_like.policy.device_flops import peak_flops, reset_peak_memory, total_memory_bytes
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.isolation import IsolationReport, probe_isolation
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName, LogprobStore
 from nemo_like.policy.loss_step import LossStep
 from nemo_like.policy.nonfinite import SkippedStep, row_loss_sums
 from nemo_like.policy.optim import LARGEST, NonFiniteError, learning_rate, learning_rate_scale
-from nemo_like.policy.reference import ReferenceModel, WorkerSave
+from nemo_like.policy.reference import BaseModelReference, ReferenceModel, WorkerSave
 from nemo_like.policy.row_logprobs import (
     compute_row_logprobs,
     keeping_logprobs,
     unpack_outputs,
 )
+from nemo_like.policy.row_scores import shard_scores
 from nemo_like.policy.shard_rows import ShardRows
+from nemo_like.policy.step_metrics import gradient_metrics, max_over_mean, memory_metrics
+from nemo_like.policy.targets import TargetSettings
+from nemo_like.policy.teachers import Teachers
 from nemo_like.policy.worker_protocol import Columns, DeviceInfo
 from nemo_like.sampling_filter import SamplingFilter
 from nemo_like.weight_sync.channel import ChannelRequest, ChannelSpec, SentBucket, WeightPlan
@@ -47,7 +49,7 @@ from nemo_like.weight_sync.sender import WeightSender
 
 
 class PolicyWorker:
-    """Implements `PolicyWorkerProtocol` with one engine, and a frozen one as reference.
+    """Implements `PolicyWorkerProtocol` with one engine, and for the reference a frozen one.
 
     `DTensorPolicyWorker` and `MegatronPolicyWorker` choose the engines.
     """
@@ -57,12 +59,20 @@ class PolicyWorker:
         config: PolicyConfig,
         policy: Engine,
         reference: Engine | None,
+        teachers: Sequence[Engine] = (),
     ) -> None:
+        """`reference` is `policy` itself if the reference is the policy without LoRA adapters."""
         self.config = config
         self._policy = policy
-        self._reference = None if reference is None else ReferenceModel(reference)
-        self._engines = [policy] if reference is None else [policy, reference]
+        self._reference: ReferenceModel | BaseModelReference | None = None
+        self._engines = [policy]
+        if reference is policy:
+            self._reference = BaseModelReference(policy)
+        elif reference is not None:
+            self._reference = ReferenceModel(reference)
+            self._engines.append(reference)
         self._logprobs = LogprobStore()
+        self._teachers = Teachers(teachers, policy)
         self._weights = WeightSender(policy)
         self._skipped: list[SkippedStep] = []
         self._trained_logprobs: Jagged | None = None
@@ -110,9 +120,10 @@ class PolicyWorker:
                 token_filter = None
                 temperature = 1.0
             inputs = map(rows.inputs, plan.microbatches)
-            parts = compute_row_logprobs(
-                engine, inputs, temperature=temperature, token_filter=token_filter
-            )
+            with self._computing(name):
+                parts = compute_row_logprobs(
+                    engine, inputs, temperature=temperature, token_filter=token_filter
+                )
             # Nobody reads the time of this pass, and the reference has no other.
             engine.clock.drop()
             # Pipeline stages but the last have no parts.
@@ -120,9 +131,21 @@ class PolicyWorker:
                 columns[name] = rows.in_shard_order(plan.microbatches, parts)
         return self._logprobs.keep(columns, names)
 
+    def compute_targets(self, shard: SlicedDataDict, settings: TargetSettings) -> LogprobHandle:
+        """See `PolicyWorkerProtocol.compute_targets`."""
+        assert shard.plan is not None, "a shard of BatchedDataDict.shard has a plan"
+        self._logprobs.start_pass()
+        rows = self._rows(shard, shard.plan.spec)
+        targets = self._teachers.compute(rows, shard.plan.microbatches, settings)
+        return self._logprobs.keep_targets(targets)
+
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
         """See `PolicyWorkerProtocol.fetch_logprobs`: float32 [T] each."""
         return self._logprobs.columns(logprobs, shard["input_ids"])
+
+    def compute_scores(self, shard: SlicedDataDict) -> np.ndarray | None:
+        """See `PolicyWorkerProtocol.compute_scores`: float32 [B]."""
+        return shard_scores(self._policy, shard, _logprob_plan(shard))
 
     def train(
         self,
@@ -173,7 +196,7 @@ class PolicyWorker:
         grad_norm = self._policy.gradient_norm(is_loss_finite=step_fn.is_finite())
         local_metrics = merge_metrics(fetch_metrics([metrics for metrics, _ in results]))
         metrics = merge_metrics(self._policy.gather_over_dp_cp(local_metrics))
-        return metrics | _step_metrics(grad_norm, counts)
+        return metrics | gradient_metrics(grad_norm, counts)
 
     def skipped_steps(self) -> list[SkippedStep]:
         """See `PolicyWorkerProtocol.skipped_steps`."""
@@ -187,7 +210,7 @@ class PolicyWorker:
     ) -> Metrics:
         """See `PolicyWorkerProtocol.evaluate`."""
         plan = _logprob_plan(shard)
-        rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec)
+        rows = self._rows({**shard, **self._kept_logprobs(shard, logprobs)}, plan.spec, logprobs)
         # Only the metrics are used, so the loss is not normalized.
         step_fn = LossStep(loss, 1.0, self._policy.sum_over_cp)
         results = self._policy.run(
@@ -281,10 +304,11 @@ class PolicyWorker:
             )
         self._reference.update(self._policy)
 
-    def export_hf(self, directory: str | Path) -> None:
+    def export_hf(self, directory: str | Path, *, ema: bool = False) -> None:
         """See `PolicyWorkerProtocol.export_hf`."""
         self._check_finite()
-        self._policy.export_hf(Path(directory))
+        with self._policy.ema_weights() if ema else nullcontext():
+            self._policy.export_hf(Path(directory))
 
     def answer_directory_probe(self, folder: str, token: str) -> str:
         """See `shared_directory.answer`."""
@@ -292,6 +316,7 @@ class PolicyWorker:
 
     def offload(self) -> None:
         """See `PolicyWorkerProtocol.offload`."""
+        self._logprobs.release_targets()
         for engine in self._engines:
             engine.offload()
 
@@ -299,6 +324,12 @@ class PolicyWorker:
         """See `PolicyWorkerProtocol.onload`."""
         for engine in self._engines:
             engine.onload()
+
+    def _computing(self, name: LogprobName) -> AbstractContextManager[None]:
+        """Return the context in which the engine of `name` computes these log-probs."""
+        if name != "reference_logprobs" or self._reference is None:
+            return nullcontext()
+        return self._reference.computing()
 
     def _kept_logprobs(
         self, shard: SlicedDataDict, logprobs: LogprobHandle | None
@@ -315,11 +346,17 @@ class PolicyWorker:
     ) -> ShardRows:
         """Return the rows of the shard with `columns`, [B, ...] or [T] each, and log-probs."""
         kept = self._kept_logprobs(shard, logprobs)
-        return self._rows({**shard, **(columns or {}), **kept}, plan.spec)
+        return self._rows({**shard, **(columns or {}), **kept}, plan.spec, logprobs)
 
-    def _rows(self, columns: Mapping[str, Any], spec: PlanSpec) -> ShardRows:
+    def _rows(
+        self,
+        columns: Mapping[str, Any],
+        spec: PlanSpec,
+        handle: LogprobHandle | None = None,
+    ) -> ShardRows:
         cp_rank = self._policy.parallel_layout.coordinates(self._policy.rank).cp
-        return ShardRows(columns, spec, cp_rank, self._policy.device)
+        targets = self._logprobs.targets(handle)
+        return ShardRows(columns, spec, cp_rank, self._policy.device, targets)
 
     @property
     def _sampling_temperature(self) -> float:
@@ -382,12 +419,12 @@ class PolicyWorker:
             local_metrics["policy/recompilations"] = Max(self._compilations.pop())
         gathered = engine.gather_over_dp_cp((local_metrics, seconds))
         metrics = merge_metrics(rank_metrics for rank_metrics, _ in gathered)
-        metrics |= _step_metrics(grad_norm, counts)
+        metrics |= gradient_metrics(grad_norm, counts)
         metrics["policy/skipped_steps"] = Sum(float(is_skipped))
         metrics["policy/lr"] = Mean(lr)
-        imbalance = _max_over_mean([rank_seconds for _, rank_seconds in gathered])
+        imbalance = max_over_mean([rank_seconds for _, rank_seconds in gathered])
         metrics["policy/rank_time_worst_over_mean"] = Mean(imbalance)
-        return metrics | self._memory_metrics()
+        return metrics | memory_metrics(engine)
 
     def _loss_step(
         self,
@@ -398,17 +435,6 @@ class PolicyWorker:
         """Count the optimizer step over the dp ranks; return the counts and the step function."""
         counts = GlobalCounts(*self._policy.sum_over_dp(rows.count(microbatches)))
         return counts, LossStep(loss, loss.denominator(counts), self._policy.sum_over_cp)
-
-    def _memory_metrics(self) -> Metrics:
-        """Peak memory of the step: maximum and mean over ranks; empty on the CPU."""
-        peak = peak_memory_bytes(self._policy.device)
-        if peak is None:
-            return {}
-        peaks = self._policy.gather_over_world(peak)
-        return {
-            "policy/peak_memory_gb": Max(max(peaks) / 1e9),
-            "policy/peak_memory_mean_gb": Mean(sum(peaks) / 1e9, len(peaks)),
-        }
 
     def _record_skipped(
         self,
@@ -454,24 +480,8 @@ class PolicyWorker:
         )
 
 
-def _step_metrics(grad_norm: float, counts: GlobalCounts) -> Metrics:
-    """Return the metrics of an optimizer step that do not come from the loss."""
-    return {
-        "policy/grad_norm": Mean(grad_norm),
-        "policy/num_tokens": Sum(counts.num_tokens),
-        "policy/num_rows": Sum(counts.num_rows),
-    }
-
-
 def _logprob_plan(shard: SlicedDataDict) -> RankPlan:
     """Plan of forward-only passes; the training plan where one plan serves both."""
     plan = shard.plan if shard.logprob_plan is None else shard.logprob_plan
     assert plan is not None, "a shard of BatchedDataDict.shard has a plan"
     return plan
-
-
-def _max_over_mean(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    if mean == 0:
-        return 1.0
-    return max(values) / mean

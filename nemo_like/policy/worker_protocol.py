@@ -17,6 +17,7 @@ from nemo_like.metrics import Metrics
 from nemo_like.policy.isolation import IsolationReport
 from nemo_like.policy.logprob_store import LogprobHandle, LogprobName
 from nemo_like.policy.nonfinite import SkippedStep
+from nemo_like.policy.targets import TargetSettings
 from nemo_like.weight_sync.channel import WeightSource
 
 Columns = Mapping[str, np.ndarray | Jagged]
@@ -58,11 +59,29 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         """
         ...
 
+    def compute_targets(self, shard: SlicedDataDict, settings: TargetSettings) -> LogprobHandle:
+        """Run the teachers on the microbatches of the plan and keep their results on this rank.
+
+        The shard of a worker with several teachers has the row column `teacher`, the index of the
+        teacher of each row. `train` and `evaluate` with the handle compute the divergence from the
+        teachers, for `losses.distillation`. The results are released by the next pass and when the
+        model is offloaded. Raises ValueError without teachers.
+        """
+        ...
+
     def fetch_logprobs(self, shard: SlicedDataDict, logprobs: LogprobHandle) -> dict[str, Jagged]:
         """Return kept log-probs, float32 [T] over the tokens of the shard in its row order.
 
         Empty on all pipeline stages but the last. Raises ValueError if `logprobs` is not the handle
         of the latest call of `compute_logprobs`.
+        """
+        ...
+
+    def compute_scores(self, shard: SlicedDataDict) -> np.ndarray | None:
+        """Compute the score of each row of the shard, float32 [B], without gradients.
+
+        The budget is that of log-probs. None on all pipeline stages but the last. Raises ValueError
+        for a model without a score head.
         """
         ...
 
@@ -170,10 +189,10 @@ class PolicyWorkerProtocol(WeightSource, Protocol):
         """Copy the policy's weights into the reference. Raises ValueError without a reference."""
         ...
 
-    def export_hf(self, directory: str | Path) -> None:
-        """Write a transformers model directory on rank 0.
+    def export_hf(self, directory: str | Path, *, ema: bool = False) -> None:
+        """Write a transformers model directory on rank 0, with `ema` of the averaged weights.
 
-        Raises NonFiniteError if a weight is not finite.
+        Raises NonFiniteError if a weight is not finite, RuntimeError without averages.
         """
         ...
 

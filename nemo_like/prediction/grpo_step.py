@@ -27,7 +27,12 @@ from nemo_like.prediction.grpo_request import (
     assumptions,
 )
 from nemo_like.prediction.rollout_time import DecodeModel, RolloutTime, rollout_times
-from nemo_like.prediction.step_time import microbatch_work, min_microbatch_tokens, step_times
+from nemo_like.prediction.step_time import (
+    microbatch_work,
+    min_microbatch_tokens,
+    step_times,
+    train_passes,
+)
 
 _MAX_SPLITS = 8
 """Splits with separate devices that are shown."""
@@ -238,8 +243,7 @@ def _training_times(
         # Lengths that a run has had are planned, whatever the budget is.
         spec = replace(spec, oversize="singleton")
     min_work = spec.cost.linear * min_microbatch_tokens(placement, num_params)
-    # Forward and backward are three forward passes; full recomputation is one more.
-    num_passes = 4 if placement.activation_checkpointing == "full" else 3
+    num_passes = train_passes(placement)
     flops_per_s = request.rates.flops * size
     logprobs = []
     train = []

@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, ParallelLayout
+from nemo_like.prediction.adapter_sizes import adapter_activations, adapter_outputs, adapter_params
+from nemo_like.prediction.trained_state import TrainedState
 
 GIB = 1 << 30
 CONTEXT_BYTES = 2 * GIB
@@ -41,7 +44,10 @@ class Placement:
     chunk_size: int = CUDA_CHUNK_TOKENS
     """Tokens per chunk in which logits are computed."""
     has_reference: bool = False
-    """A frozen copy of the initial model is kept beside the policy."""
+    """A frozen copy of the initial model is kept beside the policy. With adapters there is none."""
+    lora: LoraConfig | None = None
+    """The adapters that are trained instead of the weights."""
+    trained: TrainedState = field(default_factory=TrainedState)
 
     @property
     def compute_bytes(self) -> int:
@@ -136,7 +142,7 @@ class MemoryModel:
         attention = size * (2 * query + 2 * key * key_shares) + 4 * spec.num_heads / tp
         # Gate, up projection, activation and their product.
         feed_forward = 4 * size * spec.active_mlp_size / tp
-        return norms + inputs + attention + feed_forward
+        return norms + inputs + attention + feed_forward + self._adapter_bytes
 
     def assumptions(self) -> list[str]:
         """Return each formula in words, with the place where it was checked."""
@@ -156,6 +162,7 @@ class MemoryModel:
                 " Mixtral shapes)."
             ),
             *self._state_lines(),
+            *place.trained.assumptions(self.spec),
             (
                 f"activations: {saved}; a layer saves {self.activation_bytes:,.0f} bytes per"
                 " token: norms 2 x (4 + c) x hidden, projection inputs 2 c hidden, attention c (2"
@@ -183,6 +190,14 @@ class MemoryModel:
     def _state_lines(self) -> list[str]:
         place = self.placement
         tp = place.parallel_layout.tp
+        if place.engine == "megatron" and place.lora is not None:
+            return [
+                (
+                    f"Megatron: frozen weights {place.compute_bytes} P on every rank, and of the"
+                    f" adapters Q weights {place.compute_bytes} Q and gradients 4 Q, AdamW with"
+                    f" float32 master weights 12 Q sharded over dp x cp = {place.num_shards}."
+                )
+            ]
         if place.engine == "megatron":
             return [
                 (
@@ -197,10 +212,16 @@ class MemoryModel:
         elif self.keeps_unsharded:
             copy = "the complete model during a step (a small model)"
         num_replicas = place.parallel_layout.num_replicas
+        values = "float32 weights 4 P, gradients 4 P and AdamW 8 P"
+        if place.lora is not None:
+            values = (
+                f"frozen weights {place.compute_bytes} P, and of the adapters Q float32 weights 4"
+                " Q, gradients 4 Q and AdamW 8 Q"
+            )
         shards = "dp x cp x tp" if num_replicas == 1 else f"dp x cp x tp / {num_replicas} replicas"
         return [
             (
-                "FSDP2: float32 weights 4 P, gradients 4 P and AdamW 8 P, each sharded over"
+                f"FSDP2: {values}, each sharded over"
                 f" {shards} = {place.num_shards * tp} ranks; all-gathered in compute precision:"
                 f" {copy}."
             )
@@ -217,17 +238,20 @@ class MemoryModel:
         embedding = spec.embedding_params / parallel_layout.tp
         # Tied embeddings are one table, unless they are on different stages.
         is_one_table = spec.is_tied and parallel_layout.pp == 1
-        num_tables = 1 if is_one_table else is_first + is_last
+        tables = embedding
+        head = spec.head_params / (parallel_layout.tp if spec.head == "vocabulary" else 1)
+        if not is_one_table:
+            tables = is_first * embedding + is_last * head
         layer_params = num_layers * spec.layer_params / parallel_layout.tp
         final_norm = is_last * spec.hidden_size
-        params = layer_params + num_tables * embedding + final_norm
+        params = layer_params + tables + final_norm
         tokens = max_tokens / parallel_layout.cp
-        parts = self._state(params, embedding if is_last else 0.0)
+        parts = self._state(params, head if is_last else 0.0)
         # 1F1B: the first stage has pp microbatches in flight, the last one has one.
         num_in_flight = parallel_layout.pp - stage
         parts["activations"] = tokens * num_layers * self._saved_bytes * num_in_flight
         peaks = {"backward": self._backward(tokens, is_last)}
-        if is_last:
+        if is_last and spec.head == "vocabulary":
             peaks["logits"] = self._logits(tokens, embedding)
         name = max(peaks, key=lambda peak: peaks[peak])
         return parts | {name: peaks[name]}
@@ -238,24 +262,29 @@ class MemoryModel:
         `params` and `embedding` are numbers of parameters of this stage and tensor-parallel rank.
         """
         place = self.placement
+        if place.lora is not None:
+            return self._lora_state(params, embedding)
         size = place.compute_bytes
+        trained = place.trained.trained_share(self.spec)
+        optimizer_bytes = place.trained.optimizer_bytes(self.spec)
+        shard = params / place.num_shards
         if place.engine == "megatron":
             # Float32 weights are their own master weights; only bfloat16 needs a copy of 4 bytes.
-            optimizer_bytes = 12 if size == 2 else 8
+            master_bytes = 4 if size == 2 else 0
             parts = {
                 "weights": size * params,
-                "gradients": 4 * params,
-                "optimizer": optimizer_bytes * params / place.num_shards,
+                "gradients": 4 * trained * params,
+                "optimizer": (optimizer_bytes + master_bytes) * trained * shard,
             }
             if place.has_reference:
                 parts["reference"] = size * params
-            return parts
-        shard = params / place.num_shards
+            return parts | self._average(trained * shard)
         parts = {
-            "weights": 4 * shard,
-            "gradients": 4 * shard,
-            "optimizer": 8 * shard,
+            "weights": (4 * trained + size * (1 - trained)) * shard,
+            "gradients": 4 * trained * shard,
+            "optimizer": optimizer_bytes * trained * shard,
         }
+        parts |= self._average(trained * shard)
         if place.has_reference:
             parts["reference"] = size * shard
         if place.has_compute_copy:
@@ -267,6 +296,51 @@ class MemoryModel:
             else:
                 parts["gathered weights"] = size * (embedding + layers)
         return parts
+
+    def _lora_state(self, params: float, embedding: float) -> dict[str, float]:
+        """Return `_state` of a frozen model with `params` weights and float32 adapters."""
+        place = self.placement
+        size = place.compute_bytes
+        num_layers = ceil_div(self.spec.num_layers, place.parallel_layout.pp)
+        adapters = num_layers * self._adapter_params
+        shard = adapters / place.num_shards
+        if place.engine == "megatron":
+            return {
+                "weights": size * (params + adapters),
+                "gradients": 4 * adapters,
+                "optimizer": (12 if size == 2 else 8) * shard,
+                **self._average(shard),
+            }
+        parts = {
+            "weights": size * params / place.num_shards + 4 * shard,
+            "gradients": 4 * shard,
+            "optimizer": 8 * shard,
+            **self._average(shard),
+        }
+        if place.has_compute_copy and self.keeps_unsharded:
+            parts["gathered weights"] = size * params + (size + 4) * adapters
+        elif place.has_compute_copy:
+            layer = self.spec.layer_params / place.parallel_layout.tp + self._adapter_params
+            parts["gathered weights"] = size * (embedding + 2 * layer)
+        return parts
+
+    def _average(self, num_trained: float) -> dict[str, float]:
+        """Return the part of the averages of a rank's trained parameters; none without `ema`."""
+        return {"ema": 4 * num_trained} if self.placement.trained.has_ema else {}
+
+    @property
+    def _adapter_params(self) -> float:
+        """Adapter parameters of one layer on a tensor-parallel rank; 0 without adapters."""
+        if self.placement.lora is None:
+            return 0.0
+        return adapter_params(self.spec, self.placement.lora, self.placement.parallel_layout.tp)
+
+    @property
+    def _adapter_bytes(self) -> float:
+        """Bytes per token that autograd saves for the adapters of one layer."""
+        if self.placement.lora is None:
+            return 0.0
+        return self.placement.compute_bytes * adapter_activations(self.spec, self.placement.lora)
 
     @property
     def _saved_bytes(self) -> float:
@@ -295,7 +369,11 @@ class MemoryModel:
         width = spec.active_mlp_size / tp
         used = size * (key + query + 2 * width) + 4 * spec.num_heads / tp
         # Queries and keys before the rotary embedding; results of the output and down projection.
-        return used, size * (query + key + 2 * spec.hidden_size)
+        unused = size * (query + key + 2 * spec.hidden_size)
+        lora = self.placement.lora
+        if lora is not None:
+            unused += size * adapter_outputs(spec, lora, tp)
+        return used + self._adapter_bytes, unused
 
     @property
     def _token_shares(self) -> int:
@@ -326,6 +404,9 @@ class MemoryModel:
         # Gradients of several chunks are summed in float32, beside the one of the current chunk.
         is_single = tokens <= place.chunk_size or size == 4
         gradient = (size if is_single else 4 + size) * embedding
+        if place.lora is not None:
+            # The output embedding is frozen.
+            gradient = 0.0
         token_bytes = self._head_bytes + size * self.spec.hidden_size
         return chunk + gradient + tokens * token_bytes
 
@@ -354,6 +435,8 @@ class MemoryModel:
         if place.engine == "dtensor" and place.has_compute_copy:
             embedding = 0.0
             if is_last and not self.keeps_unsharded:
-                embedding = size * spec.embedding_params / tp
+                embedding = size * spec.head_params / tp
             gradients = (size + 4) * spec.layer_params / tp + embedding
+            if place.lora is not None:
+                gradients = (size + 4) * self._adapter_params
         return tokens * max(norm, layer) + gradients

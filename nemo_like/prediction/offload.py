@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ from nemo_like.config.schema import RunConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
 from nemo_like.prediction.placement import placement_of
+from nemo_like.prediction.teacher_memory import teacher_memory
 
 OffloadMode = Literal["auto", "always", "never"]
 
@@ -47,9 +49,20 @@ def decide_offload(
     return OffloadDecision(needed > usable, text)
 
 
-def policy_peak_bytes(config: RunConfig, spec: ModelSpec, max_tokens: int) -> float:
+def policy_peak_bytes(
+    config: RunConfig,
+    spec: ModelSpec,
+    max_tokens: int,
+    teachers: Sequence[ModelSpec] = (),
+) -> float:
     """Return the predicted peak of a policy worker with microbatches of `max_tokens`."""
-    return MemoryModel(spec, placement_of(config)).peak(max_tokens)
+    place = placement_of(config)
+    policy = MemoryModel(spec, place)
+    if not teachers:
+        return policy.peak(max_tokens)
+    keeps_embeddings = config.keeps_teacher_embeddings
+    memory = teacher_memory(teachers, place, keeps_embeddings=keeps_embeddings)
+    return memory.peak(policy, max_tokens)
 
 
 def generator_peak_bytes(

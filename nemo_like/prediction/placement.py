@@ -5,6 +5,7 @@ from __future__ import annotations
 from nemo_like.config.parallel import policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.prediction.memory import Placement
+from nemo_like.prediction.trained_state import TrainedState
 
 
 def placement_of(config: RunConfig) -> Placement:
@@ -16,5 +17,11 @@ def placement_of(config: RunConfig) -> Placement:
         activation_checkpointing=policy.activation_checkpointing,
         engine=policy.engine,
         chunk_size=policy.chunk_size("cuda"),
-        has_reference=config.needs_reference,
+        has_reference=config.needs_reference and not policy.lora.enabled,
+        lora=policy.lora if policy.lora.enabled else None,
+        trained=TrainedState(
+            optimizer=policy.optimizer.name,
+            freeze=policy.freeze,
+            has_ema=policy.ema.enabled,
+        ),
     )

@@ -34,6 +34,7 @@ from nemo_like.prediction.step_time import (
     ACHIEVED_BYTES_PER_S,
     ACHIEVED_FLOPS,
     min_microbatch_tokens,
+    train_passes,
 )
 
 _MIN_BUDGET = 8192
@@ -445,10 +446,13 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     pp_size = request.placement.parallel_layout.pp
     name = "a dense 7B model (no model was given)" if request.model is None else request.model.name
     window = f" (sliding window {cost.window})" if cost.window else ""
+    times = "three times"
+    if request.placement.lora is not None:
+        times = "two times (the gradients of frozen weights are not computed)"
     yield (
         f"work of a row of L positions, padding included: {cost.linear:.4g} L +"
         f" {cost.quadratic:.4g} L^2{window}, forward FLOPs of {name} with causal attention; a"
-        " training step does three times that."
+        f" training step does {times} that."
     )
     if spec.sync == "microbatch":
         sync = "in every microbatch: sum over microbatches of the slowest rank"
@@ -462,11 +466,15 @@ def _time_assumptions(report: PlanReport) -> Iterator[str]:
     )
     min_tokens = _min_microbatch_tokens(request)
     if min_tokens:
-        flops = 8 if request.placement.activation_checkpointing == "full" else 6
+        flops = 2 * train_passes(request.placement)
+        moved = "all-gathers the weights twice and reduce-scatters the gradients once"
+        num_bytes = "(2 c + 4)"
+        if request.placement.lora is not None:
+            moved = "all-gathers the frozen weights twice"
+            num_bytes = "2 c"
         yield (
             f"communication bound: a microbatch takes at least the time of {min_tokens:,.0f}"
-            " tokens, because FSDP2 all-gathers the weights twice and reduce-scatters the gradients"
-            f" once for each: (2 c + 4) bytes per parameter at"
+            f" tokens, because FSDP2 {moved} for each: {num_bytes} bytes per parameter at"
             f" {ACHIEVED_BYTES_PER_S / 1e9:.0f} GB/s, against {flops} FLOPs per parameter and token"
             f" at {ACHIEVED_FLOPS / 1e12:.0f} TFLOP/s."
         )

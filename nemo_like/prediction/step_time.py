@@ -27,15 +27,25 @@ the node. Only their ratio matters.
 """
 
 
-def comm_bound_tokens(compute_bytes: int, *, recomputes: bool) -> float:
+def train_passes(placement: Placement) -> int:
+    """Return the FLOPs of forward and backward pass in units of one forward pass.
+
+    The backward pass computes the gradients of inputs and of weights. With LoRA the weights are
+    frozen, and the adapters are small beside them. Full recomputation is one more forward pass.
+    """
+    num_passes = 3 if placement.lora is None else 2
+    return num_passes + (placement.activation_checkpointing == "full")
+
+
+def comm_bound_tokens(placement: Placement) -> float:
     """Return the tokens of a microbatch whose compute takes as long as its FSDP communication.
 
     Weights are all-gathered for forward and backward, float32 gradients are reduce-scattered:
-    2 c + 4 bytes per parameter with c bytes per value, against 6 FLOPs per parameter and token, or
-    8 with recomputation. The number of parameters cancels.
+    2 c + 4 bytes per parameter with c bytes per value, with LoRA 2 c, against 2 FLOPs per
+    parameter, token and pass. The number of parameters cancels.
     """
-    flops = 8 if recomputes else 6
-    num_bytes = 2 * compute_bytes + 4
+    flops = 2 * train_passes(placement)
+    num_bytes = 2 * placement.compute_bytes + (4 if placement.lora is None else 0)
     flops_per_byte = ACHIEVED_FLOPS / ACHIEVED_BYTES_PER_S
     return num_bytes / flops * flops_per_byte
 
@@ -49,10 +59,7 @@ def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
     is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
     if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:
         return 0.0
-    per_rank = comm_bound_tokens(
-        placement.compute_bytes, recomputes=placement.activation_checkpointing == "full"
-    )
-    return per_rank * layout.cp
+    return comm_bound_tokens(placement) * layout.cp
 
 
 def microbatch_work(plan: BatchPlan, cost: CostModel) -> np.ndarray:

@@ -45,19 +45,20 @@ class RolloutJob:
     rewards: np.ndarray = field(init=False)
     """float32 [B]; valid for the rows that are scored."""
     components: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [B] each: unweighted values of the reward functions."""
+    """float32 [B] each: unweighted values of reward functions and models."""
     reward_problems: dict[int, RewardProblem] = field(default_factory=dict)
-    """By row: why a reward function failed."""
+    """By row: why a reward function or model failed."""
     drops_problems: bool = False
     """Rows with such a problem are left out of training."""
     earlier: Sequence[RolloutJob] = ()
     """Jobs of the same step, which count for the share of rows with a problem."""
-    num_scored: int = 0
+    scored_rows: list[int] = field(default_factory=list)
+    """Rows that are complete with their reward, in the order in which they got it."""
     started_s: float = field(default_factory=time.monotonic)
     generation_s: float = 0.0
     """Seconds from the start to the last completion."""
     reward_s: float = 0.0
-    """Seconds from the last completion to the last reward."""
+    """Seconds from the last completion to the last reward of a function."""
 
     def __post_init__(self) -> None:
         self.rewards = np.zeros(len(self.prompts), dtype=np.float32)
@@ -74,9 +75,9 @@ class RolloutJob:
         column = self.components.setdefault(name, np.zeros(len(self.prompts), np.float32))
         column[row] = value
 
-    def add_scored(self) -> None:
-        """Count a row as scored."""
-        self.num_scored += 1
+    def add_scored(self, row: int) -> None:
+        """Mark a row as complete."""
+        self.scored_rows.append(row)
         if self.is_done:
             self.reward_s = time.monotonic() - self.started_s - self.generation_s
 
@@ -96,8 +97,8 @@ class RolloutJob:
 
     @property
     def is_done(self) -> bool:
-        """True if every completion has its reward."""
-        return self.num_scored == len(self.prompts)
+        """True if every completion has the rewards of functions and environment."""
+        return len(self.scored_rows) == len(self.prompts)
 
     def result(self) -> Rollout:
         """Return the rollout, in the order of the prompts."""
@@ -130,7 +131,10 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         conversations: ConversationDriver | None = None,
     ) -> None:
-        """`rewards` may be None with an environment, whose rewards are then the only ones."""
+        """`rewards` is None without reward functions: an environment or models may give rewards.
+
+        Without all of them the reward of every completion is 0.
+        """
         self.generator = generator
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -282,6 +286,10 @@ class RolloutCollector:
             self._conversations.submit(turns)
         elif self._rewards is not None:
             self._rewards.submit(request_ids, samples)
+        else:
+            for request_id in request_ids:
+                job, row = self._jobs.pop(request_id)
+                job.add_scored(row)
 
     def _collect_steps(self, timeout_s: float) -> None:
         """Continue or end the conversations whose turn the environment has answered."""
@@ -334,7 +342,7 @@ class RolloutCollector:
                 job.add_component(name, row, value)
             if self._rewards is None:
                 del self._jobs[request_id]
-                job.add_scored()
+                job.add_scored(row)
         if self._rewards is not None and samples:
             self._rewards.submit(request_ids, samples)
 
@@ -351,4 +359,4 @@ class RolloutCollector:
                 problem = scored.problems[position]
                 if problem is not None:
                     job.add_problem(row, problem, self._rewards.config)
-                job.add_scored()
+                job.add_scored(row)

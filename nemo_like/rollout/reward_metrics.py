@@ -44,13 +44,9 @@ def reward_metrics(
     is_best = has_range & (equal_rewards >= best - _TOLERANCE)
     is_worst = has_range & (equal_rewards <= worst + _TOLERANCE)
     is_zero = np.abs(equal_rewards) <= _TOLERANCE
-    # The sample standard deviation is not defined for one reward.
-    std = 0.0
-    if len(rewards) > 1:
-        std = float(rewards.std(ddof=1))
     metrics: Metrics = {
         "reward/mean": _mean(rewards),
-        "reward/std": Mean(std),
+        "reward/std": _std(rewards),
         "reward/max": Max(float(best)),
         "reward/min": Min(float(worst)),
         "reward/frac_groups_zero_std": _share(~has_spread, num_groups),
@@ -60,12 +56,18 @@ def reward_metrics(
     }
     for name, values in components.items():
         metrics[f"reward/{name}_mean"] = _mean(values)
+        metrics[f"reward/{name}_std"] = _std(values)
     return metrics
 
 
 def _mean(values: np.ndarray) -> Mean:
     """Return the mean of `values` [B]."""
     return Mean(float(values.sum()), len(values))
+
+
+def _std(values: np.ndarray) -> Mean:
+    """Return the sample standard deviation of `values` [B], 0 for one value."""
+    return Mean(float(values.std(ddof=1)) if len(values) > 1 else 0.0)
 
 
 def _share(mask: np.ndarray, num_groups: int) -> Mean:

@@ -8,7 +8,7 @@ from nemo_like.data.observations import ObservationEncoder
 from nemo_like.rollout.collector import RolloutCollector
 from nemo_like.rollout.conversation_driver import ConversationDriver
 from nemo_like.rollout.conversations import ConversationLimits
-from nemo_like.training.workers import RolloutWorkers
+from nemo_like.training.rollout_workers import RolloutWorkers
 
 
 def open_collector(

@@ -14,18 +14,22 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.config.text import plural
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Rows, RowSchema, load_rows
+from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.loader import FetchableRows, RowLoader, no_batch_text, num_batches
 from nemo_like.data.row_order import Curriculum
 from nemo_like.progress import Progress
 from nemo_like.training.encoding import (
     EncodeRow,
+    decides_during_training,
+    encodes_on_cluster,
     finish_encoding,
+    leaves_out_rows,
     open_training_rows,
     start_encoding,
 )
 from nemo_like.training.model_files import open_encoder, open_model_config
+from nemo_like.training.training_sets import load_training
 from nemo_like.training.validation_sets import load_validation
 
 ExampleT = TypeVar("ExampleT")
@@ -41,26 +45,20 @@ class RunData:
     """The rows of each validation set by its name."""
 
 
-def open_data(config: RunConfig, schema: RowSchema) -> RunData:
-    """Read and check the files of a run. Raises ConfigError for a missing or bad file or row."""
+def open_data(
+    config: RunConfig,
+    schema: RowSchema,
+    validation_schema: RowSchema | None = None,
+) -> RunData:
+    """Read and check the files of a run. Raises ConfigError for a missing or bad file or row.
+
+    The validation rows have the formats of `schema` as well by default.
+    """
     # The model first: its check is faster than reading the data.
     open_model_config(config)
     train = load_training(config, schema, Progress())
-    validation = load_validation(config, schema)
+    validation = load_validation(config, validation_schema or schema)
     return RunData(open_encoder(config), train, validation)
-
-
-def load_training(
-    config: RunConfig,
-    schema: RowSchema,
-    progress: Progress,
-) -> Rows:
-    """Read the training rows. Raises ConfigError for a missing or empty file, or a bad line."""
-    data = config.data
-    with progress.phase("reading data.train_path") as phase:
-        return load_rows(
-            data.train_path, schema, max_rows=data.max_train_rows, advance=phase.advance
-        )
 
 
 class ExampleSource(Generic[ExampleT]):
@@ -96,6 +94,7 @@ class ExampleSource(Generic[ExampleT]):
             shuffle=data.shuffle,
             last_batch=data.last_batch,
             curriculum=curriculum,
+            mixture=self.data.train.mixture,
         )
 
     def start_encoding(self, order: np.ndarray, num_rows: int | None = None) -> None:
@@ -105,6 +104,16 @@ class ExampleSource(Generic[ExampleT]):
         """
         # Rows that a short run does not reach are not encoded.
         start_encoding(self.config, self.rows, order, len(order) if num_rows is None else num_rows)
+
+    @property
+    def encodes_before_run(self) -> bool:
+        """True if `start_encoding` need not wait for a resumed position or for the cluster."""
+        config = self.config
+        if encodes_on_cluster(config):
+            return False
+        # The number of steps may depend on every row, whatever the position is.
+        needs_all = leaves_out_rows(config) and not decides_during_training(config, len(self.rows))
+        return needs_all or not config.resume
 
     def finish_encoding(self, progress: Progress) -> None:
         """Wait for the rows that are being encoded; see `encoding.finish_encoding`."""
@@ -122,6 +131,10 @@ class ExampleSource(Generic[ExampleT]):
             batch = [row for row in examples.fetch(range(start, end)) if row is not None]
             if batch:
                 yield batch
+
+    def all_validation_batches(self) -> dict[str, list[list[ExampleT]]]:
+        """Return the batches of every validation set by its name; see `validation_batches`."""
+        return {name: list(self.validation_batches(name)) for name in self.data.validation}
 
     def first_examples(
         self,
@@ -168,6 +181,15 @@ class ExampleSource(Generic[ExampleT]):
         """
         in_epochs = step + loader.batches_left(limits.max_num_epochs, self.rows.is_kept)
         return _at_most(in_epochs, limits.max_num_steps)
+
+    def is_exhausted(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT]) -> bool:
+        """Return True if no batch is left before `last_step`, which then counted too many rows.
+
+        This can be so only if rows are left out during training. Raises ConfigError for a bad row.
+        """
+        if self.rows.is_finished or not leaves_out_rows(self.config):
+            return False
+        return not loader.has_batch(limits.max_num_epochs)
 
 
 def encoded_examples(rows: Rows, encoded: EncodedRows) -> EncodedRows:

@@ -14,9 +14,18 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import DataConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
-from nemo_like.data.datasets import Row, Rows, conversation, question
+from nemo_like.data.datasets import (
+    SFT_ROWS,
+    Row,
+    Rows,
+    conversation,
+    flagged_conversation,
+    question,
+)
 from nemo_like.data.encoded_rows import EncodedRows
 from nemo_like.data.encoding_pool import Receive, RowPool
+from nemo_like.data.loss_flags import TrainOn, mask_turns, trained_turns
+from nemo_like.data.token_rows import encode_text, encode_token_row
 from nemo_like.data.tools import row_tools
 from nemo_like.progress import Progress
 from nemo_like.rollout.prompt import Prompt
@@ -33,6 +42,9 @@ _POLICY_KEYS = (
     "max_total_sequence_length",
     "oversize_rows",
 )
+MAX_ROWS_AWAITED = 200_000
+"""Rows from which the first step waits only briefly: their encoding takes minutes."""
+_LARGE_TIMEOUT_S = 10.0
 
 
 def encode_conversation(
@@ -44,7 +56,25 @@ def encode_conversation(
 
     Raises ConfigError if it is too long and `policy.oversize_rows` is error.
     """
-    return fit_row(encoder.encode_sft(conversation(row), row_tools(row)), config)
+    return fit_row(encode_sft_row(encoder, config.data.train_on, row), config)
+
+
+def encode_sft_row(
+    encoder: ChatEncoder,
+    train_on: TrainOn,
+    row: Row,
+) -> EncodedRow:
+    """Encode one SFT row of any format and length; see `data.train_on`.
+
+    Raises ConfigError for loss flags that contradict `train_on` or leave nothing to learn.
+    """
+    if row.get("input_ids") is not None and SFT_ROWS.recognize(row, "row") == ("input_ids",):
+        return encode_token_row(encoder, row)
+    if row.get("text") is not None and SFT_ROWS.recognize(row, "row") == ("text",):
+        return encode_text(encoder, row["text"])
+    turns = trained_turns(flagged_conversation(row), train_on)
+    encoded = encoder.encode_sft(conversation(row), row_tools(row))
+    return encoded if turns is None else mask_turns(encoded, turns)
 
 
 def fit_row(encoded: EncodedRow, config: RunConfig) -> EncodedRow | None:
@@ -75,14 +105,17 @@ def encode_question(
 ) -> EncodedRow | None:
     """Encode the prompt of one row, with a token mask of zeros.
 
-    For a prompt that leaves no room for a completion, `policy.oversize_rows` decides: truncate
-    removes its beginning, so that `max_new_tokens` fit behind it; drop returns None; the other
-    values raise ConfigError.
+    Returns None for a prompt above `data.max_prompt_tokens`. For one that leaves no room for a
+    completion, `policy.oversize_rows` decides: truncate removes its beginning, so that
+    `max_new_tokens` fit behind it; drop returns None; the other values raise ConfigError.
     """
     prompt = question(row)
     token_ids = encoder.encode_prompt(prompt.messages, prompt.tools)
     policy = config.policy
     length = len(token_ids)
+    max_tokens = config.data.max_prompt_tokens
+    if max_tokens is not None and length > max_tokens:
+        return None
     limit = policy.max_total_sequence_length
     if length >= limit:
         if policy.oversize_rows == "drop":
@@ -134,7 +167,7 @@ def encoding_setup(config: RunConfig) -> dict[str, Any]:
     # A job can have further keys in its section, which no encoding depends on.
     data_keys = [field.name for field in dataclasses.fields(DataConfig)]
     return {
-        "kind": config.kind,
+        "kind": config.encoded_as,
         "policy": {key: getattr(config.policy, key) for key in _POLICY_KEYS},
         "max_new_tokens": config.policy.generation.max_new_tokens,
         # JSON, because the encoding processes get the setup through a pipe.
@@ -192,23 +225,48 @@ def _start_ray_data(
     )
 
 
+def leaves_out_rows(config: RunConfig) -> bool:
+    """Return True if the encoding of a row can decide to leave it out."""
+    return config.policy.oversize_rows == "drop" or config.data.max_prompt_tokens is not None
+
+
+def decides_during_training(config: RunConfig, num_rows: int) -> bool:
+    """Return True if rows are left out when they are reached, so that the first step need not wait.
+
+    This is so for large files in batches of a fixed size. The number of steps must then be given,
+    because the number of rows that are left is not known.
+    """
+    if not config.has_fixed_batches or num_rows <= MAX_ROWS_AWAITED:
+        return False
+    return leaves_out_rows(config) and getattr(config, config.kind).max_num_steps is not None
+
+
 def start_encoding(
     config: RunConfig,
     rows: EncodedRows,
     order: np.ndarray,
     num_needed: int,
 ) -> None:
-    """Start to encode the rows that the run visits: the first `num_needed` of `order` (int64 [N]).
+    """Start to encode the rows that the run visits: the first `num_needed` of `order`.
 
-    With `policy.oversize_rows=drop` every row is encoded when this returns. Raises ConfigError for
-    a bad row that is found at once.
+    `order` is int64 [n], rows in the order of their first visit. If the number of steps depends on
+    the rows that are left out, every row of the file is encoded when this returns. Raises
+    ConfigError for a bad row that is found at once.
     """
-    if config.policy.oversize_rows != "drop":
+    if not leaves_out_rows(config) or decides_during_training(config, len(rows)):
         rows.start(order[:num_needed])
         return
-    # The number of steps depends on the number of rows that are not dropped.
-    rows.start(order)
-    finish_encoding(config, rows, Progress())
+    is_missing = np.ones(len(rows), dtype=bool)
+    is_missing[order] = False
+    rows.start(np.concatenate([order, np.flatnonzero(is_missing)]))
+    progress = Progress()
+    if len(rows) > MAX_ROWS_AWAITED:
+        progress.print_line(
+            f"all {len(rows):,} rows are encoded before the first step, because the number of steps"
+            f" depends on those that are left out; with {config.kind}.max_num_steps training starts"
+            " at once"
+        )
+    finish_encoding(config, rows, progress)
 
 
 def finish_encoding(
@@ -222,21 +280,29 @@ def finish_encoding(
     """
     if rows.is_finished:
         return
-    # Without a limit for drop: the number of steps must be known before the first one.
-    timeout_s = config.data.encoding_timeout_s
-    if config.policy.oversize_rows == "drop":
+    timeout_s: float | None = config.data.encoding_timeout_s
+    if rows.num_started > MAX_ROWS_AWAITED:
+        timeout_s = min(config.data.encoding_timeout_s, _LARGE_TIMEOUT_S)
+    # Without a limit: the number of steps must be known before the first one.
+    if leaves_out_rows(config) and not decides_during_training(config, len(rows)):
         timeout_s = None
     with progress.phase("encoding rows", rows.num_started) as phase:
         is_done = rows.finish(phase.advance, timeout_s)
     if not is_done:
         progress.print_line(
-            f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after"
-            " data.encoding_timeout_s; the others are encoded and checked during training"
+            f"{rows.num_encoded:,} of {rows.num_started:,} rows are encoded after {timeout_s:g} s"
+            " (data.encoding_timeout_s); the others are encoded and checked during training"
         )
     dropped = np.flatnonzero(~rows.is_kept)
-    if len(dropped):
+    num_known = len(rows) if is_done else rows.num_encoded
+    if len(dropped) and config.data.max_prompt_tokens is not None:
         progress.print_line(
-            f"policy.oversize_rows=drop skips {len(dropped):,} of {len(rows):,} rows; the first is"
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} leaves out {len(dropped):,} of"
+            f" {num_known:,} rows; the first is {rows.location(int(dropped[0]))}"
+        )
+    elif len(dropped):
+        progress.print_line(
+            f"policy.oversize_rows=drop skips {len(dropped):,} of {num_known:,} rows; the first is"
             f" {rows.location(int(dropped[0]))}: longer than policy.max_total_sequence_length"
             f" {config.policy.max_total_sequence_length}"
         )

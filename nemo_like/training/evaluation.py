@@ -36,6 +36,18 @@ def is_due(step: int, period: int, *, is_last: bool) -> bool:
     return is_last or (period > 0 and step % period == 0)
 
 
+def answer_seeds(
+    seed: int,
+    step: int,
+    num_rows: int,
+) -> np.ndarray:
+    """Return the seed of each validation answer, uint64 [num_rows].
+
+    `seed` is that of the run. Fewer rows have the seeds of the first ones.
+    """
+    return row_seeds(seed, _SEED_OFFSET + step, num_rows)
+
+
 def score_answers(
     run: TrainingRun,
     sets: Sequence[PromptSet],
@@ -63,11 +75,7 @@ def score_answers(
                 temperature=sampling.temperature,
             ),
             max_total_length=config.policy.max_total_sequence_length,
-            seeds=row_seeds(
-                config.seed,
-                _SEED_OFFSET + step,
-                len(prompts) * sampling.num_samples,
-            ),
+            seeds=answer_seeds(config.seed, step, len(prompts) * sampling.num_samples),
         )
         rollout = run.finish_rollout(job)
         rollout.check_versions(step, step)

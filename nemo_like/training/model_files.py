@@ -6,23 +6,39 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nemo_like.config.errors import ConfigError, raise_problems, shown_path
 from nemo_like.config.parallel import named_by_keys, policy_layout
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import is_possible_path, shown_value
 from nemo_like.data.chat import ChatEncoder
+from nemo_like.models.freezing import frozen_weights
 from nemo_like.models.layout_check import model_problems, vllm_problems
-from nemo_like.models.pretrained import load_model_config, load_tokenizer
+from nemo_like.models.pretrained import load_model_config, load_tokenizer, with_output_head
 from nemo_like.models.spec import ModelSpec
+from nemo_like.models.weight_headers import read_header
+from nemo_like.models.weight_sizes import weight_sizes
 from nemo_like.policy.megatron.families import family_of
+from nemo_like.policy.megatron.freezing import frozen_parameters
+from nemo_like.policy.megatron.param_map import ModelSharding
+from nemo_like.training.lora_checks import check_lora
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+
+class TokenizerSection(Protocol):
+    """The keys of a section that names a tokenizer: `policy`, or one of `reward.models`."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def tokenizer_name(self) -> str | None: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
 
 
 def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEncoder:
@@ -31,8 +47,33 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
     With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for
     missing or unusable files.
     """
-    key = "policy.tokenizer_name" if config.policy.tokenizer_name else "policy.model_name"
-    name = config.policy.tokenizer_name or config.policy.model_name
+    data = config.data
+    return load_encoder(
+        config.policy,
+        "policy",
+        local_files_only=local_files_only,
+        system_prompt=data.system_prompt,
+        prompt_template=data.prompt_template,
+        # The encoding of SFT rows selects the last turn from all of the assistant.
+        train_on="all" if data.train_on == "all" else "assistant",
+    )
+
+
+def load_encoder(
+    section: TokenizerSection,
+    section_key: str,
+    *,
+    local_files_only: bool = False,
+    system_prompt: str | None = None,
+    prompt_template: str | None = None,
+    train_on: Literal["assistant", "all"] = "assistant",
+) -> ChatEncoder:
+    """Load the tokenizer and the chat template that a section names; see `open_encoder`.
+
+    `section_key` is the key of the section, for messages.
+    """
+    key = f"{section_key}.tokenizer_name" if section.tokenizer_name else f"{section_key}.model_name"
+    name = section.tokenizer_name or section.model_name
     try:
         tokenizer = load_tokenizer(
             name, local_files_only=local_files_only or not _is_hub_name(name)
@@ -43,15 +84,15 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
             " Hugging Face model with its tokenizer, or a hub name such as"
             " HuggingFaceTB/SmolLM2-135M-Instruct"
         ) from error
-    if config.policy.chat_template is not None:
-        tokenizer.chat_template = _read_chat_template(Path(config.policy.chat_template))
-    data = config.data
+    if section.chat_template is not None:
+        template_key = f"{section_key}.chat_template"
+        tokenizer.chat_template = _read_chat_template(Path(section.chat_template), template_key)
     try:
         return ChatEncoder(
             tokenizer,
-            system_prompt=data.system_prompt,
-            prompt_template=data.prompt_template,
-            train_on=data.train_on,
+            system_prompt=system_prompt,
+            prompt_template=prompt_template,
+            train_on=train_on,
         )
     except ConfigError:
         raise
@@ -64,17 +105,16 @@ def open_encoder(config: RunConfig, *, local_files_only: bool = False) -> ChatEn
         ) from error
 
 
-def _read_chat_template(path: Path) -> str:
+def _read_chat_template(path: Path, key: str) -> str:
     if not path.is_file():
         raise ConfigError(
-            f"policy.chat_template: there is no file {str(path)!r}; give a Jinja file or leave"
-            " it null"
+            f"{key}: there is no file {str(path)!r}; give a Jinja file or leave it null"
         )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"policy.chat_template: {shown_path(path)} cannot be read as UTF-8 text: {error}"
+            f"{key}: {shown_path(path)} cannot be read as UTF-8 text: {error}"
         ) from error
 
 
@@ -85,13 +125,11 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     missing or damaged file, and for a model that the engine, `parallel` or vLLM does not support.
     """
     name = config.policy.model_name
-    path = Path(name).expanduser()
-    subject = f"policy.model_name is {name!r}, "
-    if not is_possible_path(str(path)):
-        raise ConfigError(f"policy.model_name is {shown_value(name)}, which is too long for a path")
-    if path.is_dir():
-        _check_model_directory(path, subject)
-    model_config = _load_model_config(name, subject, local_files_only=local_files_only)
+    model_config = with_output_head(
+        load_checked_config(name, "policy.model_name", local_files_only=local_files_only),
+        config.output_head,
+        name,
+    )
     spec = ModelSpec.from_config(model_config, name)
     if config.policy.engine == "megatron":
         # megatron-core is an optional dependency.
@@ -112,7 +150,47 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
             is_on_cpu=config.cluster.gpus_per_node == 0,
         )
     raise_problems(problems)
+    _check_optimizer(config, spec)
+    check_lora(config.policy, spec)
     return model_config
+
+
+def load_checked_config(name: str, key: str, *, local_files_only: bool) -> PretrainedConfig:
+    """Load the configuration of the model that `key` names, and check its files.
+
+    With `local_files_only` a hub name must be in this machine's cache. Raises ConfigError for a
+    missing or damaged file.
+    """
+    path = Path(name).expanduser()
+    subject = f"{key} is {name!r}, "
+    if not is_possible_path(str(path)):
+        raise ConfigError(f"{key} is {shown_value(name)}, which is too long for a path")
+    if path.is_dir():
+        _check_model_directory(path, subject)
+    return _load_model_config(name, subject, local_files_only=local_files_only)
+
+
+def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for a missing library, or patterns of `policy.freeze` that cannot be."""
+    policy = config.policy
+    if policy.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "policy.optimizer.name is adamw_8bit, but torchao is not installed: pip install"
+            " 'nemo-like[optim]', or set policy.optimizer.name to adamw"
+        )
+    # A reward model has no output embedding, but a scalar head.
+    sizes = None if config.kind == "rm" else weight_sizes(spec)
+    if not policy.freeze or sizes is None:
+        # The workers check the names of a model whose names are not known here.
+        return
+    names = {name: name for name in sizes}
+    if spec.is_tied:
+        names["lm_head.weight"] = "model.embed_tokens.weight"
+    frozen = frozen_weights(policy.freeze, names)
+    if policy.engine == "megatron":
+        sharding = ModelSharding(spec, pp=config.parallel.pipeline)
+        family = family_of(spec, policy.model_name)
+        frozen_parameters(frozen, family, sharding, 0, {})
 
 
 def open_model_spec(config: RunConfig) -> ModelSpec:
@@ -120,33 +198,7 @@ def open_model_spec(config: RunConfig) -> ModelSpec:
     name = config.policy.model_name
     subject = f"policy.model_name is {name!r}, "
     model_config = _load_model_config(name, subject, local_files_only=False)
-    return ModelSpec.from_config(model_config, name)
-
-
-def weight_file_problem(path: Path) -> str | None:
-    """Return the problem of a safetensors file, or None if its header and its size agree.
-
-    The header is a JSON object after its length in 8 bytes; the tensors follow without a gap
-    (https://github.com/huggingface/safetensors, "Format").
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            # Checked before the read: a damaged length could exceed the memory.
-            if header_size > min(size, MAX_HEADER_BYTES):
-                raise ValueError("the length of the header exceeds the file")
-            header = json.loads(file.read(header_size))
-        header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        expected_size = 8 + header_size + max(ends, default=0)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "is damaged: it does not begin with the header of a safetensors file"
-    if size != expected_size:
-        return f"is damaged: it has {size:,} bytes and should have {expected_size:,}"
-    return None
+    return ModelSpec.from_config(model_config, name).with_output_head(config.output_head)
 
 
 def _load_model_config(
@@ -181,12 +233,13 @@ def _check_model_directory(path: Path, subject: str) -> None:
             solution = f"nemo-like convert {gguf} --out DIR makes some of the GGUF file"
         raise ConfigError(f"{subject}a directory without *.safetensors weights; {solution}")
     for file in _weight_files(path, subject):
-        problem = weight_file_problem(file)
-        if problem is not None:
+        try:
+            read_header(file)
+        except ValueError as error:
             raise ConfigError(
-                f"{subject}but its file {shown_path(file)} {problem}; download or export the model"
+                f"{subject}but its file {shown_path(file)} {error}; download or export the model"
                 " again"
-            )
+            ) from error
 
 
 def _weight_files(directory: Path, subject: str) -> list[Path]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from nemo_like.config.parallel import is_colocated
 from nemo_like.config.schema import RunConfig
+from nemo_like.models.pretrained import load_model_config
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.batching import microbatch_budget
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.offload import (
@@ -12,6 +14,7 @@ from nemo_like.prediction.offload import (
     generator_peak_bytes,
     policy_peak_bytes,
 )
+from nemo_like.training.reward_models import any_shares_gpus
 
 
 def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
@@ -24,9 +27,16 @@ def run_offload_decision(config: RunConfig, policy: Policy) -> OffloadDecision:
     device_bytes = policy.device_info.memory_bytes
     if device_bytes is None:
         return OffloadDecision(False, "the workers have no GPU")
+    if any_shares_gpus(config) and config.cluster.offload == "auto":
+        return OffloadDecision(True, "a reward model shares their GPUs")
+    teachers = []
+    for name in config.teacher_names:
+        model_config = load_model_config(name, local_files_only=True)
+        teachers.append(ModelSpec.from_config(model_config, name))
+    max_tokens = _max_microbatch_tokens(config)
     return decide_offload(
         config.cluster.offload,
-        policy_bytes=policy_peak_bytes(config, policy.model, _max_microbatch_tokens(config)),
+        policy_bytes=policy_peak_bytes(config, policy.model, max_tokens, teachers),
         generator_bytes=generator_peak_bytes(config, policy.model, device_bytes),
         device_bytes=device_bytes,
     )

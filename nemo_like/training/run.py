@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_like.checkpoint import Checkpoint, Checkpointer, CheckpointError, TrainingState
+from nemo_like.checkpoint import Checkpoint, Checkpointer, TrainingState
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
@@ -29,7 +29,7 @@ from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, write_text
-from nemo_like.metrics import Mean, Metrics, Sum, Timers, metric_values
+from nemo_like.metrics import Metrics, Timers, metric_values
 from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
 from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
@@ -47,6 +47,8 @@ from nemo_like.run_log import RunLog, run_log
 from nemo_like.tracking import Tracker, check_logger
 from nemo_like.training.collector import open_collector
 from nemo_like.training.export import export_model
+from nemo_like.training.loading import load_position, loader_metrics
+from nemo_like.training.lora_checks import check_resumed_lora
 from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.selection import Selection
@@ -141,9 +143,13 @@ class TrainingRun:
         )
         self.tracker = self.closing.enter_context(tracker)
         if self.workers.rollout_workers is not None and resumed_step is None:
-            # Both sides have loaded the same model; after a resume the first update checks it.
             with self.workers.policy_onloaded():
-                self.generator_weights.start_check()
+                if self.config.policy.lora.adapter_path is not None:
+                    # The generator has loaded the model without the adapter.
+                    self.sync_weights(0)
+                else:
+                    # Both sides have loaded the same model; a resume checks the first update.
+                    self.generator_weights.start_check()
         self.lengths = AppendedFile(self.directory.lengths)
         self.closing.callback(self.lengths.close)
         # From here on a signal waits for the end of a step, so that the step can be saved.
@@ -155,12 +161,7 @@ class TrainingRun:
         state = checkpoint.state()
         with self.progress.phase(f"loading step {state.step}"), self.workers.policy_onloaded():
             self.policy.load(policy_directory(checkpoint.path))
-        try:
-            loader.load_state_dict(state.loader)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
-            ) from error
+        load_position(checkpoint, loader)
         self.counters.update(state.counters)
         self.selection.load_state_dict(state.selection)
         self.progress.print_line(f"resumed from {checkpoint.path}")
@@ -214,6 +215,11 @@ class TrainingRun:
                     self.generator_weights.update(generator.version, replicas)
                 self.add_metrics(self.generator_weights.verify())
             self.rollouts.advance()
+        reward_models = self.workers.rollout.reward_models
+        if reward_models is not None:
+            with self.timers("reward_model"), self.workers.reward_models_alone():
+                reward_models.score(job)
+            self.add_metrics(reward_models.pop_metrics())
         return job.result()
 
     def plan_and_shard(
@@ -267,9 +273,7 @@ class TrainingRun:
                 f"{error}. The run stopped after step {step} and saved it: resume=true continues"
                 " with the corrected file"
             ) from error
-        self.add_metrics(
-            {"data/epoch": Mean(loader.epoch), "data/num_dropped": Sum(loader.num_dropped)}
-        )
+        self.add_metrics(loader_metrics(loader))
         return rows
 
     def add_metrics(self, metrics: Metrics) -> None:
@@ -299,6 +303,7 @@ class TrainingRun:
             num_workers=self.policy.group.world_size,
             num_logprob_passes=num_logprob_passes,
             num_epochs=num_epochs,
+            has_frozen_weights=self.config.policy.lora.enabled,
         )
         self.add_metrics(throughput)
         self.add_metrics(self.timers.pop())
@@ -405,7 +410,14 @@ class TrainingRun:
         self.stop.finish_steps(enabled=False)
         for line in self.selection.summary():
             self.progress.print_line(line)
-        export = export_model(self.directory, self.workers, self.progress) if exports else None
+        export = None
+        if exports:
+            export = export_model(
+                self.directory,
+                self.workers,
+                self.progress,
+                with_ema=self.config.policy.ema.enabled,
+            )
         self.log_file.check()
         text = f"done: {step} steps, run directory {self.directory.path}"
         if export is not None:
@@ -454,6 +466,8 @@ def open_training_run(
             resumed = checkpointer.find_latest(
                 lambda path: checkpoint_problem(policy_directory(path))
             )
+            if resumed is not None:
+                check_resumed_lora(directory.config, config.policy.lora)
             # config.yaml itself is replaced in `start_run_directory`, after the last check.
             log_config_changes(directory, plain)
         else:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_like.config.parallel import policy_layout
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import MAIN_SET, RunConfig
 from nemo_like.config.text import plural
 from nemo_like.data.datasets import Rows, conversation
 from nemo_like.integer_math import nearest_multiples
+from nemo_like.training.training_sets import training_files, training_name
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo for bfloat16 instructions: x86 (the first two) and ARM (the last)."""
@@ -29,16 +30,19 @@ def rows_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
     num_rows = len(rows)
     if config.has_fixed_batches and num_rows < batch_size:
         yield (
-            f"{config.data.train_path} has {num_rows} {plural(num_rows, 'row')}, fewer than one"
+            f"{training_name(config)} has {num_rows} {plural(num_rows, 'row')}, fewer than one"
             f" batch ({key} {batch_size}); set {key} to at most {num_rows}, or add rows"
         )
 
 
 def answer_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
-    """Warn if every assistant turn of the training rows is empty."""
-    if not any(map(_has_answer, rows.rows)):
+    """Warn of training sets in which every assistant turn is empty."""
+    for name, indices in rows.sources.items():
+        if any(_has_answer(rows[index]) for index in indices):
+            continue
+        path = training_files(config)[name or MAIN_SET]
         yield (
-            f"every assistant turn of {config.data.train_path} is empty, so the model learns to"
+            f"every assistant turn of {path} is empty, so the model learns to"
             " give empty answers; check which columns have the answers"
         )
 
@@ -60,6 +64,9 @@ def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> 
 
 
 def _has_answer(row: dict) -> bool:
+    # Token ids show no turns.
+    if row.get("input_ids") is not None:
+        return True
     for message in conversation(row):
         text = str(message.get("content") or "").strip()
         # A turn that only calls tools is an answer as well.

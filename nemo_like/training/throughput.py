@@ -24,20 +24,25 @@ def throughput_metrics(
     num_workers: int,
     num_logprob_passes: int,
     num_epochs: int = 1,
+    has_frozen_weights: bool = False,
 ) -> Metrics:
     """Return the rates of one step over all its rows.
 
     `lengths` (int [B]) counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
     row, causal attention over its own tokens only. MFU = (3 x `num_epochs` + `num_logprob_passes`)
-    x forward FLOPs / (seconds of all passes x workers x `peak_flops`). Rates of tokens count the
-    rows of a step once.
+    x forward FLOPs / (seconds of all passes x workers x `peak_flops`). With `has_frozen_weights`
+    (LoRA) the gradients of weights are not computed, so the products with weights count twice
+    instead of three times. Rates of tokens count the rows of a step once.
     """
     forward_flops = float(cost.of(lengths).sum())
     num_tokens = float(lengths.sum())
     train_s = timers.seconds("train")
     step_s = timers.seconds("step")
     compute_s = train_s + timers.seconds("logprobs")
-    flops = forward_flops * (FLOPS_PER_TRAINED_UNIT * num_epochs + num_logprob_passes)
+    trained_flops = FLOPS_PER_TRAINED_UNIT * forward_flops
+    if has_frozen_weights:
+        trained_flops -= cost.linear * num_tokens
+    flops = trained_flops * num_epochs + forward_flops * num_logprob_passes
     # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.
     tokens_per_s = num_tokens / step_s if step_s else 0.0
     train_tokens_per_s = num_tokens / train_s if train_s else 0.0

@@ -11,8 +11,9 @@ from typing import Any
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import Rows, RowSchema, load_rows
+from nemo_like.data.datasets import Rows, RowSchema
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.row_loading import load_rows
 from nemo_like.metrics import Metrics
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.encoding import PromptRows, encode_question
@@ -63,6 +64,7 @@ def load_validation(config: RunConfig, schema: RowSchema) -> dict[str, Rows]:
             schema,
             max_rows=config.data.max_validation_rows,
             key=validation_key(name),
+            columns=config.data.columns,
         )
     return rows
 
@@ -86,7 +88,7 @@ def prompt_sets(
         sources = None
         if config.data.source_column is not None:
             columns = [prompt.row for prompt in prompts]
-            sources = _sources(columns, config.data.source_column, validation_key(name))
+            sources = row_sources(columns, config.data.source_column, validation_key(name))
         sets.append(PromptSet(name=name, prompts=prompts, sources=sources))
     return sets
 
@@ -98,10 +100,10 @@ def check_sources(config: RunConfig, validation: Mapping[str, Rows]) -> None:
         return
     for name, rows in validation.items():
         columns = [rows[index] for index in range(len(rows))]
-        _sources(columns, column, validation_key(name))
+        row_sources(columns, column, validation_key(name))
 
 
-def _sources(
+def row_sources(
     rows: Sequence[Mapping[str, Any]],
     column: str,
     key: str,

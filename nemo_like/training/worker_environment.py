@@ -12,7 +12,7 @@ from nemo_like.config.parallel import is_colocated
 from nemo_like.config.schema import RunConfig
 from nemo_like.distributed.worker_variables import set_variables
 
-WorkerKind = Literal["policy", "generation", "reward", "environment"]
+WorkerKind = Literal["policy", "generation", "reward", "environment", "reward_model"]
 
 _PREFIXES = ("NCCL_", "GLOO_", "HF_")
 """Variables of the driver that every worker needs as well: networks, caches and access tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 
 from nemo_like.config.parallel import (
     is_colocated,
-    num_generation_workers,
     policy_layout,
     workers_per_replica,
 )
@@ -25,13 +24,8 @@ from nemo_like.config.schema import ClusterConfig, ParallelConfig, RunConfig
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.distributed.worker_calls import call_all
 from nemo_like.distributed.worker_group import WorkerGroup
-from nemo_like.environments.environment_worker import EnvironmentWorker, load_environment
-from nemo_like.environments.environment_workers import EnvironmentWorkers
+from nemo_like.environments.environment_worker import load_environment
 from nemo_like.environments.loading import load_reward_functions
-from nemo_like.environments.reward import RewardEnvironment
-from nemo_like.environments.rewards import RewardWorker
-from nemo_like.generation.generator import Generator
-from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
@@ -40,6 +34,21 @@ from nemo_like.prediction.offload import OffloadDecision
 from nemo_like.progress import Progress
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.offloading import run_offload_decision
+from nemo_like.training.reward_model_files import RewardModelFiles
+from nemo_like.training.reward_models import (
+    any_shares_gpus,
+    model_placement,
+    num_own_workers,
+    open_reward_models,
+    start_reward_models,
+)
+from nemo_like.training.rollout_workers import (
+    RolloutWorkers,
+    StartGroup,
+    start_environment,
+    start_generator,
+    start_rewards,
+)
 from nemo_like.training.worker_environment import (
     WorkerKind,
     environment_variables,
@@ -50,20 +59,6 @@ if TYPE_CHECKING:
     from nemo_like.distributed.ray.resources import BundleSet
 
 logger = logging.getLogger(__name__)
-
-_StartGroup = Callable[..., WorkerGroup]
-"""`start(name, worker_class, index=0, **kwargs)` starts a worker group; see `_group_starter`."""
-
-
-@dataclass(frozen=True)
-class RolloutWorkers:
-    """The workers of a run that generates completions."""
-
-    generator: Generator
-    rewards: RewardEnvironment | None
-    """None with an environment and without reward functions."""
-    environment: EnvironmentWorkers | None = None
-    """None in rollouts of one turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +71,8 @@ class RunWorkers:
     offloads: bool
     """Policy and generator share GPUs on which they do not fit together, so each is offloaded while
     the other runs."""
+    shares_reward_models: bool = False
+    """Reward models run on the GPUs of the policy."""
 
     @property
     def rollout(self) -> RolloutWorkers:
@@ -91,6 +88,23 @@ class RunWorkers:
     def generator_onloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the generator is on its devices."""
         return self.rollout.generator.onloaded() if self.offloads else nullcontext()
+
+    @contextmanager
+    def reward_models_alone(self) -> Iterator[None]:
+        """Move what shares GPUs with reward models to host memory inside the block.
+
+        Call where the generator is on its devices and the policy does not compute.
+        """
+        if not self.shares_reward_models:
+            yield
+        elif self.offloads:
+            # The policy is in host memory already.
+            with self.generator_offloaded():
+                yield
+        else:
+            call_all(self.policy.group, PolicyWorkerProtocol.offload)
+            yield
+            call_all(self.policy.group, PolicyWorkerProtocol.onload)
 
     def generator_offloaded(self) -> AbstractContextManager[None]:
         """Return a context in which the generator is in host memory, if the run offloads it."""
@@ -109,19 +123,21 @@ def start_workers(
 
     After a failure the logs of a Ray started here are copied to `logs`. `end_token_ids` end a
     completion, in addition to those that the model's files declare. Raises ConfigError for
-    reward functions that cannot be imported, before anything is started, and ClusterError if the
-    cluster has too few resources.
+    reward functions that cannot be imported and reward models that cannot be opened, before
+    anything is started, and ClusterError if the cluster has too few resources.
     """
-    # Only the check: the workers import the functions themselves.
+    reward_model_files: dict[str, RewardModelFiles] = {}
     if config.generates:
+        # Only the check: the workers import the functions themselves.
         load_reward_functions(config.reward.functions)
+        reward_model_files = open_reward_models(config)
         if config.environment.path is not None:
             load_environment(config.environment)
     with ExitStack() as closing:
         with progress.phase(
             "starting workers", 3 if config.generates else 1, unit="groups"
         ) as phase:
-            start = _group_starter(config, closing, progress, logs=logs)
+            start = group_starter(config, closing, progress, logs=logs)
             policy = _start_policy(config, start, needs_reference=config.needs_reference)
             offload = run_offload_decision(config, policy)
             if is_colocated(config):
@@ -132,30 +148,26 @@ def start_workers(
             phase.advance()
             rollout_workers = None
             if config.generates:
-                generator = _start_generator(
+                generator = start_generator(
                     config, start, end_token_ids, progress, can_sleep=offload.offloads
                 )
                 closing.callback(generator.shutdown)
                 if offload.offloads:
                     generator.offload()
                 phase.advance()
-                environment = _start_environment(config, start, closing, progress)
+                environment = start_environment(config, start, closing, progress)
                 rewards = None
-                if config.reward.functions or environment is None:
-                    reward_group = start(
-                        "reward",
-                        RewardWorker,
-                        functions=config.reward.functions,
-                        timeout_s=config.reward.timeout_s,
-                        on_error=config.reward.on_error,
-                    )
-                    rewards = RewardEnvironment(reward_group, config.reward)
-                rollout_workers = RolloutWorkers(generator, rewards, environment)
+                has_other_rewards = environment is not None or bool(config.reward.models)
+                if config.reward.functions or (config.needs_rewards and not has_other_rewards):
+                    rewards = start_rewards(config, start)
+                reward_models = start_reward_models(config, reward_model_files, start, progress)
+                rollout_workers = RolloutWorkers(generator, rewards, environment, reward_models)
                 phase.advance()
         yield RunWorkers(
             policy=policy,
             rollout_workers=rollout_workers,
             offloads=offload.offloads,
+            shares_reward_models=any_shares_gpus(config),
         )
 
 
@@ -195,7 +207,7 @@ def policy_worker_class(config: RunConfig) -> type[PolicyWorker]:
 
 def _start_policy(
     config: RunConfig,
-    start: _StartGroup,
+    start: StartGroup,
     *,
     needs_reference: bool,
 ) -> Policy:
@@ -206,6 +218,8 @@ def _start_policy(
         parallel=config.parallel,
         seed=config.seed,
         needs_reference=needs_reference,
+        teachers=config.teacher_names,
+        head=config.output_head,
     )
     return Policy(
         group,
@@ -215,90 +229,24 @@ def _start_policy(
     )
 
 
-def _start_generator(
-    config: RunConfig,
-    start: _StartGroup,
-    end_token_ids: Sequence[int],
-    progress: Progress,
-    *,
-    can_sleep: bool,
-) -> Generator:
-    generation = config.policy.generation
-    kwargs: dict[str, Any] = {
-        "model_name": config.policy.model_name,
-        "tokenizer_name": config.policy.tokenizer_name,
-        "precision": config.policy.precision,
-        "end_token_ids": (*end_token_ids, *generation.stop_token_ids),
-    }
-    worker_class: type = HFGenerationWorker
-    if generation.backend == "hf":
-        kwargs["batch_size"] = generation.hf.batch_size
-    else:
-        # Imported on demand: vLLM is an optional dependency.
-        from nemo_like.generation.vllm_worker import VLLMGenerationWorker
-
-        worker_class = VLLMGenerationWorker
-        kwargs["config"] = generation.vllm
-        kwargs["max_total_length"] = config.policy.max_total_sequence_length
-        kwargs["can_sleep"] = can_sleep
-        kwargs["seed"] = config.seed
-
-    def start_replica(index: int) -> WorkerGroup:
-        return start("generation", worker_class, index, **kwargs)
-
-    return Generator(
-        start_replica,
-        num_generation_workers(config.cluster) // workers_per_replica(config),
-        max_restarts=generation.max_restarts,
-        report=progress.print_line,
-    )
-
-
-def _start_environment(
-    config: RunConfig,
-    start: _StartGroup,
-    closing: ExitStack,
-    progress: Progress,
-) -> EnvironmentWorkers | None:
-    """Start the workers of the environment; None in a run without one."""
-    environment = config.environment
-    if environment.path is None:
-        return None
-    num_workers = environment.num_workers
-    if config.cluster.backend == "local":
-        # The steps share this process in any case.
-        num_workers = 1
-
-    def start_worker(index: int) -> WorkerGroup:
-        return start("environment", EnvironmentWorker, index, config=environment)
-
-    workers = EnvironmentWorkers(
-        start_worker,
-        num_workers,
-        max_restarts=environment.max_restarts,
-        report=progress.print_line,
-    )
-    closing.callback(workers.shutdown)
-    return workers
-
-
-def _group_starter(
+def group_starter(
     config: RunConfig,
     closing: ExitStack,
     progress: Progress,
     *,
     logs: Path | None,
-) -> _StartGroup:
+) -> StartGroup:
     """Return `start(name, worker_class, index, **kwargs)`, which starts a group.
 
-    `index` counts the replicas of the generator. Every group is stopped with `closing`.
+    `index` counts the replicas of the generator, or the reward models. Every group is stopped with
+    `closing`.
     """
     if config.cluster.backend == "local":
         return _local_starter(config, closing)
     return _ray_starter(config, closing, progress, logs=logs)
 
 
-def _local_starter(config: RunConfig, closing: ExitStack) -> _StartGroup:
+def _local_starter(config: RunConfig, closing: ExitStack) -> StartGroup:
     # All groups share the process, and with it the device and the process group.
     context = local_context(
         device="cuda:0" if config.cluster.gpus_per_node else "cpu",
@@ -328,7 +276,7 @@ def _ray_starter(
     progress: Progress,
     *,
     logs: Path | None,
-) -> _StartGroup:
+) -> StartGroup:
     # Before Ray is started: a variable may be missing.
     environments: dict[str, dict[str, str | None]] = {}
     for kind in get_args(WorkerKind):
@@ -342,6 +290,7 @@ def _ray_starter(
             config.cluster,
             generates=config.generates,
             workers_per_replica=workers_per_replica(config),
+            num_extra_workers=num_own_workers(config),
             report=progress.print_line,
             logs=logs,
         )
@@ -365,9 +314,17 @@ def _ray_starter(
         index: int = 0,
         **kwargs: Any,
     ) -> WorkerGroup:
-        bundles, parallel_layout = groups[name]
         environment = environments[name]
         progress_timeout_s = None
+        first_bundle = index * bundles_per_replica
+        if name == "reward_model":
+            placement = model_placement(config, index)
+            bundles: BundleSet = "policy" if placement.is_shared else "extra"
+            parallel_layout = placement.parallel_layout
+            first_bundle = placement.first_bundle
+            name = f"reward_model-{list(config.reward.models)[index]}"
+        else:
+            bundles, parallel_layout = groups[name]
         if name == "generation":
             name = f"generation-{index}"
             progress_timeout_s = config.policy.generation.progress_timeout_s
@@ -380,7 +337,7 @@ def _ray_starter(
             name=name,
             parallel_layout=parallel_layout,
             bundles=bundles,
-            first_bundle=index * bundles_per_replica,
+            first_bundle=first_bundle,
             progress_timeout_s=progress_timeout_s,
             environment=environment,
         )

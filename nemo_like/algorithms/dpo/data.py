@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.schema import RunConfig
+from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.datasets import Message, Row, Rows
@@ -37,9 +37,12 @@ from nemo_like.progress import Progress, Sample
 from nemo_like.training.dataset import ExampleSource, RunData, describe_run, open_data
 from nemo_like.training.encoding import fit_row
 from nemo_like.training.run_warnings import step_warnings
+from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+ExampleT = TypeVar("ExampleT")
 
 ROW_SCHEMA = PREFERENCE_ROWS
 
@@ -51,8 +54,8 @@ def encode_row(
 ) -> EncodedRow | None:
     """Encode a pair as joined rows; None if `policy.oversize_rows` drops one of them.
 
-    Raises ConfigError if a row is too long and `policy.oversize_rows` is error, or if no token of a
-    completion is left.
+    Raises ConfigError if a row is too long and `policy.oversize_rows` is error, if no token of a
+    completion is left, or if both rows are equal.
     """
     rows = []
     for name, encoded in encode_preference(encoder, row)._asdict().items():
@@ -68,7 +71,15 @@ def encode_row(
                 " drop, or remove the row"
             )
         rows.append(fitted)
-    return join_pair(PreferencePair(*rows))
+    pair = PreferencePair(*rows)
+    if np.array_equal(pair.chosen.input_ids, pair.rejected.input_ids):
+        raise ConfigError(
+            "the chosen and the rejected row have the same"
+            f" {len(pair.chosen.input_ids)} tokens within policy.max_total_sequence_length"
+            f" {config.policy.max_total_sequence_length}, so there is no preference; raise it, set"
+            " policy.oversize_rows to drop, or remove the row"
+        )
+    return join_pair(pair)
 
 
 def rewarded_rows(train: Rows | None, validation: Rows | None) -> Rows | None:
@@ -130,11 +141,24 @@ def check_rows(
     diagnostics: Diagnostics,
 ) -> None:
     """Check texts, lengths and budgets; if all are fine, plan the first step."""
+    source = open_source(config, data)
+    check_pairs(source, config.dpo, lambda pair: pair, model, diagnostics)
+
+
+def check_pairs(
+    source: ExampleSource[ExampleT],
+    limits: EpochLoopConfig,
+    pair_of: Callable[[ExampleT], PreferencePair],
+    model: PretrainedConfig | None,
+    diagnostics: Diagnostics,
+) -> None:
+    """Check texts, lengths and budgets of pairs; if all are fine, plan the first step."""
     num_problems_before = len(diagnostics.problems)
+    config = source.config
+    data = source.data
     encoder = data.encoder
     check_texts(encoder, data.train, _messages, diagnostics)
-    source = open_source(config, data)
-    num_steps = diagnostics.check(lambda: source.num_steps(config.dpo))
+    num_steps = diagnostics.check(lambda: source.num_steps(limits))
     if num_steps is not None:
         diagnostics.add_lines("data", describe_run(config, num_steps, len(data.train)))
         diagnostics.warnings += step_warnings(config, num_steps)
@@ -150,7 +174,7 @@ def check_rows(
                 diagnostics.samples += pair_samples(encoder, pairs[index])
     if len(diagnostics.problems) == num_problems_before:
         batch = diagnostics.check(lambda: next(source.loader())) or []
-        lengths_of_step = np.array([_lengths(pair) for pair in batch], dtype=np.int64).ravel()
+        lengths_of_step = _flat_lengths([pair_of(example) for example in batch])
         describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
 
 
@@ -171,8 +195,17 @@ def first_lengths(
     """Return the row lengths of the first steps, those of a pair next to each other."""
     source = open_source(config, data)
     pairs = source.first_examples(min(num_steps, source.num_steps(config.dpo)), progress)
-    lengths = np.array([_lengths(pair) for pair in pairs], dtype=np.int64).ravel()
-    return RowLengths(lengths, f"{config.data.train_path}, two rows per pair", is_ordered=True)
+    return pair_lengths(pairs, training_name(config))
+
+
+def pair_lengths(pairs: Sequence[PreferencePair], name: str) -> RowLengths:
+    """Return the lengths of the rows of pairs of the training set `name`, in their order."""
+    return RowLengths(_flat_lengths(pairs), f"{name}, two rows per pair", is_ordered=True)
+
+
+def _flat_lengths(pairs: Sequence[PreferencePair]) -> np.ndarray:
+    """Return the lengths of the 2N rows of N pairs, int64 [2N]."""
+    return np.array([_lengths(pair) for pair in pairs], dtype=np.int64).ravel()
 
 
 def _lengths(pair: PreferencePair) -> tuple[int, int]:

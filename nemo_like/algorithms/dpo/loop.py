@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from nemo_like.data.preferences import PreferencePair
 from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.dataset import ExampleSource
-from nemo_like.training.evaluation import is_due
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
-from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
+from nemo_like.training.epochs import run_epochs
+from nemo_like.training.run import RunResult, TrainingRun
+from nemo_like.training.skipped_steps import TrainedBatch, train
 from nemo_like.training.throughput import plan_metrics
 from nemo_like.training.validation_sets import named_metrics
 
@@ -28,48 +28,31 @@ def run_dpo(config: DpoRunConfig) -> RunResult:
     config = resolve_paths(config)
     source = open_source(config)
     loader = source.loader()
-    with closing(source.rows):
-        source.start_encoding(loader.order, source.num_steps(config.dpo) * loader.batch_size)
-        return _train(config, source, loader)
+    return run_epochs(config, config.dpo, source, loader, partial(_Task, config, source, loader))
 
 
-def _train(
-    config: DpoRunConfig,
-    source: ExampleSource[PreferencePair],
-    loader: RowLoader[PreferencePair],
-) -> RunResult:
-    total = source.num_steps(config.dpo)
-    # Encoded before the run starts: a bad row is then an error before the first step.
-    validation = {}
-    for name in source.data.validation:
-        validation[name] = list(source.validation_batches(name))
-    loss = PreferenceLoss(config=config.loss_fn)
-    with open_training_run(
-        config, source.data.encoder, num_steps=total, num_optimizer_steps=total
-    ) as run:
-        source.finish_encoding(run.progress)
-        step = run.resume(loader)
-        # The files can have changed since the checkpoint, and the number of steps with them.
-        total = source.last_step(config.dpo, loader, step)
-        if step == 0:
-            _show_pairs(run, loader)
-            if config.dpo.val_at_start:
-                run.add_metrics(validate(run, validation, loss))
-                run.log_metrics(step)
-        with run.progress.phase("dpo", total, unit="steps", done=step) as phase:
-            while step < total and not run.stops_early:
-                run.stop_if_requested(step, loader)
-                with run.timers("step"):
-                    lengths = _update(run, loader, loss, step)
-                step += 1
-                if is_due(step, config.dpo.val_period, is_last=step == total):
-                    run.add_metrics(validate(run, validation, loss))
-                run.log_step(step, lengths, num_logprob_passes=int(config.needs_reference))
-                # After the log, because it can end the run.
-                stop_if_too_many(run, step, loader)
-                run.save_if_due(step, loader, is_last=step == total)
-                phase.advance()
-        return run.finalize(step)
+class _Task:
+    """Implements `EpochTask`."""
+
+    def __init__(
+        self,
+        config: DpoRunConfig,
+        source: ExampleSource[PreferencePair],
+        loader: RowLoader[PreferencePair],
+    ) -> None:
+        self.num_logprob_passes = int(config.needs_reference)
+        self._loader = loader
+        self._loss = PreferenceLoss(config=config.loss_fn)
+        self._validation = source.all_validation_batches()
+
+    def show_rows(self, run: TrainingRun) -> None:
+        _show_pairs(run, self._loader)
+
+    def train_step(self, run: TrainingRun, step: int) -> np.ndarray:
+        return _update(run, self._loader, self._loss, step)
+
+    def validate(self, run: TrainingRun) -> Metrics:
+        return validate(run, self._validation, self._loss)
 
 
 def _update(

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_like.algorithms.dpo.config import PreferenceLossConfig
-from nemo_like.device_transfer import to_device
-from nemo_like.losses import GlobalCounts, LossInputs, LossMetrics, LossTerms, TensorMean
+from nemo_like.losses import GlobalCounts, LossInputs, LossTerms
+from nemo_like.losses.pairs import pair_means, pair_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class PreferenceLoss:
             reference = inputs.columns["reference_logprobs"]
             ratios = logprobs - self._completion_logprobs(inputs, reference)
         # A packer may place the rows of a microbatch in any order.
-        chosen, rejected = _pair_rows(inputs)
+        chosen, rejected = pair_rows(inputs)
         rewards = self.config.beta * ratios
         margins = rewards[chosen] - rewards[rejected]
         losses = self._pair_losses(margins)
@@ -78,7 +77,7 @@ class PreferenceLoss:
             metrics["policy/chosen_nll"] = nll[chosen]
             losses = losses + self.config.sft_loss_weight * nll[chosen]
         metrics["policy/loss"] = losses
-        return LossTerms(losses.sum(), _means(metrics))
+        return LossTerms(losses.sum(), pair_means(metrics))
 
     def _completion_logprobs(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """Return the summed (DPO) or mean log-prob of each row, [R], from `logprobs` [T]."""
@@ -96,36 +95,3 @@ class PreferenceLoss:
         smoothing = self.config.label_smoothing
         # logsigmoid() and not log(sigmoid()): the latter is -inf for margins below -104 in float32.
         return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
-
-
-def _pair_rows(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Return the rows of the chosen and of the rejected completions, int64 [P] each.
-
-    A dummy microbatch has no pairs. Raises ValueError for an incomplete pair.
-    """
-    # On the host: the number of pairs is a shape, and reading it would wait for the device.
-    host = inputs.rows_on_host("pair", "is_chosen")
-    # A dummy has one row without tokens.
-    rows = np.flatnonzero(host.num_tokens)
-    pair = host.columns["pair"][rows]
-    is_chosen = host.columns["is_chosen"][rows].astype(bool)
-    # Both sorted by pair, so that position i of the two belongs to the same pair.
-    chosen = rows[is_chosen][pair[is_chosen].argsort()]
-    rejected = rows[~is_chosen][pair[~is_chosen].argsort()]
-    pairs = host.columns["pair"]
-    if not np.array_equal(pairs[chosen], pairs[rejected]):
-        raise ValueError(
-            "a microbatch has one row of a preference pair without the other; plan the batch with"
-            " groups=batch['pair']"
-        )
-    rows_of_pairs = {"chosen": chosen, "rejected": rejected}
-    tensors = to_device(rows_of_pairs, inputs.row_num_tokens.device)
-    return tensors["chosen"], tensors["rejected"]
-
-
-def _means(values: dict[str, Tensor]) -> LossMetrics:
-    """Return the means over pairs of [P] tensors."""
-    metrics = {}
-    for name, value in values.items():
-        metrics[name] = TensorMean(value.detach().float().sum(), float(len(value)))
-    return metrics

@@ -28,8 +28,8 @@ class AdvantageConfig:
     """Subtract the mean and divide by the standard deviation of the advantages of the step, over
     all trained `tokens` (REINFORCE++), or over its `rows` (GDPO)."""
     components: Literal["sum", "separate"] = "sum"
-    """`sum` computes the advantage of the weighted sum of the reward functions. `separate` computes
-    one advantage per reward function and adds them with the weights of the functions (GDPO)."""
+    """`sum` computes the advantage of the weighted sum of reward functions and models. `separate`
+    computes one advantage for each of them and adds these with their weights (GDPO)."""
     eps: Annotated[float, Above(0)] = 1e-6
     """Constant added to every standard deviation before the division."""
 
@@ -79,9 +79,10 @@ class AdvantageConfig:
         """Yield the reasons for which separate components equal their sum."""
         if num_components == 1:
             yield Problem(
-                (f"{_KEY}.components", "reward.functions"),
-                f"{_KEY}.components is separate, but reward.functions has one entry, so there is"
-                " nothing to separate: set components to sum, or add a reward function",
+                (f"{_KEY}.components", "reward.functions", "reward.models"),
+                f"{_KEY}.components is separate, but reward.functions and reward.models have one"
+                " entry, so there is nothing to separate: set components to sum, or add a reward"
+                " function or a reward model",
             )
         if self.normalize == "none":
             yield Problem(

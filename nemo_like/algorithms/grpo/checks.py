@@ -46,14 +46,15 @@ def overlong_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 
 def reward_name_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    """Yield reward functions with a name that a reward of the environment may have."""
+    """Yield rewards with a name that a reward of the environment may have."""
     if config.environment.path is None:
         return
-    for name in config.reward.functions:
+    for name in config.reward.weights:
+        section = "functions" if name in config.reward.functions else "models"
         if name == "environment" or name.startswith("environment_"):
             yield Problem(
-                (f"reward.functions.{name}", "environment.path"),
-                f"reward.functions has the name {name}, but names that begin with environment are"
+                (f"reward.{section}.{name}", "environment.path"),
+                f"reward.{section} has the name {name}, but names that begin with environment are"
                 " those of the rewards of environment.path: choose another name",
             )
 
@@ -66,6 +67,12 @@ def reference_problems(config: GrpoRunConfig) -> Iterator[Problem]:
             ("grpo.reference_update_period", "loss_fn.reference_policy_kl_penalty"),
             f"grpo.reference_update_period is {period}, but loss_fn.reference_policy_kl_penalty is"
             " 0, so there is no reference to update: set the penalty above 0, or the period to 0",
+        )
+    if period > 0 and config.policy.lora.enabled:
+        yield Problem(
+            ("grpo.reference_update_period", "policy.lora.enabled"),
+            f"grpo.reference_update_period is {period}, but with policy.lora.enabled the reference"
+            " is the model without adapters, which never changes: set the period to 0",
         )
     if config.loss_fn.reference_policy_kl_in == "loss":
         return

@@ -180,7 +180,7 @@ class GrpoRunConfig(RunConfig):
         yield from _group_problems(self)
         yield from self.grpo.advantage.problems(
             self.grpo.num_generations_per_prompt,
-            None if self.environment.path is not None else len(self.reward.functions),
+            None if self.environment.path is not None else len(self.reward.weights),
         )
         yield from overlong_problems(self)
         yield from reward_name_problems(self)
@@ -245,21 +245,22 @@ def _group_problems(config: GrpoRunConfig) -> Iterator[Problem]:
 
 
 def _reward_problems(config: GrpoRunConfig) -> Iterator[Problem]:
-    functions = config.reward.functions
+    weights = config.reward.weights
     if config.environment.path is not None:
         # The environment gives rewards.
         return
-    if not functions:
+    if not weights:
         yield Problem(
-            ("reward.functions",),
-            "reward.functions is empty, so nothing scores the completions; e.g."
+            ("reward.functions", "reward.models"),
+            "reward.functions and reward.models are empty, so nothing scores the completions; e.g."
             " reward.functions.answer.path=nemo_like.environments.math.answer_reward, or set"
             " environment.path",
         )
-    elif all(function.weight == 0 for function in functions.values()):
+    elif all(weight == 0 for weight in weights.values()):
         yield Problem(
-            ("reward.functions",),
-            "every weight in reward.functions is 0, so the reward is always 0; give one a weight",
+            ("reward.functions", "reward.models"),
+            "every weight in reward.functions and reward.models is 0, so the reward is always 0;"
+            " give one a weight",
         )
 
 

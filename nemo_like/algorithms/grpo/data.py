@@ -28,6 +28,7 @@ from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource, RunData, describe_epoch, open_data
 from nemo_like.training.encoding import PromptRows, encode_question
 from nemo_like.training.run_warnings import step_warnings
+from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,7 +151,7 @@ def first_lengths(
     lengths, _ = rollout_lengths(config, prompt_lengths)
     max_new_tokens = config.policy.generation.max_new_tokens
     description = (
-        f"prompts of {config.data.train_path}, completion lengths drawn uniformly from 1 to"
+        f"prompts of {training_name(config)}, completion lengths drawn uniformly from 1 to"
         f" {max_new_tokens:,} tokens"
     )
     row_prompts = np.repeat(prompt_lengths, config.grpo.num_generations_per_prompt)

@@ -53,8 +53,8 @@ class KeptGroups:
     def add(self, rollout: Rollout, locations: list[str]) -> None:
         """Add a rollout of the prompts at `locations`; its groups with equal rewards are dropped.
 
-        The rewards are those of the reward functions, without penalties. With separate components
-        a group is kept if one of them is unequal, also where their sum is equal.
+        The rewards are those of reward functions and models, without penalties. With separate
+        components a group is kept if one of them is unequal, also where their sum is equal.
         """
         groups = rollout.batch["group"]
         is_kept = np.zeros(len(groups), dtype=bool)
@@ -70,9 +70,9 @@ class KeptGroups:
         """Return the rewards that have an advantage of their own, float [B] each."""
         compared = [rollout.batch["reward"]]
         if self._config.grpo.advantage.components == "separate":
-            functions = self._config.reward.functions
+            weights = self._config.reward.weights
             for name, values in rollout.components.items():
-                if name not in functions or functions[name].weight != 0:
+                if weights.get(name, 1.0) != 0:
                     compared.append(values)
         return compared
 

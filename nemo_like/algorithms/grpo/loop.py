@@ -20,6 +20,7 @@ from nemo_like.losses import RolloutLoss, rollout_loss
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
+from nemo_like.training.loading import load_position
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import stop_if_too_many
 from nemo_like.training.validation_sets import prompt_sets
@@ -33,16 +34,18 @@ def run_grpo(config: GrpoRunConfig) -> RunResult:
     source = open_source(config)
     loader = source.loader()
     with closing(source.rows):
-        source.start_encoding(loader.order, _max_num_prompts(config))
+        if source.encodes_before_run:
+            source.start_encoding(loader.upcoming(_max_num_prompts(config, 0)))
         return _train(config, source, loader)
 
 
-def _max_num_prompts(config: GrpoRunConfig) -> int:
-    """Return the number of prompts that a run may need."""
+def _max_num_prompts(config: GrpoRunConfig, step: int) -> int:
+    """Return the number of prompts that a run may need after `step` steps."""
     tries = 1
     if config.grpo.dynamic_sampling.enabled:
         tries += config.grpo.dynamic_sampling.max_refills
-    return config.grpo.max_num_steps * config.grpo.num_prompts_per_step * tries
+    num_steps = max(config.grpo.max_num_steps - step, 0)
+    return num_steps * config.grpo.num_prompts_per_step * tries
 
 
 def _train(
@@ -66,6 +69,9 @@ def _train(
     ) as run:
         for warning in asynchronous_warnings(config):
             logger.warning(warning)
+        if not source.encodes_before_run:
+            num_done = load_position(run.resumed, loader)
+            source.start_encoding(loader.upcoming(_max_num_prompts(config, num_done)))
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         if step > 0:

@@ -43,8 +43,8 @@ def rollout_advantages(
 ) -> RolloutAdvantages:
     """Return the advantages of a rollout.
 
-    With R the weighted sum of the reward functions plus the soft overlong penalty: baseline and
-    division of R per group give A (`group_advantages`; per component with `separate_advantages`).
+    With R the weighted sum of reward functions and models plus the soft overlong penalty: baseline
+    and division of R per group give A (`group_advantages`; per component `separate_advantages`).
     With `loss_fn.reference_policy_kl_in` `reward` the advantage of token t is
     A_t = A - penalty * sum over s >= t of KL_s (`token_advantages`), where KL_s is the k1 estimate
     l_prev - l_ref from `logprobs` (float32 [T] each by name) and has no gradient. Whitening is the
@@ -117,9 +117,7 @@ def _row_advantages(
         return group_advantages(rewards, groups, config.grpo.advantage, reward_mask)
     components = dict(rollout.components)
     # The rewards of an environment are added as they are.
-    weights = dict.fromkeys(components, 1.0)
-    for name, function in config.reward.functions.items():
-        weights[name] = function.weight
+    weights = dict.fromkeys(components, 1.0) | config.reward.weights
     if overlong.penalty_buffer > 0:
         components[_PENALTY] = penalty
         weights[_PENALTY] = 1.0

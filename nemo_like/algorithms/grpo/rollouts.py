@@ -17,6 +17,7 @@ from nemo_like.metrics import Mean, Metrics, Sum
 from nemo_like.rollout.collector import RolloutJob
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.rollout.rollout import Rollout, row_seeds
+from nemo_like.training.loading import loader_metrics
 from nemo_like.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,9 @@ class RolloutPipeline:
             jobs.append(job)
             kept.add(self._finish_rollout(job, started.step), locations)
         self.position = SavedPosition(self._loader.state_dict())
-        self._run.add_metrics(self._loader_metrics(num_dropped))
+        self._run.add_metrics(
+            {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}
+        )
         if kept.num_missing > 0:
             logger.info(
                 "step %d lacks %d of %d groups with unequal rewards",
@@ -169,7 +172,7 @@ class RolloutPipeline:
                 self._loader.batch_locations(),
                 SavedPosition(self._loader.state_dict()),
                 self._loader.batch_epoch,
-                self._loader_metrics(self._loader.num_dropped),
+                loader_metrics(self._loader),
             )
         )
         self._next_step += 1
@@ -199,6 +202,3 @@ class RolloutPipeline:
         self._run.timers.add("generation", job.generation_s)
         self._run.timers.add("reward", job.reward_s)
         return rollout
-
-    def _loader_metrics(self, num_dropped: int) -> Metrics:
-        return {"data/epoch": Mean(self._loader.epoch), "data/num_dropped": Sum(num_dropped)}

@@ -16,7 +16,8 @@ class SftConfig(EpochLoopConfig):
     """The SFT loop: length of the run and validation."""
 
     val_generate: bool = False
-    """Also generate an answer for each validation prompt and score it with `reward.functions`."""
+    """Also generate an answer for each validation prompt and score it with `reward.functions` and
+    `reward.models`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,9 @@ class SftRunConfig(RunConfig):
                 ("sft.val_generate",),
                 "sft.val_generate is true, but data.validation_path is not set",
             )
-        if not self.reward.functions:
+        if not self.reward.weights:
             yield Problem(
                 ("sft.val_generate",),
-                "sft.val_generate is true, but reward.functions has nothing to score answers with",
+                "sft.val_generate is true, but reward.functions and reward.models have nothing to"
+                " score answers with",
             )

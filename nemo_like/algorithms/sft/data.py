@@ -14,7 +14,6 @@ from nemo_like.data.collate import EncodedRow
 from nemo_like.data.datasets import SFT_ROWS, Rows, conversation
 from nemo_like.data.loader import RowLoader
 from nemo_like.data.streaming.loader import RowNumbers, StreamLoader
-from nemo_like.data.tools import row_tools
 from nemo_like.diagnostics.chat_checks import check_prompts_agree, check_texts
 from nemo_like.diagnostics.plan_preview import describe_plan
 from nemo_like.diagnostics.report import Diagnostics
@@ -36,8 +35,9 @@ from nemo_like.training.dataset import (
     encoded_examples,
     open_data,
 )
-from nemo_like.training.encoding import encode_conversation
+from nemo_like.training.encoding import encode_conversation, encode_sft_row
 from nemo_like.training.run_warnings import answer_warnings, step_warnings
+from nemo_like.training.training_sets import training_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,6 +95,7 @@ def open_loader(
         seed=config.seed,
         shuffle=config.data.shuffle,
         curriculum=curriculum,
+        mixture=source.data.train.mixture,
     )
 
 
@@ -122,7 +123,7 @@ def check_rows(
         _check_num_steps(config, source, diagnostics)
     for rows in (data.train, *data.validation.values()):
         encoded = encode_sample(
-            rows, lambda row: encoder.encode_sft(conversation(row), row_tools(row)), diagnostics
+            rows, lambda row: encode_sft_row(encoder, config.data.train_on, row), diagnostics
         )
         lengths = {index: len(row.input_ids) for index, row in encoded.items()}
         check_lengths(config, rows, lengths, diagnostics)
@@ -223,4 +224,4 @@ def first_lengths(
     num_batches = min(num_steps, source.num_steps(config.sft))
     rows = source.first_examples(num_batches, progress, curriculum)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    return RowLengths(lengths, config.data.train_path, is_ordered=True)
+    return RowLengths(lengths, training_name(config), is_ordered=True)

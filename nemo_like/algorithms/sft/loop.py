@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+
+import numpy as np
 
 from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.algorithms.sft.data import SftLoader, open_loader, open_source
@@ -13,10 +16,11 @@ from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.streaming.loader import StreamLoader
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.losses import NllLoss
-from nemo_like.metrics import Mean, Metrics, merge_metrics
+from nemo_like.metrics import ExpMean, Mean, Metric, Metrics, merge_metrics
+from nemo_like.policy.policy import Policy
 from nemo_like.training.dataset import ExampleSource
-from nemo_like.training.encoding import encodes_on_cluster
 from nemo_like.training.evaluation import is_due, score_answers
+from nemo_like.training.loading import load_position
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
@@ -31,12 +35,8 @@ def run_sft(config: SftRunConfig) -> RunResult:
     # The workers make no plans here, so the driver reads the sizes of the model.
     loader = open_loader(config, source, open_model_spec(config))
     with closing(source.rows):
-        num_rows = None
-        if not isinstance(loader, StreamLoader):
-            num_rows = source.num_steps(config.sft) * loader.batch_size
-        # Otherwise after this process has joined the cluster.
-        if not encodes_on_cluster(config):
-            source.start_encoding(loader.order, num_rows)
+        if source.encodes_before_run:
+            source.start_encoding(_upcoming(config, source, loader, 0))
         return _train(config, source, loader)
 
 
@@ -47,7 +47,8 @@ def _train(
 ) -> RunResult:
     total = _num_steps(config, source, loader)
     validation = ValidationData.open(config, source)
-    loss = NllLoss()
+    mixture = source.data.train.mixture
+    loss = NllLoss(sources=() if mixture is None else mixture.names)
     with (
         open_training_run(
             config, source.data.encoder, num_steps=total, num_optimizer_steps=total
@@ -55,8 +56,9 @@ def _train(
         # Actors that encode rows are stopped before this process leaves their cluster.
         closing(source.rows),
     ):
-        if encodes_on_cluster(config):
-            source.start_encoding(loader.order)
+        if not source.encodes_before_run:
+            num_done = load_position(run.resumed, loader)
+            source.start_encoding(_upcoming(config, source, loader, num_done))
         source.finish_encoding(run.progress)
         step = run.resume(loader)
         # The files can have changed since the checkpoint, and the number of steps with them.
@@ -66,12 +68,12 @@ def _train(
             if config.sft.val_at_start:
                 run.add_metrics(validate(run, validation, step))
                 run.log_metrics(step)
-        is_last = _is_last(source, loader, step, total)
+        is_last = _is_last(config, source, loader, step, total)
         with run.progress.phase("sft", total, unit="steps", done=step) as phase:
             while not is_last and not run.stops_early:
                 run.stop_if_requested(step, loader)
                 with run.timers("step"):
-                    batch = BatchedDataDict(collate(run.next_rows(loader, step)))
+                    batch = _batch(run.next_rows(loader, step), loader)
                     plan, sharded = run.plan_and_shard(batch, step, plan=loader.plan)
                     trained = TrainedBatch(
                         step=step + 1,
@@ -80,9 +82,12 @@ def _train(
                         columns={},
                     )
                     with run.timers("train"), run.workers.policy_onloaded():
-                        run.add_metrics(train(run, sharded, trained, loss))
+                        metrics = train(run, sharded, trained, loss)
+                        run.add_metrics(
+                            metrics | _perplexity("policy/perplexity", metrics["policy/loss"])
+                        )
                 step += 1
-                is_last = _is_last(source, loader, step, total)
+                is_last = _is_last(config, source, loader, step, total)
                 run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
                 if is_due(step, config.sft.val_period, is_last=is_last):
                     run.add_metrics(validate(run, validation, step))
@@ -93,6 +98,31 @@ def _train(
                 phase.advance()
         _report_dropped_tail(run, source, loader)
         return run.finalize(step)
+
+
+def _batch(rows: list[EncodedRow], loader: SftLoader) -> BatchedDataDict:
+    """Return the columns of the loader's last batch; of a mixture with `source` int64 [B]."""
+    batch = BatchedDataDict(collate(rows))
+    sources = loader.batch_sources()
+    if sources is not None:
+        batch["source"] = sources.indices
+    return batch
+
+
+def _upcoming(
+    config: SftRunConfig,
+    source: ExampleSource[EncodedRow],
+    loader: SftLoader,
+    step: int,
+) -> np.ndarray:
+    """Return the rows that the run visits after `step` steps, int64 [n].
+
+    Raises ConfigError if an epoch has no step.
+    """
+    if isinstance(loader, StreamLoader):
+        return loader.upcoming(len(loader))
+    num_left = max(source.num_steps(config.sft) - step, 0)
+    return loader.upcoming(num_left * loader.batch_size)
 
 
 def _num_steps(
@@ -108,15 +138,18 @@ def _num_steps(
 
 
 def _is_last(
+    config: SftRunConfig,
     source: ExampleSource[EncodedRow],
     loader: SftLoader,
     step: int,
     total: int | None,
 ) -> bool:
     """Return True if the run ends after `step` steps."""
-    if isinstance(loader, StreamLoader) and loader.is_finished(source.rows.is_kept):
+    if total is not None and step >= total:
         return True
-    return total is not None and step >= total
+    if isinstance(loader, StreamLoader):
+        return loader.is_finished(source.rows.is_kept)
+    return source.is_exhausted(config.sft, loader)
 
 
 def _report_dropped_tail(
@@ -179,7 +212,7 @@ def validate(
     with run.timers("validation"):
         with run.workers.policy_onloaded():
             for name, batches in data.batches.items():
-                metrics |= named_metrics(name, _losses(run, batches))
+                metrics |= named_metrics(name, evaluate_batches(run.policy, batches))
         if data.prompts:
             # SFT generates only here, so the weights are not copied after every step.
             with run.workers.policy_onloaded():
@@ -188,14 +221,22 @@ def validate(
     return metrics
 
 
-def _losses(run: TrainingRun, batches: list[list[EncodedRow]]) -> Metrics:
-    """Return the loss over the rows of one set."""
+def evaluate_batches(policy: Policy, batches: Iterable[Sequence[EncodedRow]]) -> Metrics:
+    """Return loss, perplexity and token accuracy over all rows; nothing if there are none."""
     metrics: Metrics = {}
     for rows in batches:
         batch = BatchedDataDict(collate(rows))
-        plan = run.policy.plan(batch["length"], "evaluate")
-        sharded = run.policy.shard(batch, plan)
-        values = run.policy.evaluate(sharded, NllLoss())
+        plan = policy.plan(batch["length"], "evaluate")
+        sharded = policy.shard(batch, plan)
+        values = policy.evaluate(sharded, NllLoss())
         # Sums and counts are merged, so batches of different size weigh by their tokens.
-        metrics = merge_metrics([metrics, {"loss": values["policy/loss"]}])
-    return metrics
+        found = {name: values[f"policy/{name}"] for name in ("loss", "token_accuracy")}
+        metrics = merge_metrics([metrics, found])
+    # A set may have no row that is short enough.
+    return metrics | _perplexity("perplexity", metrics["loss"]) if metrics else {}
+
+
+def _perplexity(name: str, loss: Metric) -> Metrics:
+    """Return exp of the loss per token, which is a mean over all tokens, as metric `name`."""
+    assert isinstance(loss, Mean)
+    return {name: ExpMean(loss.total, loss.weight)}

@@ -12,9 +12,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.data.loader import FetchableRows
+from nemo_like.data.loader import BatchSources, FetchableRows, sources_of
+from nemo_like.data.mixture import Mixture, open_order
 from nemo_like.data.planning.plan import BatchPlan
-from nemo_like.data.row_order import Curriculum, RowOrder
+from nemo_like.data.row_order import Curriculum
 from nemo_like.data.streaming.planner import PlannedStep, StreamingPlanner
 from nemo_like.data.streaming.spec import StreamSpec
 
@@ -49,6 +50,7 @@ class StreamLoader(Generic[Out]):
         seed: int = 0,
         shuffle: bool = True,
         curriculum: Curriculum | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Visit `rows` for `num_epochs` epochs, by default without end.
 
@@ -62,7 +64,15 @@ class StreamLoader(Generic[Out]):
         self._rows = rows
         self._numbers_of = numbers_of
         self._num_epochs = num_epochs
-        self._order = RowOrder(rows.digests, seed=seed, shuffle=shuffle, curriculum=curriculum)
+        self._order = open_order(
+            rows.digests,
+            mixture,
+            seed=seed,
+            shuffle=shuffle,
+            curriculum=curriculum,
+        )
+        # A source may repeat its rows within an epoch, also within a microbatch.
+        self._may_repeat = mixture is not None
         self._planner = StreamingPlanner(spec)
         self._planned: PlannedStep | None = None
 
@@ -79,6 +89,10 @@ class StreamLoader(Generic[Out]):
     def order(self) -> np.ndarray:
         """Row indices in the order of this epoch, int64 [N]."""
         return self._order.order
+
+    def upcoming(self, num_rows: int) -> np.ndarray:
+        """Return the rows of the next `num_rows` visits, each once; see `RowOrder.upcoming`."""
+        return self._order.upcoming(num_rows)
 
     @property
     def plan(self) -> BatchPlan | None:
@@ -120,6 +134,10 @@ class StreamLoader(Generic[Out]):
         """Return the locations of the rows of the last step. Example: `data/train.jsonl:17`."""
         return [self._rows.location(row) for row in self.planned.rows]
 
+    def batch_sources(self) -> BatchSources | None:
+        """Return the sources of the rows of the last step; None without a mixture."""
+        return sources_of(self._order, self.planned.rows)
+
     def first_rows(self, num_rows: int) -> list[Out]:
         """Return the encoded rows of the first `num_rows` of the file, without dropped ones."""
         encoded = self._rows.fetch(range(min(num_rows, len(self))))
@@ -132,13 +150,13 @@ class StreamLoader(Generic[Out]):
         """
         if self._num_epochs is None or self._planner.num_steps == 0:
             return False
-        left = self._order.left
-        if is_kept is not None:
-            left = left[is_kept[left]]
         if self._order.epoch >= self._num_epochs:
             return True
         if self._order.epoch + 1 < self._num_epochs:
             return False
+        left = self._order.left
+        if is_kept is not None:
+            left = left[is_kept[left]]
         if self.spec.tail == "drop":
             return self._is_rest_dropped(left)
         return len(left) == 0 and self._planner.num_waiting == 0
@@ -255,18 +273,23 @@ class StreamLoader(Generic[Out]):
             if self.spec.tail != "wrap":
                 self._planner.close()
             return
-        # One by one, so that no row is taken from the order that the window does not need.
-        index = int(self._order.left[0])
-        if self.spec.tail == "wrap" and index in self._planner.in_window:
+        if self._must_wait():
             # The row of the last epoch still waits. Both in one microbatch would count it twice.
             self._planner.form_now()
             return
-        self._order.take(1)
+        # One by one, so that no row is taken from the order that the window does not need.
+        index = int(self._order.take(1)[0])
         row = self._rows.fetch([index])[0]
         if row is None:
             self.num_dropped += 1
             return
         self._planner.push(index, *self._numbers_of(row))
+
+    def _must_wait(self) -> bool:
+        """Return True if the next row is in the window already."""
+        if self.spec.tail != "wrap" or self._may_repeat:
+            return False
+        return int(self._order.left[0]) in self._planner.in_window
 
     def _no_step_text(self) -> str:
         if self._planner.counts.num_pushed == 0:

@@ -29,8 +29,12 @@ def choose_bundles(
     """Return the bundle of each rank; None for a worker without reserved resources."""
     if bundles == "anywhere":
         return [None] * parallel_layout.world_size
-    available = cluster.policy_bundles if bundles == "policy" else cluster.generation_bundles
-    available = available[first:]
+    bundles_of_set = {
+        "policy": cluster.policy_bundles,
+        "generation": cluster.generation_bundles,
+        "extra": cluster.extra_bundles,
+    }
+    available = bundles_of_set[bundles][first:]
     if parallel_layout.world_size > len(available):
         raise ValueError(
             f"the {name} group has {parallel_layout.world_size} workers ({parallel_layout}); the"

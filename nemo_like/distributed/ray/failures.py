@@ -128,7 +128,7 @@ def explain(
         method=failure.method,
         cause=failure.error.cause,
         traceback_text=failure.error.traceback_text,
-        advice=advise(failure.error.cause),
+        advice=advise(failure.error.cause, group),
     )
 
 

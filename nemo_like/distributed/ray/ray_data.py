@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow
 import ray
 from ray._private.state import available_resources_per_node
@@ -131,20 +132,23 @@ class RayDataPool:
             reason = f"node {', '.join(sorted(lost))} was lost"
             self._receive(-1, None, _failed(reason))
 
-    def submit(self, indices: Sequence[int], *, first: bool = False) -> None:
+    def submit(self, indices: Sequence[int] | np.ndarray, *, first: bool = False) -> None:
         """Start to encode rows in this order; with `first` move queued rows to the front.
 
-        Rows can be submitted once. Rows that are with an actor already return before the others.
+        Rows, int64 [n] if an array, can be submitted once. Rows that are with an actor already
+        return before the others.
         """
+        # Blocks of rows are sent as JSON, which has no numbers of NumPy.
+        rows = np.asarray(indices, dtype=np.int64).tolist()
         with self._lock:
             if first:
-                self._move_to_front(indices)
+                self._move_to_front(rows)
                 return
             if self._thread is not None:
                 raise RuntimeError("the rows of this pool were submitted already")
-            self._waiting.extend(indices)
-            self._num_pending = len(indices)
-            num_blocks = -(-len(indices) // self._limits.rows_per_block)
+            self._waiting.extend(rows)
+            self._num_pending = len(rows)
+            num_blocks = -(-len(rows) // self._limits.rows_per_block)
             self._feed, self._pipeline = start_actors()
             run = self._pipeline.run.options(num_returns="streaming")
             answers = run.remote(

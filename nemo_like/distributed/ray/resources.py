@@ -8,8 +8,9 @@ from typing import Literal
 
 from nemo_like.config.schema import ClusterConfig
 
-BundleSet = Literal["policy", "generation", "anywhere"]
-"""The bundles that a worker group uses; `anywhere` reserves none."""
+BundleSet = Literal["policy", "generation", "extra", "anywhere"]
+"""The bundles that a worker group uses; `extra` are those of models beside policy and generator,
+`anywhere` reserves none."""
 
 _TOLERANCE = 1e-5
 """Ray stores resources to 1e-4; a sum of fractions must not fail by less than that."""
@@ -77,6 +78,8 @@ class ResourceRequest:
     """One worker."""
     workers_per_unpinned: int = 1
     """Workers whose resources one bundle of a generation replica has."""
+    num_extra: int = 0
+    """Bundles of one worker each on any node, for `num_workers` of reward models."""
 
     @classmethod
     def from_config(
@@ -85,10 +88,12 @@ class ResourceRequest:
         *,
         generates: bool,
         workers_per_replica: int = 1,
+        num_extra_workers: int = 0,
     ) -> ResourceRequest:
         """Return the request of `cluster.*`. Raises ValueError for counts that are not above 0.
 
         A generation replica of `workers_per_replica` generation workers is one bundle.
+        `num_extra_workers` have one bundle each.
         """
         workers_key = "gpus_per_node" if config.gpus_per_node else "workers_per_node"
         workers_per_node = config.gpus_per_node or config.workers_per_node
@@ -107,6 +112,7 @@ class ResourceRequest:
             num_unpinned=config.generation_workers // workers_per_replica if generates else 0,
             bundle=Resources(config.cpus_per_worker, gpus_per_worker),
             workers_per_unpinned=workers_per_replica,
+            num_extra=num_extra_workers,
         )
 
     @property
@@ -138,8 +144,16 @@ class ResourceRequest:
         candidates.sort(key=lambda index: left[index])
         for index in candidates[: self.num_nodes]:
             left[index] = left[index].minus(self.per_node)
-        num_fitting = sum(rest.num_fitting(self.unpinned) for rest in left)
-        return num_fitting >= self.num_unpinned
+        # Replicas before single workers, which fit wherever a part of a replica does.
+        for unit, count in ((self.unpinned, self.num_unpinned), (self.bundle, self.num_extra)):
+            num_missing = count
+            for index, rest in enumerate(left):
+                num_placed = min(num_missing, rest.num_fitting(unit))
+                left[index] = rest.minus(unit.times(num_placed))
+                num_missing -= num_placed
+            if num_missing > 0:
+                return False
+        return True
 
     def describe(self, nodes: Sequence[Node]) -> str:
         """Return needed and available resources, with the keys the numbers come from."""
@@ -154,6 +168,11 @@ class ResourceRequest:
             needed += (
                 f", and {self.unpinned.times(self.num_unpinned)} for cluster.generation_workers"
                 f" {self.num_unpinned * self.workers_per_unpinned}"
+            )
+        if self.num_extra:
+            needed += (
+                f", and {self.bundle.times(self.num_extra)} for reward.models.NAME.num_workers"
+                f" {self.num_extra} in all"
             )
         available = "; ".join(f"{node.name} has {node.free} free of {node.total}" for node in nodes)
         return f"needed: {needed}. Available: {available or 'no node'}"
@@ -182,5 +201,8 @@ class ResourceRequest:
                 options.append(f"lower cluster.{self._workers_key} to {max_workers}")
         if num_large_enough >= self.num_nodes:
             # The policy workers fit, so the unpinned generation workers do not.
-            options.append(f"lower cluster.generation_workers or cluster.{self._workers_key}")
+            extra = ", reward.models.NAME.num_workers" if self.num_extra else ""
+            options.append(
+                f"lower cluster.generation_workers{extra} or cluster.{self._workers_key}"
+            )
         return f"To continue, {', or '.join(options)}."

@@ -72,12 +72,14 @@ class RayVirtualCluster:
         *,
         generates: bool = True,
         workers_per_replica: int = 1,
+        num_extra_workers: int = 0,
         report: Callable[[str], None] = logger.warning,
         logs: Path | None = None,
     ) -> None:
         """Reserve the bundles of `config`; `generation_workers` count if `generates` is True.
 
-        `workers_per_replica` generation workers share one bundle, on one node.
+        `workers_per_replica` generation workers share one bundle, on one node. Further
+        `num_extra_workers` have the resources of a policy worker each, on any node.
 
         A Ray that is started here writes under /tmp and is removed at the end. After a failure
         its logs are copied to the directory `logs`, if one is given.
@@ -88,7 +90,10 @@ class RayVirtualCluster:
         """
         self.config = config
         self._request = ResourceRequest.from_config(
-            config, generates=generates, workers_per_replica=workers_per_replica
+            config,
+            generates=generates,
+            workers_per_replica=workers_per_replica,
+            num_extra_workers=num_extra_workers,
         )
         self._report = report
         self._placement_group: PlacementGroup | None = None
@@ -113,8 +118,10 @@ class RayVirtualCluster:
         num_workers = self._request.num_workers
         self.policy_bundles = tuple(bundles[:num_workers])
         """Node by node, so consecutive ranks share a node."""
-        self.generation_bundles = tuple(bundles[num_workers:]) or self.policy_bundles
+        first_extra = num_workers + self._request.num_unpinned
+        self.generation_bundles = tuple(bundles[num_workers:first_extra]) or self.policy_bundles
         """The policy's bundles if policy and generation are colocated."""
+        self.extra_bundles = tuple(bundles[first_extra:])
 
     @property
     def num_policy_workers(self) -> int:
@@ -158,8 +165,10 @@ class RayVirtualCluster:
 
     def _bundle(self, index: int, node_id: str) -> Bundle:
         assert self._placement_group is not None
-        is_pinned = index < self._request.num_workers
-        unit = self._request.bundle if is_pinned else self._request.unpinned
+        request = self._request
+        is_pinned = index < request.num_workers
+        is_replica = not is_pinned and index < request.num_workers + request.num_unpinned
+        unit = request.unpinned if is_replica else request.bundle
         # A generation replica needs every GPU of its own bundle.
         num_groups = COLOCATED_GROUPS if is_pinned else 1
         return Bundle(
@@ -196,6 +205,8 @@ class RayVirtualCluster:
         if request.num_unpinned:
             # Second, or they could be placed so that no node has enough for the policy workers.
             requested.append(([_as_dict(request.unpinned)] * request.num_unpinned, "PACK"))
+        if request.num_extra:
+            requested.append(([_as_dict(request.bundle)] * request.num_extra, "PACK"))
         claims: list[PlacementGroup] = []
         try:
             for bundles, strategy in requested:
@@ -230,6 +241,7 @@ class RayVirtualCluster:
         # Pinned by the label of the node: the strategy alone could choose other nodes.
         bundles = [_as_dict(self._request.bundle)] * self._request.num_workers
         bundles += [_as_dict(self._request.unpinned)] * self._request.num_unpinned
+        bundles += [_as_dict(self._request.bundle)] * self._request.num_extra
         group = placement_group(
             bundles,
             strategy="PACK",

@@ -15,18 +15,29 @@ from typing import Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.chat_template import ChatTemplate
 from nemo_like.distributed import activity
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
+from nemo_like.models.spec import ModelSpec
 from nemo_like.policy.optim import NonFiniteError, all_within
+from nemo_like.policy.output_head import meta_model
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -67,7 +78,8 @@ def write_hf(
         with reporting_write_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         _write_configuration(model_config, config, dtype, directory)
-    skeleton = _skeleton(model_config) if is_writer else None
+    # On the meta device; transformers derives the format of files from it.
+    skeleton = meta_model(model_config) if is_writer else None
     stored: list[list[str]] = []
     for index, names in enumerate(files):
         tensors = {}
@@ -104,12 +116,6 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
     with reporting_write_errors(path):
         save_file(tensors, path, metadata={"format": "pt"})
     finish_library_file(path)
-
-
-def _skeleton(model_config: PretrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device; transformers derives the format of files from it."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
 
 
 def _to_stored_format(skeleton: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,19 +161,43 @@ def _write_configuration(
     # A copy, because the engine goes on using its configuration.
     model_config = copy.deepcopy(model_config)
     model_config.dtype = dtype
-    model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]]
-    with reporting_write_errors(directory):
-        model_config.save_pretrained(directory)
+    is_causal = ModelSpec.from_config(model_config).head == "vocabulary"
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal:
+        names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    model_config.architectures = [names[model_config.model_type]]
     name = config.tokenizer_name or config.model_name
     tokenizer = AutoTokenizer.from_pretrained(
         name, trust_remote_code=False, local_files_only=is_local(name)
     )
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    if not is_causal:
+        model_config.pad_token_id = padding_token_id(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model_config.pad_token_id)
     with reporting_write_errors(directory):
+        model_config.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+    if is_causal:
+        end_ids = (tokenizer.eos_token_id, *ChatTemplate(tokenizer).end_token_ids)
+        _write_generation_config(model_config, config.model_name, end_ids, directory)
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the padding token of a reward model: a special token that ends no row.
+
+    transformers scores the last token that is not the padding token, so a row that ends with it
+    would get the score of the token before. Raises ConfigError if the tokenizer has no such token.
+    """
     end_ids = (tokenizer.eos_token_id, *ChatTemplate(tokenizer).end_token_ids)
-    _write_generation_config(model_config, config.model_name, end_ids, directory)
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids)
+    for token_id in known:
+        if isinstance(token_id, int) and token_id not in end_ids:
+            return token_id
+    raise ConfigError(
+        "the tokenizer of the reward model has no special token that ends no row, and padding needs"
+        " one: set pad_token in its tokenizer_config.json"
+    )
 
 
 def _write_generation_config(

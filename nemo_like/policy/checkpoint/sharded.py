@@ -30,6 +30,8 @@ from nemo_like.files import (
 from nemo_like.policy.checkpoint.sharded_reader import (
     FORMAT,
     MANIFEST,
+    States,
+    adam_states,
     check_partition,
     full_shapes,
     read_headers,
@@ -43,8 +45,9 @@ _MAX_FILE_BYTES = 2 * 2**30
 class Block(NamedTuple):
     """A rectangle of the full tensor `name`.
 
-    The name is a Hugging Face name after `weight/`, `exp_avg/` or `exp_avg_sq/`. Example: rows 4 to
-    7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a [4, 32] tensor.
+    The name is a Hugging Face name after `weight/` or the kind of a state, e.g. `exp_avg/`.
+    Example: rows 4 to 7 of 8 are `Block("weight/lm_head.weight", (8, 32), (4, 0), tensor)` with a
+    [4, 32] tensor.
     """
 
     name: str
@@ -93,12 +96,14 @@ def save(
     shapes: Mapping[str, Sequence[int]],
     buffers: HostBuffers,
     in_background: bool,
+    states: States | None = None,
 ) -> PendingSave:
     """Copy this rank's blocks to host memory and write them to files; every rank calls.
 
-    `shapes` are the full shapes of the weights. Together the ranks pass each element of every
-    weight, and with `has_moments` of both its moments, exactly once. Blocks are stored as float32.
-    An earlier checkpoint in `directory` is removed.
+    `shapes` are the full shapes of the weights, and `states` names the other tensors; without it
+    they are with `has_moments` both moments of every weight. Together the ranks pass each element
+    of all of them exactly once. Blocks are stored as float32. An earlier checkpoint in `directory`
+    is removed.
 
     With `in_background` all blocks are copied to `buffers` and written by a thread while training
     continues. Otherwise they are kept in memory only until a file is full, and all files are
@@ -112,7 +117,9 @@ def save(
     with reporting_write_errors(directory):
         # On a file system that nodes do not share, only a node's own ranks create its directory.
         directory.mkdir(parents=True, exist_ok=True)
-    expected = full_shapes(shapes, has_moments)
+    if states is None:
+        states = adam_states(shapes, has_moments)
+    expected = full_shapes(shapes, states)
     checked = (_check_block(block, expected) for block in blocks)
     staged: list[StagedFile] = []
     written: dict[str, FileRecord] = {}
@@ -137,6 +144,7 @@ def save(
                 num_optimizer_steps,
                 has_moments,
                 shapes,
+                states,
             )
         barrier()
 
@@ -219,6 +227,7 @@ def _write_manifest(
     num_optimizer_steps: int,
     has_moments: bool,
     shapes: Mapping[str, Sequence[int]],
+    states: States,
 ) -> FileRecord:
     """Check that the ranks' blocks partition every tensor, then write the manifest."""
     files = {path.name: path.stat().st_size for path in sorted(directory.glob(_FILES))}
@@ -231,6 +240,7 @@ def _write_manifest(
         "num_optimizer_steps": num_optimizer_steps,
         "has_moments": has_moments,
         "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "states": {kind: list(names) for kind, names in states.items()},
         "files": files,
     }
     record = write_json(directory / MANIFEST, manifest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,12 @@ from nemo_like.policy.checkpoint.tensor_files import TensorFiles
 MANIFEST = "manifest.json"
 FORMAT = 2
 WEIGHT = "weight"
+EMA = "ema"
+"""Kind of the averages of `policy.ema`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""State of AdamW of one parameter."""
+States = Mapping[str, Collection[str]]
+"""Kind of tensor besides `weight`, e.g. `exp_avg` -> names of the weights that have one."""
 _FILE_NAME = re.compile(r"rank_[0-9]{5,9}_[0-9]{3,9}\.safetensors")
 
 
@@ -82,6 +87,7 @@ class CheckpointReader:
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for name, shape in manifest["shapes"].items()
         }
+        self.states = manifest_states(manifest)
         self._directory = directory
         self._blocks = blocks
         self._files = TensorFiles()
@@ -104,14 +110,38 @@ class CheckpointReader:
             raise ConfigError(
                 f"{self._directory} is a checkpoint of another model: {len(different)} weights"
                 f" differ, first {name}, saved as {saved.get(name)} and now {expected.get(name)};"
-                " check policy.model_name"
+                " check policy.model_name and policy.lora"
             )
+
+    def check_states(self, states: States) -> None:
+        """Raise ConfigError unless the checkpoint has these optimizer states."""
+        for kind, names in states.items():
+            missing = sorted(set(names) - set(self.states.get(kind, ())))
+            if missing:
+                raise ConfigError(
+                    f"{self._directory} has no {kind} of {len(missing)} weights, first"
+                    f" {missing[0]}: policy.optimizer.name or policy.freeze has changed. Set them"
+                    " as in the run that saved it, or export its model and start a new run"
+                )
 
     def check_partition(self) -> None:
         """Raise CheckpointError unless every value of every tensor is stored exactly once."""
-        for name, shape in full_shapes(self.shapes, self.has_moments).items():
+        for name, shape in full_shapes(self.shapes, self.states).items():
             regions = [block.region for block in self._blocks.get(name, [])]
             check_partition(self._directory, name, shape, regions)
+
+    def use_ema(self) -> None:
+        """Let `read` return averaged weights in the place of weights that have an average.
+
+        Raises CheckpointError for a checkpoint without averages.
+        """
+        names = self.states.get(EMA, ())
+        if not names:
+            raise CheckpointError(
+                f"{self._directory} has no averaged weights; it was saved without policy.ema"
+            )
+        for name in names:
+            self._blocks[f"{WEIGHT}/{name}"] = self._blocks[f"{EMA}/{name}"]
 
     def read(
         self,
@@ -174,14 +204,27 @@ def checkpoint_problem(directory: Path) -> str | None:
 
 def full_shapes(
     shapes: Mapping[str, Sequence[int]],
-    has_moments: bool,
+    states: States,
 ) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the checkpoint by block name, `<kind>/<weight>`."""
     result = {}
-    for kind in (WEIGHT, *MOMENTS) if has_moments else (WEIGHT,):
-        for name, shape in shapes.items():
-            result[f"{kind}/{name}"] = tuple(shape)
+    for kind, names in {WEIGHT: shapes, **states}.items():
+        for name in names:
+            result[f"{kind}/{name}"] = tuple(shapes[name])
     return result
+
+
+def adam_states(names: Collection[str], has_moments: bool) -> States:
+    """Return the states of weights that AdamW updates; none before the first step."""
+    return dict.fromkeys(MOMENTS, tuple(names)) if has_moments else {}
+
+
+def manifest_states(manifest: Mapping[str, Any]) -> States:
+    """Return the states that a manifest lists; a manifest without a list is of AdamW only."""
+    states = manifest.get("states")
+    if states is None:
+        states = adam_states(manifest["shapes"], manifest["has_moments"])
+    return states
 
 
 def check_partition(
@@ -296,6 +339,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         and isinstance(manifest.get("has_moments"), bool)
         and _are_file_sizes(manifest.get("files"))
         and _are_shapes(manifest.get("shapes"))
+        and _are_states(manifest.get("states", {}), manifest["shapes"])
     )
     if not is_valid:
         raise CheckpointError(
@@ -319,6 +363,18 @@ def _are_shapes(shapes: Any) -> bool:
         return False
     for shape in shapes.values():
         if not isinstance(shape, list) or not all(map(_is_count, shape)):
+            return False
+    return True
+
+
+def _are_states(states: Any, shapes: Mapping[str, Any]) -> bool:
+    if not isinstance(states, dict):
+        return False
+    for kind, names in states.items():
+        if kind in ("", WEIGHT) or not isinstance(names, list):
+            return False
+        # Compared one by one, because damaged names need not be hashable.
+        if not all(isinstance(name, str) and name in shapes for name in names):
             return False
     return True
 

@@ -6,24 +6,34 @@ It runs microbatches; it knows no loss and no plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint.adapter import (
+    ADAPTER_DIRECTORY,
+    adapter_names,
+    write_adapter,
+)
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.loading import load_weights
+from nemo_like.policy.dtensor.lora import Adapter, initialize
 from nemo_like.policy.dtensor.model import (
     build_model,
+    decoder_layers,
     exclude_fsdp_communication,
     fsdp_modules,
 )
-from nemo_like.policy.dtensor.optimizer import ShardedAdamW
+from nemo_like.policy.dtensor.muon import hidden_matrices
+from nemo_like.policy.dtensor.optimizer import ShardedOptimizer
 from nemo_like.policy.dtensor.parameters import (
     ShardedParameter,
     gather_parameters,
@@ -32,10 +42,11 @@ from nemo_like.policy.dtensor.parameters import (
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.output_head import open_config
 from nemo_like.sampling_filter import SamplingFilter
 
 
-class DTensorEngine(EngineBase[ShardedAdamW]):
+class DTensorEngine(EngineBase[ShardedOptimizer]):
     """Implements `Engine`. One process without mixed precision runs the plain module, without FSDP.
 
     With `trainable=False` it has no optimizer: the frozen reference.
@@ -50,11 +61,13 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         *,
         trainable: bool,
         groups: Groups | None = None,
+        seed: int = 0,
+        head: OutputHead = "vocabulary",
     ) -> None:
         """Load the model; every rank calls.
 
         `groups` are those of another engine of the same layout, so that both use the same
-        communicators.
+        communicators. `seed` determines the initial LoRA adapters and the initial score head.
         """
         if groups is None:
             groups = Groups.join(
@@ -65,8 +78,11 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             )
         super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
-        self._model, specs = build_model(
-            config, parallel_layout, groups, device, trainable=trainable
+        model_config, initial_weights = open_config(
+            config.model_name, head, trainable=trainable, seed=seed
+        )
+        self._model, specs, self._lora = build_model(
+            config, model_config, parallel_layout, groups, device, trainable=trainable
         )
         # A tied weight appears once, under the name of the input embedding.
         self.parameters = [
@@ -78,12 +94,29 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             )
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
-        load_weights(config.model_name, self._model.causal_lm, self.parameters)
+        self._adapters = self._find_adapters()
+        self._trained = [each for each in self.parameters if each.parameter.requires_grad]
+        """Parameters with gradients."""
+        self._saved = self.parameters
+        """Parameters in checkpoints: all weights, or the adapters."""
+        self._weights = self.parameters
+        if self._lora is not None:
+            self._saved = self._trained
+            self._weights = [each for each in self.parameters if not each.parameter.requires_grad]
+            initialize(self._adapters.values(), config.lora, seed)
+        load_weights(config.model_name, self._model.causal_lm, self._weights, initial_weights)
         self._fsdp_modules = fsdp_modules(self._model)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)
         self._keeps_unsharded = parallel_layout.keeps_unsharded("dtensor", self.spec.num_params)
         if trainable:
-            self._optimizer = ShardedAdamW(self.parameters, groups, device, config.optimizer)
+            self._optimizer = ShardedOptimizer(
+                self._trained,
+                groups,
+                device,
+                config.optimizer,
+                hidden_matrices(decoder_layers(self._model.causal_lm)),
+            )
+            self.start_ema()
 
     @property
     def model_config(self) -> Any:
@@ -120,17 +153,20 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         return results
 
     def local_weights(self) -> Iterator[Tensor]:
-        """Yield this rank's shard of each weight, float32 with the shape of the shard."""
+        """Yield this rank's shard of each weight, with the shape of the shard.
+
+        It is float32, or of a frozen model in compute precision.
+        """
         for sharded in self.parameters:
             yield local_shard(sharded.parameter)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
-        return {sharded.name: sharded.spec.full_shape for sharded in self.parameters}
+        return {sharded.name: sharded.spec.full_shape for sharded in self._weights}
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
-        by_name = {sharded.name: sharded for sharded in self.parameters}
+        by_name = {sharded.name: sharded for sharded in self._weights}
         for name in names:
             sharded = by_name[name]
             yield name, sharded.gather_full(self._compute_shard(sharded))
@@ -142,15 +178,21 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         targets: Sequence[Tensor] | None,
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
-        by_name = {sharded.name: sharded for sharded in self.parameters}
+        by_name = {sharded.name: sharded for sharded in self._weights}
         parameters = [by_name[name] for name in names]
         # Cast before the transfer, which then moves no more bytes than the targets have.
         shards = [self._compute_shard(sharded).to(dtype) for sharded in parameters]
         gather_parameters(parameters, shards, targets)
 
     def _compute_shard(self, sharded: ShardedParameter) -> Tensor:
-        """Return this rank's shard, [m, ...], in compute precision."""
+        """Return this rank's shard, [m, ...], in compute precision, with its adapter merged.
+
+        Every FSDP rank calls.
+        """
         shard = local_shard(sharded.parameter)
+        adapter = self._adapters.get(sharded.name)
+        if adapter is not None:
+            shard = adapter.merged(shard)
         if self.config.precision == "bfloat16":
             shard = shard.to(torch.bfloat16)
         return shard
@@ -159,8 +201,9 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
         """See `Engine.save`."""
         return dtensor_checkpoint.save(
             directory,
-            self.parameters,
-            self._adamw(),
+            self._saved,
+            self._optimizer,
+            self._ema,
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
@@ -171,13 +214,42 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
     def load(self, directory: Path) -> None:
         """See `Engine.load`."""
         self.num_optimizer_steps = dtensor_checkpoint.load(
-            directory, self.parameters, self._adamw()
+            directory, self._saved, self._optimizer, self._ema
         )
-        self._host_memory.discard_copies()
+        self._constant_memory.discard_copies()
 
-    def _adamw(self) -> torch.optim.AdamW | None:
-        """Return the optimizer; None of a frozen engine."""
-        return None if self._optimizer is None else self._optimizer.adamw
+    def export_hf(self, directory: Path) -> None:
+        """See `Engine.export_hf`."""
+        super().export_hf(directory)
+        if self._lora is None:
+            return
+        tensors = {}
+        for sharded in self._trained:
+            tensors[sharded.name] = sharded.gather_full(local_shard(sharded.parameter))
+        if self.rank == 0:
+            write_adapter(
+                directory / ADAPTER_DIRECTORY,
+                tensors,
+                self.config.lora,
+                self.config.model_name,
+            )
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """See `Engine.base_model`."""
+        if self._lora is None:
+            return super().base_model()
+        return self._lora.disabled()
+
+    def _find_adapters(self) -> dict[str, Adapter]:
+        """Return the adapter of each weight that has one, by the name of the weight."""
+        by_name = {sharded.name: sharded for sharded in self.parameters}
+        adapters = {}
+        for name in by_name:
+            names = adapter_names(name)
+            if names.a in by_name:
+                scale = self.config.lora.scale
+                adapters[name] = Adapter(by_name[names.a], by_name[names.b], scale)
+        return adapters
 
     def _set_gradient_sync(self, is_last: bool) -> None:
         """Choose whether FSDP reduces gradients and reshards weights after the next backward.
@@ -198,9 +270,22 @@ class DTensorEngine(EngineBase[ShardedAdamW]):
             module.reshard()
         super().move_to_host()
 
+    def _frozen_weights(self) -> Iterator[Tensor]:
+        """See `EngineBase`; shards, [m, ...] each."""
+        for sharded in self.parameters:
+            if not sharded.parameter.requires_grad:
+                yield local_shard(sharded.parameter)
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `EngineBase`; the shards [m, ...] by Hugging Face name."""
+        for sharded in self._trained:
+            yield sharded.name, local_shard(sharded.parameter)
+
     def _resident_tensors(self) -> Iterator[Tensor]:
         """See `EngineBase`; the shards of weights and moments, [m, ...] each."""
         yield from self.local_weights()
+        if self._ema is not None:
+            yield from self._ema.shards.values()
         if self._optimizer is not None:
             yield from self._optimizer.moments()
 

@@ -5,7 +5,7 @@ No rank has more than its shards and one block of a weight in memory, and no ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +122,21 @@ def load_weights(
     model_name: str,
     causal_lm: PreTrainedModel,
     parameters: Sequence[ShardedParameter],
+    initial: Mapping[str, Tensor],
 ) -> None:
     """Read this rank's shard of every weight of `model_name`, converted to float32.
 
-    Raises ConfigError if the files lack a weight or have it in another shape, or if a buffer is
-    neither in the files nor computed by transformers.
+    The weights `initial` [*shape] are not in the files. Raises ConfigError if the files lack a
+    weight or have it in another shape, or if a buffer is neither in the files nor computed by
+    transformers.
     """
     names = _names_of_parameters(causal_lm)
+    for sharded in parameters:
+        if sharded.name in initial:
+            block = zip(*sharded.block(), strict=True)
+            index = tuple(slice(start, start + size) for start, size in block)
+            local_shard(sharded.parameter).copy_(initial[sharded.name][index])
+    parameters = [sharded for sharded in parameters if sharded.name not in initial]
     with open_model(model_name) as files:
         stored_names = {}
         for sharded in parameters:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.paths import is_local
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
@@ -27,16 +26,21 @@ from nemo_like.policy.dtensor.loading import (
     compute_buffers,
     fsdp_parameter_groups,
 )
+from nemo_like.policy.dtensor.lora import add_adapters
 from nemo_like.policy.dtensor.parallel import ShardSpec
-from nemo_like.policy.dtensor.vocab_head import VocabularyHead, output_head
+from nemo_like.policy.dtensor.score_head import ScoreHead
+from nemo_like.policy.dtensor.vocab_head import VocabularyHead, is_tied
 from nemo_like.policy.engine import TokenLogprobs
+from nemo_like.policy.freezing import frozen_names
+from nemo_like.policy.lora_state import LoraState
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.output_head import meta_model
 from nemo_like.policy.varlen_kernels import varlen_kernel
 from nemo_like.sampling_filter import SamplingFilter
 
 
 class LogprobModel(nn.Module):
-    """Backbone and output embedding under one FSDP root.
+    """Backbone and output head under one FSDP root.
 
     The log-probs are computed inside the root's forward, because only there the output embedding is
     unsharded.
@@ -45,15 +49,14 @@ class LogprobModel(nn.Module):
     def __init__(
         self,
         causal_lm: PreTrainedModel,
-        chunk_size: int,
+        head: VocabularyHead | ScoreHead,
         groups: Groups,
-        *,
-        compile_head: bool = False,
     ) -> None:
+        """`causal_lm` has a score head in place of the output embedding if `head` is one."""
         super().__init__()
         self.causal_lm = causal_lm
         self.groups = groups
-        self._head = VocabularyHead(causal_lm, groups, chunk_size, compile=compile_head)
+        self._head = head
 
     def forward(
         self,
@@ -89,8 +92,12 @@ def backbone(causal_lm: PreTrainedModel) -> Callable[..., Any]:
 
 def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated blocks in order; each is an FSDP unit and a unit of recomputation."""
-    names = causal_lm._no_split_modules or []
-    layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
+    names = set(causal_lm._no_split_modules or [])
+    layers = []
+    for module in causal_lm.modules():
+        # FSDP makes the class of a unit a subclass of it.
+        if names.intersection(each.__name__ for each in type(module).__mro__):
+            layers.append(module)
     if not layers:
         raise ConfigError(
             f"{type(causal_lm).__name__} does not declare its layers (_no_split_modules); use a"
@@ -101,21 +108,27 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 def build_model(
     config: PolicyConfig,
+    model_config: PretrainedConfig,
     parallel_layout: ParallelLayout,
     groups: Groups,
     device: torch.device,
     *,
     trainable: bool,
-) -> tuple[LogprobModel, dict[str, ShardSpec]]:
-    """Build `policy.model_name` with float32 weights on `device`, sharded over `groups`.
+) -> tuple[LogprobModel, dict[str, ShardSpec], LoraState | None]:
+    """Build the model of `model_config` with float32 weights on `device`, sharded over `groups`.
 
-    Returns the model and the tensor-parallel spec of each parameter by Hugging Face name. The
-    weights are not initialized: `loading.load_weights` reads them. Raises ConfigError for a model
-    whose log-probs are not the softmax of its output embedding.
+    Returns the model, the tensor-parallel spec of each parameter by Hugging Face name, and the
+    state of its LoRA adapters, which a trainable model has if `config.lora` is enabled. Nothing is
+    initialized: `loading.load_weights` reads the weights, `lora.initialize` sets the adapters.
+    Raises ConfigError for a model whose log-probs are not the softmax of its output embedding.
     """
     attention.register()
-    causal_lm = _meta_model(config.model_name)
-    check_head(causal_lm, config.model_name)
+    causal_lm = meta_model(
+        model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+    )
+    has_vocabulary = ModelSpec.from_config(model_config).head == "vocabulary"
+    if has_vocabulary:
+        check_head(causal_lm, config.model_name)
     compute_buffers(causal_lm, device)
     if groups.tensor is not None:
         specs = groups.tensor.parallelize(causal_lm, config.model_name)
@@ -124,18 +137,31 @@ def build_model(
             name: ShardSpec(tuple(weight.shape))
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
-    if not trainable and config.precision == "bfloat16":
-        _store_in_bfloat16(causal_lm)
+    has_adapters = trainable and config.lora.enabled
+    frozen = _frozen_parameters(causal_lm, config, trainable=trainable)
+    if config.precision == "bfloat16":
+        _store_in_bfloat16(frozen)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    lora = None
+    if has_adapters:
+        # Float32 and trainable, unlike the weights beside them.
+        lora = add_adapters(
+            causal_lm,
+            decoder_layers(causal_lm),
+            config.lora,
+            specs,
+            groups.tensor,
+        )
     is_compiled = config.compile == "layers"
-    model = LogprobModel(
-        causal_lm,
-        config.chunk_size(device.type),
-        groups,
-        compile_head=is_compiled,
-    )
+    head = ScoreHead(causal_lm, groups)
+    if has_vocabulary:
+        chunk_size = config.chunk_size(device.type)
+        head = VocabularyHead(causal_lm, groups, chunk_size, compile=is_compiled)
+    model = LogprobModel(causal_lm, head, groups)
     # Evaluation mode also in training: dropout stays off, because the log-probs of one policy must
     # agree between two forwards.
-    model.requires_grad_(trainable).eval()
+    model.eval()
     if config.activation_checkpointing != "none" and trainable:
         checkpoint_layers(decoder_layers(model.causal_lm), config.activation_checkpointing)
     if is_compiled:
@@ -147,7 +173,7 @@ def build_model(
         reshard = not keep_unsharded(model, parallel_layout)
         _shard(model, groups.fsdp_mesh, config.precision, reshard_after_forward=reshard)
     allocate(model, device)
-    return model, specs
+    return model, specs, lora
 
 
 def keep_unsharded(model: LogprobModel, parallel_layout: ParallelLayout) -> bool:
@@ -180,26 +206,28 @@ def exclude_fsdp_communication(modules: Sequence[FSDPModule], clock: ComputeCloc
             group.post_backward = clock.excluded(group.post_backward)
 
 
-def _meta_model(model_name: str) -> PreTrainedModel:
-    """Build the architecture on the meta device, with tied weights where the model ties them."""
-    model_config = AutoConfig.from_pretrained(
-        model_name, trust_remote_code=False, local_files_only=is_local(model_name)
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-        )
-    model.tie_weights()
-    return model
+def _frozen_parameters(
+    causal_lm: PreTrainedModel,
+    config: PolicyConfig,
+    *,
+    trainable: bool,
+) -> list[nn.Parameter]:
+    """Return the weights that have no gradient: all, or those that `policy.freeze` matches."""
+    if not trainable or config.lora.enabled:
+        return list(causal_lm.parameters())
+    if not config.freeze:
+        return []
+    frozen = frozen_names(causal_lm, config.freeze)
+    return [weight for name, weight in causal_lm.named_parameters() if name in frozen]
 
 
-def _store_in_bfloat16(causal_lm: PreTrainedModel) -> None:
-    """Make all parameters bfloat16, but not the buffers of rotary embeddings.
+def _store_in_bfloat16(parameters: Iterable[nn.Parameter]) -> None:
+    """Make parameters bfloat16.
 
-    FSDP computes with bfloat16 copies of float32 weights, so the outputs of a model that is not
+    FSDP computes with bfloat16 copies of float32 weights, so the outputs of a weight that is not
     trained stay equal to the bit, in half of the memory.
     """
-    for parameter in causal_lm.parameters():
+    for parameter in parameters:
         parameter.data = parameter.data.to(torch.bfloat16)
 
 
@@ -214,9 +242,8 @@ def _shard(
     param_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     units = decoder_layers(model.causal_lm)
-    embedding = model.causal_lm.get_input_embeddings()
-    if embedding.weight is not output_head(model.causal_lm).weight:
-        units.append(embedding)
+    if not is_tied(model.causal_lm):
+        units.append(model.causal_lm.get_input_embeddings())
     for unit in units:
         fully_shard(
             unit,

@@ -163,14 +163,13 @@ class TensorParallel:
     ) -> dict[nn.Parameter, ShardSpec]:
         embedding = causal_lm.get_input_embeddings()
         head = causal_lm.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
         if type(embedding) is not nn.Embedding:
             # A subclass may do more than look up rows, for example scale them.
             raise _unsupported(
                 model_name,
                 f"its input embedding is a {type(embedding).__name__}, not a plain table",
             )
-        is_tied = head.weight is embedding.weight
+        is_tied = head is not None and head.weight is embedding.weight
         start, stop = self.shard_range(embedding.num_embeddings)
         embedding.forward = partial(
             _vocab_parallel_embedding,
@@ -179,6 +178,10 @@ class TensorParallel:
             range(start, stop),
         )
         specs = self._shard(embedding, "weight", 0)
+        if head is None:
+            # A score head is one row, which every rank has.
+            return specs
+        assert isinstance(head, nn.Linear)
         if is_tied:
             head.weight = embedding.weight
         else:

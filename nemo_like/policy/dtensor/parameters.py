@@ -70,7 +70,7 @@ class ShardedParameter:
         `shard` is of the parameter, its gradient or a moment; `block` returns its shape. The
         result is [*full_shape] on rank 0; elsewhere it may be smaller or empty.
         """
-        rows = self._gather_fsdp(shard)
+        rows = self.gather_over_fsdp(shard)
         tensor_parallel = self.groups.tensor
         if tensor_parallel is None or self.spec.dim is None:
             return rows
@@ -88,7 +88,7 @@ class ShardedParameter:
             parts.append(received)
         return torch.cat(parts, dim=self.spec.dim)
 
-    def _gather_fsdp(self, shard: Tensor) -> Tensor:
+    def gather_over_fsdp(self, shard: Tensor) -> Tensor:
         """All-gather this tp rank's n rows, [n, ...], from the FSDP ranks' `shard` [m, ...]."""
         # Not `DTensor.full_tensor`: it caches meshes that outlive their process group.
         group = self.groups.shard

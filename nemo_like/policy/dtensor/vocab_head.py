@@ -66,6 +66,12 @@ class VocabularyHead:
         return VocabShard(tensor.group, start, partial_hidden_grad=tensor.sequence)
 
 
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the input embedding is the output embedding; False with a score head."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
 def output_head(causal_lm: PreTrainedModel) -> nn.Linear:
     """Return the output embedding, tied or not; raises ConfigError if it is no linear layer."""
     head = causal_lm.get_output_embeddings()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from nemo_like.policy.checkpoint.sharded import Block
-from nemo_like.policy.checkpoint.sharded_reader import MOMENTS, WEIGHT, open_checkpoint
+from nemo_like.policy.checkpoint.sharded_reader import (
+    EMA,
+    MOMENTS,
+    WEIGHT,
+    adam_states,
+    open_checkpoint,
+)
+from nemo_like.policy.ema import WeightEma
 from nemo_like.policy.megatron.groups import Groups
-from nemo_like.policy.megatron.optimizer import ShardedAdamW
+from nemo_like.policy.megatron.optimizer import ShardedAdamW, read_kind
 from nemo_like.policy.megatron.param_map import ParamMap, Shape
 from nemo_like.policy.megatron.parameters import ReadBlock, assemble_rows
 
@@ -22,10 +30,13 @@ def load(
     param_map: ParamMap,
     optimizer: ShardedAdamW | None,
     shapes: Mapping[str, Shape],
+    frozen: Collection[str],
+    ema: WeightEma | None,
 ) -> int:
     """Restore in place a checkpoint of any engine and layout; returns its optimizer steps.
 
-    `optimizer` is None for a frozen engine. Raises CheckpointError for a directory that is no such
+    `optimizer` is None for a frozen engine, and `frozen` names the weights that it does not update.
+    Raises CheckpointError for a directory that is no such
     checkpoint, ConfigError for one of another model.
     """
     with open_checkpoint(directory) as reader:
@@ -41,8 +52,17 @@ def load(
 
         fill_weights(parameters, param_map, read_weight, optimizer)
         if optimizer is not None:
+            trained = [name for name in shapes if name not in frozen]
+            reader.check_states(adam_states(trained, reader.has_moments))
             num_steps = reader.num_optimizer_steps if reader.has_moments else None
             optimizer.restore(num_steps, reader.read)
+            if ema is not None:
+                # Averages that the checkpoint does not have begin with the weights.
+                kind = EMA if EMA in reader.states else WEIGHT
+                for name in ema.shards:
+                    values = optimizer.read_shard(name, partial(read_kind, reader.read, kind))
+                    assert values is not None, "this rank updates the shard"
+                    ema.shards[name].copy_(values)
         return reader.num_optimizer_steps
 
 
@@ -91,16 +111,22 @@ def trained_blocks(
     param_map: ParamMap,
     optimizer: ShardedAdamW,
     shapes: Mapping[str, Shape],
+    ema: WeightEma | None,
 ) -> Iterator[Block]:
     """Yield this rank's blocks of weights and moments; see `frozen_blocks`. Every rank iterates."""
-    kinds = (WEIGHT, *MOMENTS) if optimizer.has_moments else (WEIGHT,)
+    kinds = [WEIGHT, *MOMENTS] if optimizer.has_moments else [WEIGHT]
+    if ema is not None:
+        kinds.append(EMA)
     for index, (name, spec) in enumerate(param_map.items()):
         if not spec.is_owner:
             # Another tp rank or pipeline stage has the same values and writes them.
             continue
         for kind in kinds:
             # The replicas write in turn, so that each of them writes about the same share.
-            full = optimizer.gather_state(name, kind, writer=index)
+            if kind == EMA and ema is not None:
+                full = optimizer.gather_values(name, ema.shards.get(name), writer=index)
+            else:
+                full = optimizer.gather_state(name, kind, writer=index)
             if full is None:
                 continue
             for hf_slice in spec.slices:

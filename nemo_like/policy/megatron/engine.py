@@ -6,34 +6,63 @@ It runs microbatches through Megatron-Core's schedules; it knows no loss and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from nemo_like.config.paths import is_local
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
+from nemo_like.policy.checkpoint.adapter import (
+    ADAPTER_DIRECTORY,
+    adapter_names,
+    write_adapter,
+)
+from nemo_like.policy.checkpoint.adapter_reader import open_initial
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
+from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
+from nemo_like.policy.freezing import frozen_names
+from nemo_like.policy.lora_state import LoraState
 from nemo_like.policy.megatron import checkpoint as megatron_checkpoint
 from nemo_like.policy.megatron.families import family_of
+from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.groups import Groups
+from nemo_like.policy.megatron.lora import (
+    AdapterMaps,
+    AdapterSpec,
+    adapter_map,
+    adapter_specs,
+    add_adapters,
+    check_lora,
+    merged,
+)
 from nemo_like.policy.megatron.model import build_model
 from nemo_like.policy.megatron.optimizer import ShardedAdamW
-from nemo_like.policy.megatron.param_map import ModelSharding, parallel_coords
-from nemo_like.policy.megatron.parameters import FullWeightGatherer
+from nemo_like.policy.megatron.param_map import (
+    EMBEDDING,
+    ModelSharding,
+    ParamMap,
+    Shape,
+    parallel_coords,
+)
+from nemo_like.policy.megatron.parameters import FullWeightGatherer, ReadBlock
+from nemo_like.policy.megatron.score_head import ScoreHead
 from nemo_like.policy.megatron.timers import ScheduleTimers
 from nemo_like.policy.megatron.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.output_head import meta_model, open_config
 from nemo_like.sampling_filter import SamplingFilter
 
 
@@ -49,17 +78,21 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         *,
         groups: Groups,
         trainable: bool,
+        seed: int = 0,
+        head: OutputHead = "vocabulary",
     ) -> None:
-        """Load the model; every rank calls. All engines of the process share `groups`."""
+        """Load the model; every rank calls. All engines of the process share `groups`.
+
+        `seed` determines the initial LoRA adapters and the initial score head.
+        """
         super().__init__(config, device, parallel_layout, rank, groups, trainable=trainable)
         self.groups = groups
-        self._model_config = AutoConfig.from_pretrained(
-            config.model_name,
-            trust_remote_code=False,
-            local_files_only=is_local(config.model_name),
+        self._model_config, initial_weights = open_config(
+            config.model_name, head, trainable=trainable, seed=seed
         )
         family = family_of(self.spec, config.model_name)
-        self._causal_lm = _meta_model(self._model_config)
+        # On the meta device, for its names and shapes.
+        self._causal_lm = meta_model(self._model_config, dtype=torch.float32)
         sharding = ModelSharding(
             self.spec,
             pp=parallel_layout.pp,
@@ -78,31 +111,68 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             sequence_parallel=parallel_layout.sequence_parallel,
             recompute=config.activation_checkpointing if trainable else "none",
         )
-        self._model.requires_grad_(trainable)
+        has_adapters = trainable and config.lora.enabled
+        self._model.requires_grad_(trainable and not has_adapters)
         self._param_map = family.param_map(sharding, stage, tp_rank, ep_rank)
         self._parameters = dict(self._model.named_parameters())
         self._check_param_map()
+        self._frozen: frozenset[str] = frozenset()
+        """Hugging Face names of the weights without gradients in a trainable engine."""
+        self._trained = self._parameters
+        self._trained_map = self._param_map
+        """Parameters with gradients; of a frozen engine all its weights."""
+        if trainable and config.freeze:
+            self._freeze(family, sharding, stage)
+        self._adapters: dict[str, list[AdapterSpec]] = {}
+        self._lora: LoraState | None = None
+        if has_adapters:
+            check_lora(family, sharding, config.lora)
+            self._add_adapters(tp_rank)
         if trainable:
-            self._optimizer = ShardedAdamW(self._model, self._param_map, groups, config.optimizer)
+            self._optimizer = ShardedAdamW(
+                self._model,
+                self._param_map | self._trained_map,
+                groups,
+                config.optimizer,
+            )
         self._gatherer = FullWeightGatherer(family, sharding, parallel_layout, rank, device)
         self._check_names()
+        self._adapter_gatherer = None
+        if has_adapters:
+            maps = AdapterMaps(family, config.lora)
+            self._adapter_gatherer = FullWeightGatherer(
+                maps, sharding, parallel_layout, rank, device
+            )
         # The schedules start and stop these timers around each microbatch's forward and backward.
         self._model.config.timers = ScheduleTimers(self.clock)
-        self._head = VocabularyHead(
-            self._model,
-            sharding,
-            tp_rank,
-            groups,
-            config.chunk_size(device.type),
-        )
+        self._head = ScoreHead(self._model, tp_rank, groups)
+        if head == "vocabulary":
+            self._head = VocabularyHead(
+                self._model,
+                sharding,
+                tp_rank,
+                groups,
+                config.chunk_size(device.type),
+            )
+        shapes = self.weight_shapes()
         with open_model(config.model_name) as files:
-            files.check(self.weight_shapes())
+            files.check({name: shapes[name] for name in shapes if name not in initial_weights})
             megatron_checkpoint.fill_weights(
                 self._parameters,
                 self._param_map,
-                files.read,
+                partial(_read_weight, initial_weights, files.read),
                 self._optimizer,
             )
+        if has_adapters:
+            with open_initial(config.lora, self._saved_shapes(), seed) as read:
+                megatron_checkpoint.fill_weights(
+                    self._trained,
+                    self._trained_map,
+                    read,
+                    self._optimizer,
+                )
+        if trainable:
+            self.start_ema()
 
     @property
     def model_config(self) -> Any:
@@ -166,7 +236,9 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters in compute precision, each with the shape of its shard."""
-        return self._parameters.values()
+        if self._lora is None:
+            return self._parameters.values()
+        return [*self._parameters.values(), *self._trained.values()]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
@@ -179,7 +251,11 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
         def local(name: str) -> Tensor:
             """Return this rank's parameter without gradient, in the shape of its spec."""
-            return self._parameters[name].detach().view(self._param_map[name].shape)
+            parameter = self._parameters[name].detach()
+            adapters = self._adapters.get(name.removesuffix(".weight"))
+            if adapters is not None:
+                parameter = merged(parameter, adapters, self._trained, self.config.lora.scale)
+            return parameter.view(self._param_map[name].shape)
 
         return self._gatherer.gather(
             names,
@@ -190,18 +266,31 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
         """See `Engine.save`."""
-        shapes = self.weight_shapes()
+        shapes = self._saved_shapes()
+        has_moments = self._optimizer is not None and self._optimizer.has_moments
+        trained = [name for name in shapes if name not in self._frozen]
+        states = dict(adam_states(trained, has_moments))
+        if self._ema is not None:
+            states[EMA] = trained
         if self._optimizer is None:
             blocks = megatron_checkpoint.frozen_blocks(
                 self._parameters, self._param_map, self.groups, shapes
             )
         else:
-            blocks = megatron_checkpoint.trained_blocks(self._param_map, self._optimizer, shapes)
+            blocks = chain(
+                megatron_checkpoint.trained_blocks(
+                    self._trained_map, self._optimizer, shapes, self._ema
+                ),
+                megatron_checkpoint.frozen_blocks(
+                    self._parameters, self._frozen_map, self.groups, shapes
+                ),
+            )
         return sharded_checkpoint.save(
             directory,
             blocks,
-            has_moments=self._optimizer is not None and self._optimizer.has_moments,
+            has_moments=has_moments,
             shapes=shapes,
+            states=states,
             rank=self.rank,
             num_optimizer_steps=self.num_optimizer_steps,
             barrier=self.barrier,
@@ -213,12 +302,100 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         """See `Engine.load`."""
         self.num_optimizer_steps = megatron_checkpoint.load(
             directory,
-            self._parameters,
-            self._param_map,
+            self._trained | {name: self._parameters[name] for name in self._frozen_map},
+            self._trained_map | self._frozen_map,
             self._optimizer,
-            self.weight_shapes(),
+            self._saved_shapes(),
+            self._frozen,
+            self._ema,
         )
-        self._host_memory.discard_copies()
+        self._constant_memory.discard_copies()
+
+    def export_hf(self, directory: Path) -> None:
+        """See `Engine.export_hf`."""
+        super().export_hf(directory)
+        if self._adapter_gatherer is None:
+            return
+        shapes = self._saved_shapes()
+        gathered = self._adapter_gatherer.gather(
+            list(shapes),
+            shapes,
+            torch.float32,
+            lambda name: self._trained[name].detach(),
+        )
+        tensors = dict(gathered)
+        if self.rank == 0:
+            write_adapter(
+                directory / ADAPTER_DIRECTORY,
+                tensors,
+                self.config.lora,
+                self.config.model_name,
+            )
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """See `Engine.base_model`."""
+        if self._lora is None:
+            return super().base_model()
+        return self._lora.disabled()
+
+    def _freeze(
+        self,
+        family: Family,
+        sharding: ModelSharding,
+        stage: int,
+    ) -> None:
+        """Exclude the weights that `policy.freeze` matches from training."""
+        self._frozen = frozen_names(self._causal_lm, self.config.freeze)
+        frozen = frozen_parameters(self._frozen, family, sharding, stage, self._param_map)
+        for name in frozen:
+            self._parameters[name].requires_grad_(False)
+        self._trained = {
+            name: each for name, each in self._parameters.items() if name not in frozen
+        }
+        self._trained_map = {name: self._param_map[name] for name in self._trained}
+        # Without recomputation and later stages, no gradient of the embedding's output is needed.
+        is_gradient_needed = sharding.pp > 1 or self.config.activation_checkpointing == "full"
+        self._model.is_embedding_frozen = EMBEDDING in self._frozen and is_gradient_needed
+
+    @property
+    def _frozen_map(self) -> ParamMap:
+        """Weights in checkpoints that have no gradients; none with adapters."""
+        if self._optimizer is None or self._lora is not None:
+            return {}
+        return {name: each for name, each in self._param_map.items() if name not in self._trained}
+
+    def _add_adapters(self, tp_rank: int) -> None:
+        """Add the LoRA adapters, which are then the trained parameters."""
+        lora = self.config.lora
+        for spec in adapter_specs(self._param_map, lora, self.spec, tp_rank):
+            self._adapters.setdefault(spec.module, []).append(spec)
+        self._lora = LoraState(lora)
+        add_adapters(
+            self._model,
+            self._adapters,
+            self._lora,
+            device=self.device,
+            dtype=self._dtype,
+            sequence_parallel=self.parallel_layout.sequence_parallel,
+        )
+        self._model.is_embedding_frozen = True
+        self._trained_map = adapter_map(self._param_map, lora, self.spec, tp_rank)
+        parameters = dict(self._model.named_parameters())
+        self._trained = {name: parameters[name] for name in self._trained_map}
+
+    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the full shapes of what checkpoints have: all weights, or the adapters."""
+        shapes = self.weight_shapes()
+        if self._adapter_gatherer is None:
+            return shapes
+        saved: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            names = adapter_names(name)
+            if names.a in self._adapter_gatherer.names:
+                num_outputs, num_inputs = shape
+                saved[names.a] = (self.config.lora.rank, num_inputs)
+                saved[names.b] = (num_outputs, self.config.lora.rank)
+        return saved
 
     def _check_names(self) -> None:
         """Check that the parameter maps of all ranks together name every Hugging Face weight."""
@@ -245,23 +422,46 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         if self._optimizer is not None:
             self._optimizer.allocate_gradients()
 
+    def _frozen_weights(self) -> Iterator[Tensor]:
+        """See `EngineBase`; [...] each."""
+        for parameter in self._parameters.values():
+            if not parameter.requires_grad:
+                yield parameter.detach()
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `EngineBase`; flat shards [n] by Megatron-Core name."""
+        for name, shard in self.optimizer.shards():
+            yield name, shard.main.detach()
+
+    def _publish_masters(self) -> None:
+        """See `EngineBase`."""
+        self.optimizer.publish_masters()
+
     def _resident_tensors(self) -> Iterator[Tensor]:
         """See `EngineBase`; weights [...], and flat master weights and moments [n] each."""
-        for parameter in self._parameters.values():
+        for parameter in self.local_weights():
             yield parameter.detach()
         if self._optimizer is not None:
             # In float32 the masters are views of the weights, which are copied once.
             for _, shard in self._optimizer.shards():
                 yield shard.main.detach()
             yield from self._optimizer.moments()
+        if self._ema is not None:
+            yield from self._ema.shards.values()
 
 
-def _meta_model(model_config: PretrainedConfig) -> PreTrainedModel:
-    """Build the Hugging Face model on the meta device, for its names and shapes."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    model.tie_weights()
-    return model
+def _read_weight(
+    initial_weights: Mapping[str, Tensor],
+    read: ReadBlock,
+    name: str,
+    offset: Shape,
+    shape: Shape,
+) -> Tensor:
+    """Return a block [*shape] of a weight, of `initial_weights` [...] or else of the files."""
+    if name not in initial_weights:
+        return read(name, offset, shape)
+    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return initial_weights[name][index]
 
 
 def _rotary_embedding(causal_lm: Any) -> nn.Module:

@@ -67,6 +67,8 @@ def build_model(
         pre_process=stage == 0,
         post_process=stage == sharding.pp - 1,
     )
+    if spec.head == "scores" and stage == sharding.pp - 1:
+        model.use_score_head()
     if recompute == "selective":
         # Megatron-Core's own granularity recomputes complete modules, with their products.
         if sharding.tp > 1 and not sequence_parallel:
@@ -107,6 +109,8 @@ class PackedModel(GPTModel):
         self.rotary = rotary
         self._dtype = dtype
         self._padding_id = padding_id
+        self.is_embedding_frozen = False
+        """The input embedding has no gradient, but layers behind it have LoRA adapters."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:  # type: ignore[override]
         """Return hidden states, or activations for the next stage, [T, 1, D]."""
@@ -127,6 +131,15 @@ class PackedModel(GPTModel):
             untyped(None),
             packed_seq_params=segments,
         )
+
+    def use_score_head(self) -> None:
+        """Replace the output embedding by the layer `score` with one output."""
+        del self.output_layer
+        size = self.config.hidden_size
+        self.score = nn.Linear(size, 1, bias=False, dtype=self._dtype)
+        # With sequence parallelism each tp rank has the gradient of its own tokens.
+        weight: Any = self.score.weight
+        weight.sequence_parallel = self.config.sequence_parallel
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the two replicas of a tied embedding on the first and the last stage.
@@ -163,6 +176,9 @@ class PackedModel(GPTModel):
                 hidden.detach(),
                 hidden,
             )
+        if hidden is not None and self.is_embedding_frozen and torch.is_grad_enabled():
+            # Megatron-Core's recomputation of a layer has gradients only if its input has one.
+            hidden = hidden.detach().requires_grad_()
         return hidden, *rest
 
     def _postprocess(

@@ -83,14 +83,19 @@ class ShardedAdamW:
         self._is_reduced = False
         self._device = next(model.parameters()).device
         self._dtype = model.config.params_dtype
-        dense = self._sub_optimizer(config, self.ddp.buffers, groups.dp_cp, is_expert=False)
-        self._dense = dense
-        self.sub_optimizers = [dense]
+        self._dense: _SubOptimizer | None = None
+        self._experts: _SubOptimizer | None = None
+        # A kind of parameter without buffers does not exist on this rank, or is frozen.
+        if self.ddp.buffers:
+            self._dense = self._sub_optimizer(
+                config, self.ddp.buffers, groups.dp_cp, is_expert=False
+            )
         expert_buffers = self.ddp.expert_parallel_buffers
         if expert_buffers:
-            self.sub_optimizers.append(
-                self._sub_optimizer(config, expert_buffers, groups.expert_dp, is_expert=True)
+            self._experts = self._sub_optimizer(
+                config, expert_buffers, groups.expert_dp, is_expert=True
             )
+        self.sub_optimizers = [each for each in (self._dense, self._experts) if each is not None]
         self.zero_grad()
 
     def _sub_optimizer(
@@ -134,7 +139,10 @@ class ShardedAdamW:
         return _SubOptimizer(optimizer, adamw, group)
 
     def _sub_optimizer_of(self, name: str) -> _SubOptimizer:
-        return self.sub_optimizers[-1] if self._param_map[name].is_expert else self._dense
+        """Return the optimizer of a trained parameter."""
+        sub = self._experts if self._param_map[name].is_expert else self._dense
+        assert sub is not None, f"{name} has no optimizer"
+        return sub
 
     def zero_grad(self) -> None:
         """Set all gradients to 0."""
@@ -198,6 +206,8 @@ class ShardedAdamW:
     def shard(self, name: str) -> FlatShard | None:
         """Return this rank's shard of a parameter; None where it has none."""
         parameter = self._parameters[name]
+        if not parameter.requires_grad:
+            return None
         sub = self._sub_optimizer_of(name)
         if parameter not in sub.optimizer.model_param_group_index_map:
             return None
@@ -224,14 +234,30 @@ class ShardedAdamW:
         All ranks that replicate the parameter call. The one with group rank `writer` modulo the
         group's size gets the tensor, the others None.
         """
-        sub = self._sub_optimizer_of(name)
-        writer %= sub.group.size()
         shard = self.shard(name)
         values = None
         if shard is not None:
-            values = shard.main if kind == WEIGHT else sub.adamw.state[shard.main][kind]
+            state = self._sub_optimizer_of(name).adamw.state
+            values = shard.main if kind == WEIGHT else state[shard.main][kind]
+        return self.gather_values(name, values, writer)
+
+    def gather_values(
+        self,
+        name: str,
+        values: Tensor | None,
+        writer: int,
+    ) -> Tensor | None:
+        """Gather the ranks' `values`, [numel] of their shard or None, as `gather_state` does."""
+        group = self._sub_optimizer_of(name).group
+        writer %= group.size()
         full = self._gather_full(name, values, writer)
-        return full if sub.group.rank() == writer else None
+        return full if group.rank() == writer else None
+
+    def publish_masters(self) -> None:
+        """Copy the master weights to the parameters and all-gather these."""
+        for sub in self.sub_optimizers:
+            sub.optimizer._copy_main_params_to_model_params()
+        self.ddp.start_param_sync()
 
     def set_weight(self, name: str, full: Tensor) -> None:
         """Copy this rank's shard of the parameter from `full`, float32 [*shape]."""
@@ -239,6 +265,15 @@ class ShardedAdamW:
         if shard is not None:
             values = full.flatten()[shard.start : shard.stop]
             shard.main.detach().copy_(values)
+
+    def read_shard(
+        self,
+        name: str,
+        read: ReadBlock,
+    ) -> Tensor | None:
+        """Read this rank's shard of a parameter, float32 [numel]; None where it has none."""
+        shard = self.shard(name)
+        return None if shard is None else self._read_shard(name, shard, read)
 
     def restore(self, num_steps: int | None, read: ReadBlock) -> None:
         """Read Adam's state from blocks `exp_avg/<weight>` and `exp_avg_sq/<weight>`.
@@ -252,7 +287,7 @@ class ShardedAdamW:
             return
         for name, shard in self.shards():
             state = {
-                kind: self._read_shard(name, shard, partial(_read_kind, read, kind))
+                kind: self._read_shard(name, shard, partial(read_kind, read, kind))
                 for kind in MOMENTS
             }
             # One step counter per shard: a shared tensor would be advanced once per parameter.
@@ -311,7 +346,7 @@ class ShardedAdamW:
         return elements.to(self._device, copy=True)
 
 
-def _read_kind(
+def read_kind(
     read: ReadBlock,
     kind: str,
     name: str,

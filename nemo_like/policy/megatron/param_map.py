@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from nemo_like.integer_math import ceil_div
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 
 Shape = tuple[int, ...]
@@ -261,9 +261,12 @@ class RankParams:
         self._add_vocabulary("embedding.word_embeddings.weight", EMBEDDING, is_owner=True)
 
     def add_output(self, *, is_first_stage: bool) -> None:
-        """Add the final norm and the output embedding, which the last pipeline stage has."""
+        """Add the final norm and the output head, which the last pipeline stage has."""
         norm_shape = (self._hidden,)
         self.add_replicated("decoder.final_layernorm.weight", "model.norm.weight", norm_shape)
+        if self.spec.head == "scores":
+            self.add_replicated(SCORE_WEIGHT, SCORE_WEIGHT, (1, self._hidden))
+            return
         head = "output_layer.weight"
         if not self.spec.is_tied:
             self._add_vocabulary(head, HEAD, is_owner=True)

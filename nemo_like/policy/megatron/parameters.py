@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_like.distributed import activity
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.megatron.families.family import Family
+from nemo_like.policy.megatron.lora import AdapterMaps
 from nemo_like.policy.megatron.param_map import (
     HFSlice,
     ModelSharding,
@@ -73,7 +74,7 @@ class FullWeightGatherer:
 
     def __init__(
         self,
-        family: Family,
+        family: Family | AdapterMaps,
         sharding: ModelSharding,
         parallel_layout: ParallelLayout,
         rank: int,

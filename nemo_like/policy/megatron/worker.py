@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.paths import require_model_directory
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.process_groups import init_process_group
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.policy.teachers import teacher_config
 from nemo_like.policy.worker import PolicyWorker
 
 # Every rank would print these on import and use of Megatron-Core: Apex and Transformer Engine are
@@ -39,8 +42,15 @@ class MegatronPolicyWorker(PolicyWorker):
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (immutable)
         seed: int = 0,
         needs_reference: bool = False,
+        teachers: Sequence[str] = (),
+        head: OutputHead = "vocabulary",
+        trainable: bool = True,
     ) -> None:
-        """Join the process groups and load the model, and its frozen copy if `needs_reference`."""
+        """Join the process groups and load the model, and its frozen copy if `needs_reference`.
+
+        `teachers` are the directories or hub names of further frozen models. `head` and `trainable`
+        are those of `DTensorPolicyWorker`.
+        """
         # Megatron-Core relies on this order of communication before the compute that overlaps it,
         # and warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -56,7 +66,11 @@ class MegatronPolicyWorker(PolicyWorker):
             timeout_s=context.collective_timeout_s,
         )
 
-        def build_engine(*, trainable: bool) -> MegatronEngine:
+        def build_engine(
+            *,
+            trainable: bool,
+            config: PolicyConfig = config,
+        ) -> MegatronEngine:
             return MegatronEngine(
                 config,
                 device,
@@ -64,8 +78,19 @@ class MegatronPolicyWorker(PolicyWorker):
                 context.rank,
                 groups=groups,
                 trainable=trainable,
+                seed=seed,
+                head=head,
             )
 
-        policy = build_engine(trainable=True)
-        reference = build_engine(trainable=False) if needs_reference else None
-        super().__init__(config, policy, reference)
+        policy = build_engine(trainable=trainable)
+        reference = None
+        if needs_reference and config.lora.enabled:
+            # The policy without its adapters.
+            reference = policy
+        elif needs_reference:
+            reference = build_engine(trainable=False)
+        frozen = []
+        for name in teachers:
+            require_model_directory("distill.teachers", name)
+            frozen.append(build_engine(trainable=False, config=teacher_config(config, name)))
+        super().__init__(config, policy, reference, frozen)

@@ -1,0 +1,1 @@
+"""Training of reward models on pairs of completions (Bradley-Terry)."""

@@ -1,0 +1,125 @@
+"""The training pairs of a reward model: those of DPO, with margins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from nemo_like.algorithms.dpo.data import (
+    PairRows,
+    check_pairs,
+    collate_pairs,
+    encode_row,
+    pair_lengths,
+    pair_samples,
+    rewarded_rows,
+)
+from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
+from nemo_like.data.datasets import Rows
+from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.preferences import MARGIN_ROWS, PreferencePair, pair_margin
+from nemo_like.diagnostics.report import Diagnostics
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from nemo_like.prediction.lengths import RowLengths
+from nemo_like.progress import Progress
+from nemo_like.training.dataset import ExampleSource, RunData, open_data
+from nemo_like.training.training_sets import training_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = [
+    "ROW_SCHEMA",
+    "MarginPair",
+    "check_rows",
+    "collate_margin_pairs",
+    "encode_row",
+    "first_lengths",
+    "open_source",
+    "pair_samples",
+    "rewarded_rows",
+]
+
+ROW_SCHEMA = MARGIN_ROWS
+
+
+class MarginPair(NamedTuple):
+    """A preference pair and by how much the score of its first completion should be higher."""
+
+    pair: PreferencePair
+    margin: float
+
+
+class MarginRows:
+    """Encoded rows as preference pairs with margins; a `loader.FetchableRows`."""
+
+    def __init__(self, rows: Rows, encoded: EncodedRows) -> None:
+        self._rows = rows
+        self._pairs = PairRows(rows, encoded)
+        self.digests = rows.digests
+
+    def fetch(self, rows: Sequence[int]) -> list[MarginPair | None]:
+        """Return the pairs of `rows`, None for a dropped one; see `loader.FetchableRows`."""
+        fetched: list[MarginPair | None] = []
+        for row, pair in zip(rows, self._pairs.fetch(rows), strict=True):
+            if pair is None:
+                fetched.append(None)
+                continue
+            fetched.append(MarginPair(pair, pair_margin(self._rows[row])))
+        return fetched
+
+    def location(self, row: int) -> str:
+        """Return the file and line of a row; see `loader.FetchableRows`."""
+        return self._pairs.location(row)
+
+
+def open_source(
+    config: RewardModelRunConfig, data: RunData | None = None
+) -> ExampleSource[MarginPair]:
+    """Return the training pairs of a run, from `data` or read from the files of the config.
+
+    Raises ConfigError for a missing or bad file or row.
+    """
+    if data is None:
+        data = open_data(config, ROW_SCHEMA)
+    return ExampleSource(config, data, encode_row, MarginRows)
+
+
+def collate_margin_pairs(pairs: Sequence[MarginPair]) -> BatchedDataDict:
+    """Return the batch of 2N rows of N pairs; see `collate_pairs`.
+
+    It has the column `margin` float32 [2N], equal in the rows of a pair.
+    """
+    batch = collate_pairs([each.pair for each in pairs])
+    margins = np.array([each.margin for each in pairs], dtype=np.float32)
+    batch["margin"] = np.repeat(margins, 2)
+    return batch
+
+
+def check_rows(
+    config: RewardModelRunConfig,
+    data: RunData,
+    model: PretrainedConfig | None,
+    diagnostics: Diagnostics,
+) -> None:
+    """Check texts, lengths and budgets; if all are fine, plan the first step."""
+    source = open_source(config, data)
+    check_pairs(source, config.rm, _pair, model, diagnostics)
+
+
+def first_lengths(
+    config: RewardModelRunConfig,
+    data: RunData,
+    num_steps: int,
+    progress: Progress,
+) -> RowLengths:
+    """Return the row lengths of the first steps, those of a pair next to each other."""
+    source = open_source(config, data)
+    examples = source.first_examples(min(num_steps, source.num_steps(config.rm)), progress)
+    return pair_lengths([each.pair for each in examples], training_name(config))
+
+
+def _pair(example: MarginPair) -> PreferencePair:
+    return example.pair

@@ -1,0 +1,62 @@
+"""Keys of LoRA: low-rank adapters that are trained instead of the weights of the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from nemo_like.config.constraints import Above, AtLeast, NoEmptyTexts
+
+ALL_LINEAR = "all-linear"
+"""Target that stands for every linear layer that can have an adapter, as in PEFT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: the weights of the model are frozen, and every target layer gets a low-rank update. Its
+    output is W x + scale B A x with A [rank, inputs] and B [outputs, rank].
+    """
+
+    enabled: bool = False
+    """Train adapters only. Weights are stored in `policy.precision`, and checkpoints have the
+    adapters. The reference policy is the model without adapters, which needs no second copy."""
+    rank: Annotated[int, AtLeast(1)] = 16
+    """Rank of the update of each layer."""
+    alpha: Annotated[float, Above(0)] = 32.0
+    """The scale of the update is `alpha / rank`."""
+    use_rslora: bool = False
+    """Rank-stabilized LoRA: the scale is `alpha / sqrt(rank)`, so that the size of the update does
+    not depend on the rank."""
+    target_modules: Annotated[tuple[str, ...], NoEmptyTexts()] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Linear layers with an adapter, by the end of their name, as in PEFT: `q_proj`, or
+    `self_attn.q_proj`; `all-linear` are all linear layers. The output embedding, experts and
+    routers have none."""
+    adapter_path: str | None = None
+    """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
+    of another run. Its rank, alpha and layers must be those set here. null starts with new
+    adapters."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A x."""
+        if self.use_rslora:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
+
+    def is_target(self, name: str) -> bool:
+        """Return True if the layer `name`, e.g. `model.layers.0.self_attn.q_proj`, gets an adapter.
+
+        A target is the complete name, or its end after a dot, or `all-linear`.
+        """
+        if ALL_LINEAR in self.target_modules:
+            return True
+        return any(f".{name}".endswith(f".{target}") for target in self.target_modules)

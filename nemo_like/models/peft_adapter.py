@@ -1,0 +1,177 @@
+"""A LoRA adapter in the format of PEFT: its settings and its layers, without its values.
+
+`policy.checkpoint.adapter` documents the format, writes adapters and reads their values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_like.config.errors import ConfigError, shown_path
+from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.models.weight_headers import read_shapes
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""PEFT wraps the model twice; its files have the names of the wrapped modules."""
+
+_KEY = "policy.lora.adapter_path"
+_MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "init_lora_weights": (True, False, "gaussian"),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([], {}),
+    "layer_replication": ([],),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+}
+"""Settings of PEFT that change the model in a way that has no counterpart, with the values that do
+not; null does not either.
+"""
+
+
+def check_adapter(lora: LoraConfig, layers: Collection[str] | None) -> None:
+    """Raise ConfigError unless `lora.adapter_path` is an adapter with the settings of `lora`.
+
+    `layers` are the linear layers of the model, None if they are not known. Shapes are checked when
+    the values are read.
+    """
+    assert lora.adapter_path is not None, "there is an adapter to check"
+    directory = Path(lora.adapter_path)
+    _check_files(directory)
+    settings = _read_settings(directory)
+    _check_settings(directory, settings, lora)
+    adapted = _adapted_layers(directory)
+    wanted = None
+    if layers is not None:
+        wanted = {layer for layer in layers if lora.is_target(layer)}
+    _check_layers(directory, adapted, wanted, lora)
+
+
+def _check_files(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{_KEY}: there is no directory {str(directory)!r}; give that of an adapter in the"
+            f" format of PEFT, with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        )
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if (directory / name).is_file():
+            continue
+        fix = "give the directory of an adapter in the format of PEFT"
+        if (directory / "adapter_model.bin").is_file():
+            fix = "save the adapter as safetensors (`safe_serialization=True` of PEFT)"
+        elif (directory / "adapter" / name).is_file():
+            fix = f"the adapter of this model is in {shown_path(directory / 'adapter')}"
+        raise ConfigError(f"{_KEY}: {shown_path(directory)} has no {name}; {fix}")
+
+
+def _read_settings(directory: Path) -> Mapping[str, Any]:
+    path = directory / ADAPTER_CONFIG
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{_KEY}: {shown_path(path)} cannot be read as JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{_KEY}: {shown_path(path)} is not a JSON object")
+    return settings
+
+
+def _check_settings(
+    directory: Path,
+    settings: Mapping[str, Any],
+    lora: LoraConfig,
+) -> None:
+    """Raise ConfigError for a setting without a counterpart, and for one that `lora` differs in."""
+    shown = shown_path(directory)
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(
+            f"{_KEY}: {shown} is an adapter of the type {kind}; only LORA is supported"
+        )
+    for name, neutral in _NEUTRAL.items():
+        value = settings.get(name)
+        if value is not None and value not in neutral:
+            raise ConfigError(
+                f"{_KEY}: {shown} has {name} {value!r}, which is not supported; merge the adapter"
+                " into its model with PEFT and train that, or train a new adapter"
+            )
+    # The values that PEFT assumes for settings that a file lacks.
+    found = {
+        "rank": settings.get("r", 8),
+        "alpha": settings.get("lora_alpha", 8),
+        "use_rslora": bool(settings.get("use_rslora", False)),
+    }
+    changes = []
+    for key, value in found.items():
+        current = getattr(lora, key)
+        if value != current:
+            changes.append(f"policy.lora.{key} to {json.dumps(value)} (now {json.dumps(current)})")
+    if changes:
+        raise ConfigError(
+            f"{_KEY}: {shown} was trained with other settings: set {', '.join(changes)}"
+        )
+
+
+def _adapted_layers(directory: Path) -> set[str]:
+    """Return the names of the layers that have matrices in the file."""
+    path = directory / ADAPTER_WEIGHTS
+    try:
+        names = read_shapes(path)
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: {shown_path(path)} {error}") from error
+    layers = set()
+    for name in names:
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            raise ConfigError(
+                f"{_KEY}: {shown_path(path)} has the tensor {name}, which is no matrix A or B of a"
+                " linear layer; only these are supported"
+            )
+        layers.add(match[1])
+    return layers
+
+
+def _check_layers(
+    directory: Path,
+    adapted: set[str],
+    wanted: set[str] | None,
+    lora: LoraConfig,
+) -> None:
+    """Raise ConfigError unless the adapter has exactly the layers of `target_modules`."""
+    others = [layer for layer in adapted if not lora.is_target(layer)]
+    if wanted is None:
+        missing = []
+        for target in lora.target_modules:
+            if target != ALL_LINEAR and not any(
+                f".{layer}".endswith(f".{target}") for layer in adapted
+            ):
+                missing.append(target)
+    else:
+        others = list(adapted - wanted)
+        missing = list(wanted - adapted)
+    if not others and not missing:
+        return
+    problem = "has no matrices of " if missing else "has matrices of "
+    names = sorted(missing or others)
+    more = f" and {len(names) - 1} other layers" if len(names) > 1 else ""
+    raise ConfigError(
+        f"{_KEY}: {shown_path(directory)} {problem}{names[0]}{more}; its layers are"
+        f" {', '.join(_ends(adapted))}: set policy.lora.target_modules to them, and"
+        " policy.model_name to the model that it was trained for"
+    )
+
+
+def _ends(layers: Iterable[str]) -> list[str]:
+    """Return the last parts of the names, e.g. `q_proj`, each once."""
+    return sorted({layer.rpartition(".")[2] for layer in layers})

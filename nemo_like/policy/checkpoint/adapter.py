@@ -1,0 +1,191 @@
+"""LoRA adapters in the format of PEFT: names, configuration and weight file.
+
+    <directory>/adapter_config.json        rank, alpha, targets, base model
+    <directory>/adapter_model.safetensors  float32, `base_model.model.<layer>.lora_A.weight`, ...
+
+`peft.PeftModel.from_pretrained(model, directory)` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.files import finish_library_file, reporting_write_errors, write_json
+from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
+from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
+from nemo_like.policy.optim import NonFiniteError
+
+ADAPTER_DIRECTORY = "adapter"
+"""Directory of the adapter inside an exported model."""
+
+
+class AdapterNames(NamedTuple):
+    """Names of the matrices of one adapter, as parameters of the model."""
+
+    a: str
+    b: str
+
+
+def adapter_names(weight_name: str) -> AdapterNames:
+    """Return the names of A and B of a layer's weight.
+
+    Example: `layers.0.q_proj.weight` has `layers.0.q_proj.lora_A.weight` and `...lora_B.weight`.
+    """
+    layer = weight_name.removesuffix(".weight")
+    return AdapterNames(f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
+
+
+def initial_matrix(
+    name: str,
+    shape: tuple[int, int],
+    seed: int,
+) -> Tensor:
+    """Return the initial values of A or B, float32 [*shape]: A uniform in +-1/sqrt(inputs), B 0.
+
+    The values are those of PEFT in distribution. They depend on `seed` and `name`, and not on the
+    engine or the layout of the ranks.
+    """
+    matrix = torch.zeros(shape)
+    if name.endswith(".lora_A.weight"):
+        generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(shape[1])
+        matrix.uniform_(-bound, bound, generator=generator)
+    return matrix
+
+
+def write_adapter(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    lora: LoraConfig,
+    model_name: str,
+) -> None:
+    """Write the adapter of `model_name`; `tensors` are A [rank, inputs] and B [outputs, rank] by
+    name.
+
+    Raises WriteError if a file cannot be written, and NonFiniteError for NaN or infinity.
+    """
+    path = directory / ADAPTER_WEIGHTS
+    stored = {}
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise NonFiniteError(
+                f"adapter matrix {name} contains NaN or infinity, so the adapter is not written to"
+                f" {directory}"
+            )
+        stored[PREFIX + name] = tensor.to("cpu", torch.float32).contiguous()
+    with reporting_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(stored, path, metadata={"format": "pt"})
+    finish_library_file(path)
+    write_json(directory / ADAPTER_CONFIG, adapter_config(lora, model_name, tensors))
+
+
+def adapter_config(
+    lora: LoraConfig,
+    model_name: str,
+    names: Iterable[str],
+) -> dict[str, object]:
+    """Return the contents of PEFT's `adapter_config.json`; `names` are those of all matrices."""
+    targets = lora.target_modules
+    if ALL_LINEAR in targets:
+        # PEFT gives adapters to experts too where it reads `all-linear`.
+        targets = sorted({name.split(".")[-3] for name in names})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
+        "target_modules": list(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+@contextmanager
+def open_merged(
+    model_name: str,
+    model_config: PretrainedConfig,
+    lora: LoraConfig,
+    reader: CheckpointReader,
+) -> Iterator[MergedWeights]:
+    """Open the weights of `model_name` with the adapters of a checkpoint.
+
+    Raises ConfigError if a file of the model is missing or of another shape.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    model.tie_weights()
+    with open_model(model_name) as files:
+        yield MergedWeights(files, model, reader, lora.scale)
+
+
+def read_adapter(reader: CheckpointReader) -> dict[str, Tensor]:
+    """Return the matrices of all adapters of a checkpoint by name, float32 [*shape] each."""
+    tensors = {}
+    for name, shape in reader.shapes.items():
+        tensors[name] = reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)
+    return tensors
+
+
+class MergedWeights:
+    """The weights of a model with the adapters of a checkpoint, read one at a time."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        model: PreTrainedModel,
+        reader: CheckpointReader,
+        scale: float,
+    ) -> None:
+        """`model` may be on the meta device; only names and shapes of its weights are used."""
+        self._files = files
+        self._reader = reader
+        self._scale = scale
+        self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        self._stored_names: dict[str, str] = {}
+        by_weight: dict[nn.Parameter, list[str]] = {}
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            by_weight.setdefault(weight, []).append(name)
+        for names in by_weight.values():
+            # A tied weight may be stored under any of its names; the first is that of the shapes.
+            self._stored_names[names[0]] = next((name for name in names if name in files), names[0])
+        files.check({stored: self._shapes[name] for name, stored in self._stored_names.items()})
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the full shape of each weight by Hugging Face name."""
+        return self._shapes
+
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with W + scale B A, float32 [*shape] as in `weight_shapes`."""
+        for name in names:
+            shape = self._shapes[name]
+            start = (0,) * len(shape)
+            weight = self._files.read(self._stored_names[name], start, shape).float()
+            pair = adapter_names(name)
+            if pair.a in self._reader.shapes:
+                matrix_a, matrix_b = (self._read(each) for each in pair)
+                weight = torch.addmm(weight, matrix_b, matrix_a, alpha=self._scale)
+            yield name, weight
+
+    def _read(self, name: str) -> Tensor:
+        """Read a complete matrix of an adapter, float32 [*shape]."""
+        shape = self._reader.shapes[name]
+        return self._reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)

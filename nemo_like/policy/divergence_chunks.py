@@ -1,0 +1,289 @@
+"""Targets of distillation, and what the divergence from them needs of one chunk of logits.
+
+A target is the teacher's complete distribution, from its last hidden states, or its k most probable
+tokens. `divergence` combines the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from nemo_like.losses.divergence import Divergence
+from nemo_like.policy.logit_chunks import LOWEST, ChunkLabels, scaled_logits
+
+TopKTail = Literal["bucket", "renormalize"]
+Combine = Callable[[Tensor], Tensor]
+"""Combines the values [m, chunk] of the ranks that share the vocabulary."""
+
+
+class ChunkKept(NamedTuple):
+    """What the backward of a chunk needs, float32 [chunk] each but for the last."""
+
+    logsumexp: Tensor
+    """Of the student's logits at temperature 1."""
+    scaled_logsumexp: Tensor
+    """Of the student's logits, or of those that the teacher has as well, at the temperature."""
+    slope_sum: Tensor
+    """The sum of s of `losses.divergence`."""
+    target_logsumexp: Tensor
+    """Of the teacher's logits at its temperature; with top-k of the student's logits outside."""
+    rest_slope: Tensor | None = None
+    """With top-k: s of the rest."""
+    token_gradients: Tensor | None = None
+    """[chunk, k], with top-k: the gradient of the scaled logits of the k tokens."""
+
+
+class ChunkResult(NamedTuple):
+    """Result of a chunk."""
+
+    outputs: Tensor
+    """float32 [5, chunk]: divergence, log-prob of the label, entropy of the student and of the
+    teacher, log-prob of the label under the teacher.
+    """
+    kept: ChunkKept
+
+
+@dataclass(frozen=True)
+class VocabularyTarget:
+    """The complete distribution of the teacher."""
+
+    hidden: Tensor
+    """[T, H]: last hidden states."""
+    weight: Tensor
+    """[C, H]: output embedding of the first C of the student's tokens on this rank."""
+    bias: Tensor | None = None
+    """[C]."""
+
+    def reduce(
+        self,
+        part: slice,
+        logits: Tensor,
+        labels: Tensor,
+        divergence: Divergence,
+        logsumexp: Combine,
+        total: Combine,
+    ) -> ChunkResult:
+        """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk]."""
+        student = self._student(logits, divergence)
+        plain_teacher = scaled_logits(self.hidden[part], self.weight, self.bias, 1.0)
+        teacher = _divided(plain_teacher, divergence.teacher_temperature)
+        parts = [logits, student, plain_teacher, teacher]
+        sums = logsumexp(torch.stack([each.logsumexp(dim=1) for each in parts]))
+        log_p = _normalized(student, sums[1])
+        log_q = _normalized(teacher, sums[3])
+        terms, slopes = divergence.terms(log_p, log_q)
+        values = total(
+            torch.stack(
+                [
+                    terms.sum(dim=1),
+                    slopes.sum(dim=1),
+                    _entropy(log_p),
+                    _entropy(log_q),
+                    picked(logits, labels[:, None])[:, 0],
+                    picked(plain_teacher, labels[:, None])[:, 0],
+                ]
+            )
+        )
+        outputs = torch.stack(
+            [values[0], values[4] - sums[0], values[2], values[3], values[5] - sums[2]]
+        )
+        return ChunkResult(outputs, ChunkKept(sums[0], sums[1], values[1], sums[3]))
+
+    def add_gradient(
+        self,
+        gradient: Tensor,
+        part: slice,
+        logits: Tensor,
+        kept: ChunkKept,
+        divergence: Divergence,
+        grad: Tensor,
+    ) -> None:
+        """Add to `gradient` [chunk, V] that of the student's `logits` [chunk, V].
+
+        `grad` is float32 [chunk], the gradient of the divergence.
+        """
+        teacher = scaled_logits(
+            self.hidden[part], self.weight, self.bias, divergence.teacher_temperature
+        )
+        log_p = _normalized(self._student(logits, divergence), kept.scaled_logsumexp)
+        log_q = _normalized(teacher, kept.target_logsumexp)
+        _, slopes = divergence.terms(log_p, log_q)
+        of_student = slopes - log_p.exp() * kept.slope_sum[:, None]
+        scale = grad / divergence.student_temperature
+        gradient[:, : len(self.weight)] += of_student * scale[:, None]
+
+    def _student(self, logits: Tensor, divergence: Divergence) -> Tensor:
+        """Return the scaled logits [chunk, C] of the tokens that the teacher has as well."""
+        return _divided(logits[:, : len(self.weight)], divergence.student_temperature)
+
+
+@dataclass(frozen=True)
+class TopKTarget:
+    """The k most probable tokens of the teacher.
+
+    With the tail `bucket` all other tokens are one further outcome of both distributions, so that
+    the divergence is that of k + 1 outcomes. With `renormalize` both distributions are restricted
+    to the k tokens.
+    """
+
+    token_ids: Tensor
+    """int64 [T, k]."""
+    logprobs: Tensor
+    """float32 [T, k + 1]: of these tokens, and last of all others together, at the teacher's
+    temperature.
+    """
+    entropy: Tensor
+    """float32 [T], of the teacher at temperature 1."""
+    label_logprobs: Tensor
+    """float32 [T], of the teacher at temperature 1."""
+    tail: TopKTail
+    start: int = 0
+    """First vocabulary row of this rank."""
+
+    def reduce(
+        self,
+        part: slice,
+        logits: Tensor,
+        labels: Tensor,
+        divergence: Divergence,
+        logsumexp: Combine,
+        total: Combine,
+    ) -> ChunkResult:
+        """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk]."""
+        student = _divided(logits, divergence.student_temperature)
+        token_ids = self.token_ids[part] - self.start
+        columns = _columns(token_ids, logits.shape[1])
+        # One further column for the tokens of other ranks.
+        is_token = torch.zeros(
+            (len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device
+        )
+        is_token.scatter_(1, columns, True)
+        rest = student.masked_fill(is_token[:, :-1], float("-inf"))
+        parts = [logits, student, rest]
+        sums = logsumexp(torch.stack([each.logsumexp(dim=1) for each in parts]))
+        values = total(
+            torch.cat(
+                [
+                    picked(student, token_ids).t(),
+                    _entropy(_normalized(student, sums[1]))[None],
+                    picked(logits, labels[:, None]).t(),
+                ]
+            )
+        )
+        token_logits = values[:-2].t()
+        log_p, log_q = self._outcomes(part, token_logits, sums)
+        terms, slopes = divergence.terms(log_p, log_q)
+        slope_sum = slopes.sum(dim=1)
+        gradients = slopes - log_p.exp() * slope_sum[:, None]
+        num_tokens = token_ids.shape[1]
+        rest_slope = slopes[:, -1] if self.tail == "bucket" else None
+        outputs = torch.stack(
+            [
+                terms.sum(dim=1),
+                values[-1] - sums[0],
+                values[-2],
+                self.entropy[part],
+                self.label_logprobs[part],
+            ]
+        )
+        kept = ChunkKept(
+            sums[0], sums[1], slope_sum, sums[2], rest_slope, gradients[:, :num_tokens]
+        )
+        return ChunkResult(outputs, kept)
+
+    def add_gradient(
+        self,
+        gradient: Tensor,
+        part: slice,
+        logits: Tensor,
+        kept: ChunkKept,
+        divergence: Divergence,
+        grad: Tensor,
+    ) -> None:
+        """Add to `gradient` [chunk, V] that of the student's `logits` [chunk, V].
+
+        `grad` is float32 [chunk], the gradient of the divergence.
+        """
+        student = _divided(logits, divergence.student_temperature)
+        scaled = logits.new_zeros((len(logits), logits.shape[1] + 1))
+        if kept.rest_slope is not None:
+            # A token outside has its share of the rest, p / P_rest, of the gradient of the rest.
+            shares = (student - kept.target_logsumexp[:, None]).exp()
+            probs = (student - kept.scaled_logsumexp[:, None]).exp()
+            scaled[:, :-1] = shares * kept.rest_slope[:, None] - probs * kept.slope_sum[:, None]
+        assert kept.token_gradients is not None, "set by `reduce`"
+        columns = _columns(self.token_ids[part] - self.start, logits.shape[1])
+        scaled.scatter_(1, columns, kept.token_gradients)
+        scale = grad / divergence.student_temperature
+        gradient += scaled[:, :-1] * scale[:, None]
+
+    def _outcomes(
+        self,
+        part: slice,
+        token_logits: Tensor,
+        sums: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of the outcomes under student and teacher, [chunk, k or k + 1].
+
+        `token_logits` [chunk, k] are the student's, `sums` the log-sum-exps [3, chunk].
+        """
+        teacher = self.logprobs[part]
+        if self.tail == "renormalize":
+            return log_softmax(token_logits, dim=1), log_softmax(teacher[:, :-1], dim=1)
+        outcomes = torch.cat([token_logits, sums[2][:, None]], dim=1)
+        return _normalized(outcomes, sums[1]), teacher.clamp(min=LOWEST)
+
+
+def label_gradient(
+    gradient: Tensor,
+    logits: Tensor,
+    kept: ChunkKept,
+    labels: Tensor,
+    grad: Tensor,
+) -> None:
+    """Add to `gradient` [chunk, V] that of the label's log-prob, times `grad` float32 [chunk].
+
+    `labels` int64 [chunk] are relative to the rows of this rank.
+    """
+    probs = (logits - kept.logsumexp[:, None]).exp()
+    gradient -= probs * grad[:, None]
+    ChunkLabels.of(labels, logits.shape[1], is_sharded=True).add_to(gradient, grad)
+
+
+def _columns(token_ids: Tensor, num_columns: int) -> Tensor:
+    """Return `token_ids` [chunk, k], relative to the rows of this rank, as columns of its logits.
+
+    Tokens of other ranks have the column `num_columns`.
+    """
+    is_local = (token_ids >= 0) & (token_ids < num_columns)
+    return token_ids.where(is_local, num_columns)
+
+
+def picked(logits: Tensor, columns: Tensor) -> Tensor:
+    """Return `logits` [chunk, V] at `columns` int64 [chunk, n]; 0 for columns outside."""
+    num_columns = logits.shape[1]
+    if num_columns == 0:
+        return logits.new_zeros(columns.shape)
+    is_inside = (columns >= 0) & (columns < num_columns)
+    return logits.gather(1, columns.where(is_inside, 0)).where(is_inside, 0.0)
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """Return `logits` [...] / `temperature`, the same tensor for 1."""
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _normalized(logits: Tensor, logsumexp: Tensor) -> Tensor:
+    """Return log-probs [chunk, n], finite, of `logits` [chunk, n] and `logsumexp` [chunk]."""
+    return (logits - logsumexp[:, None]).clamp_(min=LOWEST)
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    """Return the entropy [chunk], of a vocabulary shard its part, of `logprobs` [chunk, n]."""
+    return -(logprobs.exp() * logprobs).sum(dim=1)

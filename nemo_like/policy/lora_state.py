@@ -1,0 +1,53 @@
+"""LoRA in both engines: whether a forward pass includes the adapters, and the check of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.models.spec import ModelSpec
+
+
+class LoraState:
+    """State that all adapters of a model share."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self.scale = config.scale
+        self.is_enabled = True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Return a context in which the model computes without adapters."""
+        before = self.is_enabled
+        self.is_enabled = False
+        try:
+            yield
+        finally:
+            self.is_enabled = before
+
+
+def can_have_adapter(layer: str, spec: ModelSpec) -> bool:
+    """Return True if the linear layer of this name, inside a decoder layer, can have an adapter.
+
+    In an MoE model these are the projections of attention only. PEFT maps the names of
+    feed-forward layers of such a model to its experts, so adapters of its dense layers could not
+    be loaded.
+    """
+    return spec.moe is None or ".self_attn." in layer
+
+
+def check_targets(config: LoraConfig, layers: Iterable[str]) -> None:
+    """Raise ConfigError for a target that names none of `layers`, which can have an adapter."""
+    names = list(layers)
+    for target in config.target_modules:
+        if target == ALL_LINEAR:
+            continue
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ConfigError(
+                f"policy.lora.target_modules: {target!r} is no linear layer that can have an"
+                f" adapter; these are {', '.join(ends)} (experts, routers, and in models with"
+                " experts all feed-forward layers, have none)"
+            )

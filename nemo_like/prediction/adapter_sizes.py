@@ -1,0 +1,87 @@
+"""Sizes of the LoRA adapters of one layer, from the sizes of a Llama-like model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nemo_like.config.lora import LoraConfig
+from nemo_like.models.spec import ModelSpec
+
+
+class _Layer(NamedTuple):
+    """A linear layer with an adapter."""
+
+    num_inputs: int
+    num_outputs: int
+    is_row_parallel: bool
+    """Tensor parallelism shards the inputs and not the outputs."""
+
+
+def num_adapter_params(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the number of parameters of all adapters, which are those that are trained.
+
+    It is 0 for a model whose layers have other names than those of Llama.
+    """
+    return round(spec.num_layers * adapter_params(spec, lora, tp=1))
+
+
+def adapter_params(
+    spec: ModelSpec,
+    lora: LoraConfig,
+    tp: int,
+) -> float:
+    """Return the adapter parameters of one layer on one of `tp` tensor-parallel ranks.
+
+    The matrix on the side that is not sharded is replicated.
+    """
+    total = 0.0
+    for layer in _targets(spec, lora):
+        sharded = layer.num_inputs if layer.is_row_parallel else layer.num_outputs
+        replicated = layer.num_outputs if layer.is_row_parallel else layer.num_inputs
+        total += lora.rank * (sharded / tp + replicated)
+    return total
+
+
+def adapter_activations(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the values per token that autograd saves for the adapters of one layer: A x of each.
+
+    The inputs of the layers are counted with the model.
+    """
+    return lora.rank * len(list(_targets(spec, lora)))
+
+
+def adapter_outputs(
+    spec: ModelSpec,
+    lora: LoraConfig,
+    tp: int,
+) -> float:
+    """Return the outputs B A x of all adapters of one layer, values per token and tp rank.
+
+    Selective activation checkpointing saves them, like the results of all matrix products.
+    """
+    total = 0.0
+    for layer in _targets(spec, lora):
+        total += layer.num_outputs / (1 if layer.is_row_parallel else tp)
+    return total
+
+
+def _targets(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Layer]:
+    hidden = spec.hidden_size
+    query = spec.num_heads * spec.head_dim
+    key = spec.num_kv_heads * spec.head_dim
+    width = spec.intermediate_size
+    layers = {
+        "self_attn.q_proj": _Layer(hidden, query, False),
+        "self_attn.k_proj": _Layer(hidden, key, False),
+        "self_attn.v_proj": _Layer(hidden, key, False),
+        "self_attn.o_proj": _Layer(query, hidden, True),
+    }
+    if spec.moe is None:
+        # In MoE models only attention has adapters.
+        layers["mlp.gate_proj"] = _Layer(hidden, width, False)
+        layers["mlp.up_proj"] = _Layer(hidden, width, False)
+        layers["mlp.down_proj"] = _Layer(width, hidden, True)
+    for name, layer in layers.items():
+        if lora.is_target(name):
+            yield layer

@@ -1,0 +1,103 @@
+"""The loop of a run over the rows of a file with one optimizer step per batch of the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Protocol
+
+import numpy as np
+
+from nemo_like.config.schema import EpochLoopConfig, RunConfig
+from nemo_like.data.loader import RowLoader
+from nemo_like.metrics import Metrics
+from nemo_like.training.dataset import ExampleSource, ExampleT
+from nemo_like.training.evaluation import is_due
+from nemo_like.training.loading import load_position
+from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.skipped_steps import stop_if_too_many
+
+
+class EpochTask(Protocol):
+    """What an algorithm does in such a run."""
+
+    @property
+    def num_logprob_passes(self) -> int:
+        """Forward passes over the rows of a step besides training, for the throughput."""
+        ...
+
+    def show_rows(self, run: TrainingRun) -> None:
+        """Print the first rows of the file, decoded."""
+        ...
+
+    def train_step(self, run: TrainingRun, step: int) -> np.ndarray:
+        """Train on the next rows after `step` steps; return their lengths, int64 [B]."""
+        ...
+
+    def validate(self, run: TrainingRun) -> Metrics:
+        """Return the metrics of all validation sets."""
+        ...
+
+
+def run_epochs(
+    config: RunConfig,
+    limits: EpochLoopConfig,
+    source: ExampleSource[ExampleT],
+    loader: RowLoader[ExampleT],
+    open_task: Callable[[], EpochTask],
+) -> RunResult:
+    """Train until `limits` end the run; return paths and last metrics.
+
+    `limits` is the section of the algorithm in `config`. `open_task` is called before the run
+    starts: it encodes the validation rows, so that a bad row is an error before the first step.
+    Raises ConfigError for wrong input.
+    """
+    with closing(source.rows):
+        num_steps = source.num_steps(limits)
+        if source.encodes_before_run:
+            source.start_encoding(loader.upcoming(num_steps * loader.batch_size))
+        total = source.last_step(limits, loader, 0)
+        task = open_task()
+        with open_training_run(
+            config, source.data.encoder, num_steps=total, num_optimizer_steps=total
+        ) as run:
+            if not source.encodes_before_run:
+                num_left = max(total - load_position(run.resumed, loader), 0)
+                source.start_encoding(loader.upcoming(num_left * loader.batch_size))
+            source.finish_encoding(run.progress)
+            step = run.resume(loader)
+            if step == 0:
+                task.show_rows(run)
+                if limits.val_at_start:
+                    run.add_metrics(task.validate(run))
+                    run.log_metrics(step)
+            return run.finalize(_train(run, limits, source, loader, task, step))
+
+
+def _train(
+    run: TrainingRun,
+    limits: EpochLoopConfig,
+    source: ExampleSource[ExampleT],
+    loader: RowLoader[ExampleT],
+    task: EpochTask,
+    step: int,
+) -> int:
+    """Train from `step` to the end of the run; return the last step."""
+    # The files can have changed since the checkpoint, and the number of steps with them.
+    total = source.last_step(limits, loader, step)
+    is_last = step >= total
+    with run.progress.phase(run.config.kind, total, unit="steps", done=step) as phase:
+        while not is_last and not run.stops_early:
+            run.stop_if_requested(step, loader)
+            with run.timers("step"):
+                lengths = task.train_step(run, step)
+            step += 1
+            is_last = step >= total or source.is_exhausted(limits, loader)
+            if is_due(step, limits.val_period, is_last=is_last):
+                run.add_metrics(task.validate(run))
+            run.log_step(step, lengths, num_logprob_passes=task.num_logprob_passes)
+            # After the log, because it can end the run.
+            stop_if_too_many(run, step, loader)
+            run.save_if_due(step, loader, is_last=is_last)
+            phase.advance()
+    return step

@@ -1,0 +1,38 @@
+"""The loader of a run: its position in a checkpoint, and its metrics."""
+
+from __future__ import annotations
+
+from nemo_like.checkpoint import Checkpoint, CheckpointError
+from nemo_like.data.loader import BatchLoader
+from nemo_like.metrics import Mean, Metrics, Sum
+
+
+def load_position(checkpoint: Checkpoint | None, loader: BatchLoader) -> int:
+    """Move the loader to the position of a checkpoint; return the step, 0 without a checkpoint.
+
+    Raises CheckpointError for a damaged checkpoint, and ConfigError if the rows before the position
+    changed.
+    """
+    if checkpoint is None:
+        return 0
+    state = checkpoint.state()
+    try:
+        loader.load_state_dict(state.loader)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} has a damaged position of the data loader: {error!r}"
+        ) from error
+    return state.step
+
+
+def loader_metrics(loader: BatchLoader) -> Metrics:
+    """Return the metrics of the last batch."""
+    metrics: Metrics = {
+        "data/epoch": Mean(loader.epoch),
+        "data/num_dropped": Sum(loader.num_dropped),
+    }
+    sources = loader.batch_sources()
+    counts = {} if sources is None else sources.num_rows
+    for name, num_rows in counts.items():
+        metrics[f"data/source_{name}/num_rows"] = Sum(num_rows)
+    return metrics

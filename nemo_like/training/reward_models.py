@@ -1,0 +1,141 @@
+"""The reward models of a run: their workers, and where these run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from nemo_like.config.parallel import num_policy_workers
+from nemo_like.config.reward import RewardModelConfig
+from nemo_like.config.schema import ParallelConfig, PolicyConfig, RunConfig, SequencePackingConfig
+from nemo_like.distributed.worker_calls import call_all
+from nemo_like.distributed.worker_group import WorkerGroup
+from nemo_like.models.spec import ModelSpec
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.policy import Policy
+from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
+from nemo_like.progress import Progress
+from nemo_like.rollout.model_rewards import ModelRewards, RewardModel
+from nemo_like.training.reward_model_files import RewardModelFiles, open_reward_model
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """Where the workers of one reward model run."""
+
+    is_shared: bool
+    """On the resources of the policy's workers."""
+    first_bundle: int
+    """Of the run's extra bundles, if it is not shared."""
+    parallel_layout: ParallelLayout
+
+
+def open_reward_models(config: RunConfig) -> dict[str, RewardModelFiles]:
+    """Open the files of all reward models. Raises ConfigError; see `open_reward_model`."""
+    models = config.reward.models
+    return {name: open_reward_model(name, model) for name, model in models.items()}
+
+
+def start_reward_models(
+    config: RunConfig,
+    files: dict[str, RewardModelFiles],
+    start: Callable[..., WorkerGroup],
+    progress: Progress,
+) -> ModelRewards | None:
+    """Start the workers of all reward models; None in a run without any.
+
+    `start` is that of `training.workers`. Models on the GPUs of the policy are in host memory
+    when this returns.
+    """
+    models = []
+    for index, (name, model) in enumerate(config.reward.models.items()):
+        opened = files[name]
+        offloads = shares_gpus(config, model)
+        models.append(
+            RewardModel(
+                name,
+                model,
+                opened.encoder,
+                partial(_start_model, config, model, opened.spec, start, index, offloads=offloads),
+                max_length=opened.max_length,
+                offloads=offloads,
+                report=progress.print_line,
+            )
+        )
+    return ModelRewards(models, config.reward, config.data) if models else None
+
+
+def model_placement(config: RunConfig, index: int) -> ModelPlacement:
+    """Return the placement of the reward model with this index in `reward.models`."""
+    models = list(config.reward.models.values())
+    num_workers = models[index].num_workers
+    return ModelPlacement(
+        is_shared=num_workers == 0,
+        first_bundle=sum(model.num_workers for model in models[:index]),
+        parallel_layout=ParallelLayout(dp=num_workers or num_policy_workers(config.cluster)),
+    )
+
+
+def num_own_workers(config: RunConfig) -> int:
+    """Return the number of workers of reward models with resources of their own."""
+    if not config.generates:
+        return 0
+    return sum(model.num_workers for model in config.reward.models.values())
+
+
+def shares_gpus(config: RunConfig, model: RewardModelConfig) -> bool:
+    """Return True if a reward model runs on the GPUs of the policy."""
+    return config.cluster.gpus_per_node > 0 and model.num_workers == 0
+
+
+def any_shares_gpus(config: RunConfig) -> bool:
+    """Return True if a reward model of the run is on the GPUs of the policy."""
+    models = config.reward.models.values()
+    return config.generates and any(shares_gpus(config, model) for model in models)
+
+
+def serving_config(model: RewardModelConfig) -> PolicyConfig:
+    """Return the settings with which the policy's worker and planner serve a reward model."""
+    packing = SequencePackingConfig(
+        enabled=True,
+        train_mb_tokens=model.mb_tokens,
+        logprob_mb_tokens=model.mb_tokens,
+    )
+    return PolicyConfig(
+        model_name=model.model_name,
+        tokenizer_name=model.tokenizer_name,
+        precision=model.precision,
+        oversize_rows="singleton",
+        sequence_packing=packing,
+    )
+
+
+def _start_model(
+    config: RunConfig,
+    model: RewardModelConfig,
+    spec: ModelSpec,
+    start: Callable[..., WorkerGroup],
+    index: int,
+    *,
+    offloads: bool,
+) -> Policy:
+    """Start the workers of one reward model."""
+    # Imported on demand, as the worker of the policy is: it imports the libraries of its engine.
+    from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+
+    serving = serving_config(model)
+    group = start(
+        "reward_model",
+        DTensorPolicyWorker,
+        index,
+        config=serving,
+        parallel=ParallelConfig(),
+        seed=config.seed,
+        head="scores",
+        trainable=False,
+    )
+    if offloads:
+        # Policy, generator or another reward model is loaded onto the same devices next.
+        call_all(group, PolicyWorkerProtocol.offload)
+    return Policy(group, serving, spec, seed=config.seed)
