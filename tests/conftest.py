@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,17 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.recipe import Recipe
+
+# Several processes with threads share the cores. By default a thread of OpenMP spins while it waits
+# for the others of its process, which may not run before its time slice ends: a run of a tiny model
+# then takes 3 to 6 times as long. OpenMP reads the variable when torch is imported, here and in
+# every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# One server forks the processes of all tests that use this start method, and it imports what is set
+# when the first of them starts. Without these modules each rank of a test imports torch,
+# transformers and Megatron-Core again, 8 seconds of a core.
+multiprocessing.set_forkserver_preload(["tests.policy.megatron.ranks"])
 
 # The duration of an example depends more on the load of the machine than on the code.
 settings.register_profile("untimed", parent=settings(), deadline=None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemo_like.algorithms.distillation.config import DistillRunConfig
 from nemo_like.algorithms.dpo.config import DpoRunConfig
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
 from nemo_like.algorithms.registry import load_config
+from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
 from nemo_like.algorithms.sft.config import SftRunConfig
 
 
@@ -72,6 +74,31 @@ data:
 """
         options = ["policy.train_global_batch_size=8", *overrides]
         return load_config(DpoRunConfig, self._write("dpo.yaml", text), options)
+
+    def distill(self, *overrides: str) -> DistillRunConfig:
+        """Four steps of distillation; a teacher must be given."""
+        text = f"""
+run_name: distill
+distill: {{max_num_steps: 4, val_period: 2, val_at_start: true}}
+data:
+  train_path: {self.demo}/sft_train.jsonl
+  validation_path: {self.demo}/validation.jsonl
+  max_validation_rows: 20
+"""
+        return load_config(DistillRunConfig, self._write("distill.yaml", text), list(overrides))
+
+    def rm(self, *overrides: str) -> RewardModelRunConfig:
+        """Four steps of a reward model with eight pairs each."""
+        text = f"""
+run_name: rm
+rm: {{max_num_steps: 4, val_period: 2, val_at_start: true, center_coefficient: 0.01}}
+data:
+  train_path: {self.demo}/dpo_train.jsonl
+  validation_path: {self.demo}/dpo_validation.jsonl
+  max_validation_rows: 12
+"""
+        options = ["policy.train_global_batch_size=8", *overrides]
+        return load_config(RewardModelRunConfig, self._write("rm.yaml", text), options)
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name

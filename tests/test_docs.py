@@ -42,7 +42,7 @@ AREAS = (
     "packing", "policy", "mismatch", "reward", "generation", "validation", "timing", "performance",
     "conversation", "environment",
     "progress", "data", "rewards", "logprobs", "importance", "staleness",
-    "weight_sync", "dynamic_sampling",
+    "weight_sync", "dynamic_sampling", "rm", "reward_model",
 )  # fmt: skip
 """First parts of metric names."""
 

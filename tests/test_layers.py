@@ -15,7 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "nemo_like"
 
 LEVELS = {
-    "cli": 12, "demo": 12, "demo_environments": 12, "demo_task": 12, "__main__": 12,
+    "cli": 12, "demo": 12, "demo_environments": 12, "demo_reward_model": 12, "demo_task": 12,
+    "__main__": 12,
     "commands": 11,
     "algorithms": 10,
     "training": 9,
@@ -38,6 +39,7 @@ HOMES = {
     "hydra": ("config/",),
     "omegaconf": ("config/",),
     "flash_attn": ("policy/varlen_kernels.py",),
+    "torchao": ("policy/adamw_8bit.py",),
     "vllm": ("generation/vllm_",),
     "megatron": ("policy/megatron/",),
     "numba": ("data/packing/", "data/planning/"),

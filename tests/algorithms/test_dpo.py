@@ -131,6 +131,10 @@ def test_long_pairs(recipe: Recipe, tmp_path: Path):
     truncated = recipe.dpo(*keys, "policy.oversize_rows=truncate")
     with pytest.raises(ConfigError, match=r"pairs\.jsonl:4: the chosen completion has no token"):
         run_dpo(truncated)
+    rows[3] |= {"prompt": "4+1", "chosen": "1" * 300 + "2", "rejected": "1" * 300 + "3"}
+    write_pairs(tmp_path, rows)
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl:4: the chosen and the rejected row have"):
+        run_dpo(truncated)
 
 
 def test_relations_of_the_keys_are_checked(recipe: Recipe):

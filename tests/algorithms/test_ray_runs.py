@@ -11,13 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from nemo_like.algorithms.grpo.config import GrpoRunConfig
+from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.registry import load_config
 from nemo_like.config.load import to_yaml
+from nemo_like.config.schema import ClusterConfig
 from tests.algorithms.test_runs import read_metrics
 from tests.recipe import Recipe
+from tests.reward_models import save_reward_model
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -37,7 +44,24 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def config(recipe: Recipe) -> Path:
     """GRPO on Ray with two policy workers of half a core each, and packing on."""
-    path = recipe.folder / "ray.yaml"
+    return written(recipe, "ray.yaml")
+
+
+@pytest.fixture
+def config_with_models(recipe: Recipe) -> Path:
+    """The same with two equal reward models: on the policy's workers, and on one of its own."""
+    reward_model = save_reward_model(recipe.folder / "reward_model")
+    return written(
+        recipe,
+        "with_models.yaml",
+        f"reward.models.shared.model_name={reward_model}",
+        f"reward.models.own.model_name={reward_model}",
+        "reward.models.own.num_workers=1",
+    )
+
+
+def written(recipe: Recipe, name: str, *overrides: str) -> Path:
+    path = recipe.folder / name
     path.write_text(
         to_yaml(
             recipe.grpo(
@@ -47,16 +71,17 @@ def config(recipe: Recipe) -> Path:
                 "grpo.max_num_steps=6",
                 "grpo.val_period=0",
                 "grpo.val_at_start=false",
+                *overrides,
             )
         )
     )
     return path
 
 
-def policy_pids(run: Path) -> list[int]:
-    """Processes of the policy's workers, as the run's own log names them."""
+def worker_pids(run: Path, group: str) -> list[int]:
+    """Processes of a group's workers, as the run's own log names them."""
     log = (run / "logs" / "driver.log").read_text()
-    return [int(pid) for pid in re.findall(r"of the policy group: pid (\d+)", log)]
+    return [int(pid) for pid in re.findall(rf"of the {group} group: pid (\d+)", log)]
 
 
 def wait_for_step(
@@ -72,18 +97,27 @@ def wait_for_step(
 
 
 def test_a_killed_worker_stops_the_run_with_one_paragraph_and_resume_goes_on(
-    config: Path, recipe: Recipe
+    config: Path, config_with_models: Path, recipe: Recipe
 ):
     run = recipe.folder / "grpo"
     process = subprocess.Popen(
-        command(config),
+        command(config_with_models),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    wait_for_step(process, run / "metrics.jsonl", 1)
+    # The worker of a reward model: it is started again, and the run goes on.
+    os.kill(worker_pids(run, "reward_model-own")[0], signal.SIGKILL)
     wait_for_step(process, run / "metrics.jsonl", 3)
-    victims = policy_pids(run)
+    assert len(worker_pids(run, "reward_model-own")) == 2
+    assert len(worker_pids(run, "reward_model-shared")) == 2
+    for line in read_metrics(run):
+        # Sharded over two workers and on one.
+        own = line["reward/own_mean"]
+        assert line["reward/shared_mean"] == pytest.approx(own, abs=1e-5) and own != 0
+    victims = worker_pids(run, "policy")
     assert len(victims) == 2
     os.kill(victims[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
@@ -124,3 +158,44 @@ def test_more_workers_than_the_cluster_has_is_one_message(config: Path):
     )
     assert done.returncode == 2, done.stderr
     assert "cluster.workers_per_node" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_with_lora_on_two_megatron_ranks_continues_in_this_process_with_fsdp(
+    config: Path, recipe: Recipe
+):
+    """The generator gets merged weights; the checkpoint is of any engine and layout."""
+    lora = (
+        "run_name=lora",
+        "policy.lora.enabled=true",
+        "policy.lora.rank=4",
+        "policy.lora.use_rslora=true",
+        "policy.optimizer.lr=1e-2",
+        "grpo.num_prompts_per_step=4",
+        "policy.generation.max_new_tokens=8",
+        "data.validation_path=null",
+    )
+    megatron = ("policy.engine=megatron", "parallel.tensor=2", "grpo.max_num_steps=2")
+    done = subprocess.run(
+        command(config, *lora, *megatron),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "LoRA: rank 4, scale 16" in done.stdout
+    run = recipe.folder / "lora"
+    exported = load_file(run / "hf" / "adapter" / "adapter_model.safetensors")
+    local = load_config(GrpoRunConfig, config, [*lora, "resume=true", "grpo.max_num_steps=3"])
+    local = replace(local, cluster=ClusterConfig(backend="local"))
+    run_grpo(local)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["policy/grad_norm"] > 0
+        assert line["mismatch/gen_kl_k3"] < 1e-6
+    # The KL to the base model grows on: the third step began with the adapters of the second.
+    assert lines[2]["policy/reference_kl_k3"] > lines[1]["policy/reference_kl_k3"] > 0
+    continued = load_file(run / "hf" / "adapter" / "adapter_model.safetensors")
+    assert continued.keys() == exported.keys()
+    assert all(float((continued[name] - exported[name]).abs().max()) < 3e-2 for name in exported)

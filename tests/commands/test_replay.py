@@ -52,6 +52,9 @@ def test_a_replay_repeats_the_first_optimizer_step_of_every_step_with_weights(
     assert changed.overridden["policy/grad_norm"] != changed.replayed["policy/grad_norm"]
     assert changed.overridden["packing/padding_share"] > changed.replayed["packing/padding_share"]
 
+    with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0 to 0.01"):
+        replay_step(run.path, 1, ["loss_fn.reference_policy_kl_in=reward"])
+
     # The run's layout is planned only: the replay stays in this process.
     ranks = replay_step(run.path, 3, ["cluster.backend=ray", "cluster.workers_per_node=4"])
     assert ranks.overridden is not None
@@ -113,9 +116,6 @@ def test_a_replay_refuses_another_kl_in_the_reward(recipe: Recipe) -> None:
         with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0.01 to"):
             replay_step(run.path, 1, [override])
     assert replay_step(run.path, 1, ["loss_fn.ratio_clip_max=0.3"]).overridden is not None
-    other = run_grpo(recipe.grpo(*options, "run_name=other")).directory
-    with pytest.raises(ConfigError, match=r"the KL penalty of the reward from 0 to 0.01"):
-        replay_step(other.path, 1, [reward])
 
 
 def check_show(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

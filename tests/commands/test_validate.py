@@ -25,7 +25,7 @@ from nemo_like.commands.validate import validate
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.generation import GenerationConfig, VLLMGenerationConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
-from nemo_like.config.reward import RewardConfig, RewardFunctionConfig
+from nemo_like.config.reward import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from nemo_like.config.schema import (
     ClusterConfig,
     PolicyConfig,
@@ -33,6 +33,7 @@ from nemo_like.config.schema import (
 from nemo_like.demo_task import build_model, build_tokenizer
 from nemo_like.environments.reward import RewardSample
 from nemo_like.progress import Progress
+from tests.reward_models import save_reward_model
 
 REWARD = RewardConfig(
     functions={"answer": RewardFunctionConfig(path="nemo_like.environments.math.answer_reward")}
@@ -376,7 +377,7 @@ def test_a_tokenizer_of_another_model(model: Path, write: Write, tmp_path: Path)
     [
         ([], "has no rows"),
         ([*ROWS, '{"prompt": "1'], "train.jsonl:41: not valid JSON"),
-        ([{"text": "1+1=2"}], "train.jsonl:1: columns ['text'] are no format that is understood"),
+        ([{"line": "1+1=2"}], "train.jsonl:1: columns ['line'] are no format that is understood"),
         ([{"prompt": "1+1"}], "train.jsonl:1: there is no assistant turn to learn from"),
     ],
 )
@@ -478,3 +479,29 @@ def test_the_module_of_a_loss_of_the_user_must_exist(model: Path, write: Write) 
     assert missing.startswith("loss_fn.path is 'no_such_losses.Mine', but there is no module")
     (in_package,) = problems("no_such_package.losses.Mine")
     assert "cannot be found: ModuleNotFoundError" in in_package and "PYTHONPATH" in in_package
+
+
+def test_reward_models_are_opened_and_encode_a_row(
+    model: Path, write: Write, tmp_path: Path
+) -> None:
+    reward_model = save_reward_model(tmp_path / "reward_model")
+    path = write(ROWS)
+
+    def report(**models: Path) -> Any:
+        named = {name: RewardModelConfig(model_name=str(each)) for name, each in models.items()}
+        config = GrpoRunConfig(
+            run_name="r",
+            policy=policy(model),
+            data=DataConfig(train_path=path),
+            reward=replace(REWARD, models=named),
+        )
+        return validate(config)
+
+    found = report(quality=reward_model)
+    assert found.problems == ()
+    (line,) = [line for line in found.sections["rewards"] if line.startswith("quality")]
+    assert re.search(r": llama on the policy's workers; \d+ tokens for the answer of", line)
+    found = report(causal=model, missing=tmp_path / "none")
+    causal, missing = found.problems
+    assert causal.startswith("reward.models.causal.model_name is") and "no score head" in causal
+    assert missing.startswith("reward.models.missing.model_name is")

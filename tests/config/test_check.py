@@ -133,10 +133,13 @@ def test_the_defaults_are_fine() -> None:
         ),
         ({"reward.timeout_s": 0.0}, "reward.timeout_s is 0.0; it must be above 0"),
         ({"reward.max_error_share": 1.5}, "reward.max_error_share is 1.5; it must be"),
-        ({"reward.functions": {}}, "reward.functions is empty, so nothing scores the completions"),
+        (
+            {"reward.functions": {}},
+            "reward.functions and reward.models are empty, so nothing scores the",
+        ),
         (
             {"reward.functions": {"a": RewardFunctionConfig(path="m.f", weight=0.0)}},
-            "every weight in reward.functions is 0, so the reward is always 0",
+            "every weight in reward.functions and reward.models is 0, so the reward is always 0",
         ),
         (
             {"policy.scheduler.decay_steps": 5, "policy.scheduler.warmup_steps": 5},
@@ -144,6 +147,19 @@ def test_the_defaults_are_fine() -> None:
                 "policy.scheduler.decay_steps is 5, which includes the 5 warm-up steps; it must be"
                 " above 5"
             ),
+        ),
+        (
+            {
+                "policy.scheduler.kind": "wsd",
+                "policy.scheduler.decay_steps": 10,
+                "policy.scheduler.warmup_steps": 4,
+                "policy.scheduler.wsd_decay_steps": 7,
+            },
+            "policy.scheduler.wsd_decay_steps is 7, but only 6 steps are between",
+        ),
+        (
+            {"policy.scheduler.num_cycles": 2, "policy.scheduler.kind": "cosine"},
+            "policy.scheduler.num_cycles is 2, which policy.scheduler.kind cosine_restarts uses",
         ),
         ({"grpo.val_period": 5}, "grpo.val_period is 5, but data.validation_path is not set"),
         (
@@ -195,7 +211,10 @@ def test_sft_does_not_need_what_only_rollouts_need() -> None:
     )
     assert problems(SFT, sft__val_generate=True) == [
         "sft.val_generate is true, but data.validation_path is not set",
-        "sft.val_generate is true, but reward.functions has nothing to score answers with",
+        (
+            "sft.val_generate is true, but reward.functions and reward.models have nothing to score"
+            " answers with"
+        ),
     ]
 
 
@@ -447,3 +466,9 @@ def test_bounds_of_the_importance_correction(keys: dict[str, Any], expected: str
 def test_every_kind_of_importance_correction_has_legal_defaults() -> None:
     for kind in get_args(CorrectionKind):
         assert problems(GRPO, loss_fn__importance_correction__kind=kind) == []
+
+
+def test_adapters_need_target_modules() -> None:
+    (targets,) = problems(SFT, policy__lora__enabled=True, policy__lora__target_modules=())
+    assert targets.startswith("policy.lora.target_modules is empty")
+    assert problems(SFT, policy__lora__enabled=True) == []

@@ -139,7 +139,8 @@ def follow(text: str, values: dict[str, Any], resolved: dict[str, Any]) -> dict[
         pop(values, path)
     for targets, value in renames:
         for index, target in enumerate(targets):
-            put(values, target, value[index] if isinstance(value, list) else value)
+            is_divided = isinstance(value, list) and len(targets) > 1
+            put(values, target, value[index] if is_divided else value)
     wanted = re.search(r"^to be set as well: (.*)$", text, re.MULTILINE)
     for key in wanted[1].split(", ") if wanted else ():
         put(values, key, NEEDED[key])
@@ -272,6 +273,48 @@ def test_keys_of_the_inference_engine_and_of_asynchronous_training(
     assert (OWN_WORKERS in text) == ("async" in name)
 
 
+LORA_LINES = {
+    "trl_sft": [
+        "use_peft: true -> policy.lora.enabled: true",
+        "lora_r -> policy.lora.rank  ",
+        "lora_alpha -> policy.lora.alpha  ",
+        "lora_target_modules -> policy.lora.target_modules  ",
+        "use_rslora -> policy.lora.use_rslora  ",
+        "adapters have no dropout: the log-probs of one policy must agree",
+        "not quantized, so there is no QLoRA: load_in_4bit",
+    ],
+    "verl_sft": [
+        "model.lora_rank -> policy.lora.rank (together with policy.lora.enabled: true)",
+        "model.lora_alpha -> policy.lora.alpha  ",
+    ],
+    "nemo_rl_grpo": [
+        "policy.dtensor_cfg.lora_cfg.enabled: true -> policy.lora.enabled: true",
+        "policy.dtensor_cfg.lora_cfg.dim -> policy.lora.rank  ",
+        "policy.dtensor_cfg.lora_cfg.alpha -> policy.lora.alpha  ",
+    ],
+    "nemo_rl_sft": [
+        "policy.megatron_cfg.peft.enabled: true -> policy.lora.enabled: true",
+        "policy.megatron_cfg.peft.dim -> policy.lora.rank  ",
+        "k_proj and v_proj for linear_qkv",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LORA_LINES)
+def test_keys_of_adapters(name: str) -> None:
+    text = message(CONFIGS / f"{name}.yaml")
+    for line in LORA_LINES[name]:
+        assert line in text, line
+
+
+def test_keys_of_adapters_that_are_off_can_be_deleted() -> None:
+    text = message(CONFIGS / "trl_sft.yaml", "use_peft=false", "lora_dropout=0")
+    assert "policy.lora" not in text
+    deletable = text.split("safe to delete")[1]
+    for key in ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora"):
+        assert key in deletable
+
+
 @pytest.mark.parametrize(
     ("enabled", "is_renamed"), [("true", False), ("false", True), ("null", True)]
 )
@@ -287,6 +330,107 @@ def test_gpus_for_generation_count_only_where_generation_is_not_colocated(
 def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
     text = message(CONFIGS / "nemo_rl_async_grpo.yaml")
     assert "max_new_tokens" not in text and "stop_token_ids" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "lines"),
+    [
+        (
+            "grpo",
+            (
+                "data: {train_files: [a.parquet, b.parquet], prompt_key: q, max_prompt_length: 9}\n"
+                "trainer: {nnodes: 1}\n"
+            ),
+            [
+                "data.train_files -> data.train_path (one file; the others of a list by name in",
+                "data.max_prompt_length -> data.max_prompt_tokens (if filter_overlong_prompts is",
+                "data.prompt_key -> data.columns.prompt  ",
+            ],
+        ),
+        (
+            "sft",
+            (
+                "dataset_name: room/sums\ndataset_config: main\ndataset_text_field: story\n"
+                "datasets: [{path: a}, {path: b}]\nassistant_only_loss: false\n"
+            ),
+            [
+                "dataset_name -> data.train_path (as hf://NAME?split=SPLIT, or a file)",
+                "dataset_text_field -> data.columns.text  ",
+                "assistant_only_loss: false -> data.train_on: all",
+                "hf://NAME?config=CONFIG&split=SPLIT: dataset_config",
+                " in data.train_sets and weights in data.train_weights: datasets",
+            ],
+        ),
+        (
+            "sft",
+            (
+                "learning_rate: 1.0e-5\noptim: adamw_bnb_8bit\n"
+                "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs:\n"
+                "  {num_decay_steps: 9, decay_type: 1-sqrt, warmup_type: cosine}\n"
+            ),
+            [
+                "optim: adamw_bnb_8bit -> policy.optimizer.name: adamw_8bit",
+                "lr_scheduler_type: warmup_stable_decay -> policy.scheduler.kind: wsd",
+                "lr_scheduler_kwargs.num_decay_steps -> policy.scheduler.wsd_decay_steps",
+                "lr_scheduler_kwargs.decay_type: 1-sqrt -> policy.scheduler.wsd_decay_shape: sqrt",
+                "num_cycles and min_ratio: lr_scheduler_kwargs.warmup_type",
+            ],
+        ),
+        (
+            "distill",
+            ("teacher_model_name_or_path: t\nlmbda: 0.5\nbeta: 0.3\nseq_kd: true\nmax_steps: 4\n"),
+            [
+                "teacher_model_name_or_path -> distill.teacher  ",
+                "lmbda -> distill.on_policy_fraction  ",
+                "beta -> distill.jsd_beta  ",
+                "max_steps -> distill.max_num_steps  ",
+                "completions of the teacher: seq_kd",
+            ],
+        ),
+        (
+            "distill",
+            (
+                "distillation: {max_num_steps: 9, topk_logits_k: 64, num_prompts_per_step: 8}\n"
+                "teacher: {model_name: t, precision: bfloat16}\n"
+            ),
+            [
+                "distillation.topk_logits_k -> distill.top_k  ",
+                "teacher.model_name -> distill.teacher  ",
+                "distillation.num_prompts_per_step -> policy.train_global_batch_size  ",
+                "the precision of the policy: teacher.precision",
+            ],
+        ),
+        (
+            "grpo",
+            "grpo: {seed: 1}\ndata: {train: {data_path: a.jsonl, input_key: q, output_key: a}}\n",
+            [
+                "data.train.data_path -> data.train_path  ",
+                "data.train.input_key -> data.columns.prompt  ",
+                "data.train.output_key -> data.columns.answer  ",
+            ],
+        ),
+        (
+            "sft",
+            (
+                "sft: {seed: 1, only_unmask_final: true}\n"
+                "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl}]}\n"
+            ),
+            [
+                "sft.only_unmask_final: true -> data.train_on: last",
+                " in data.train_sets and weights in data.train_weights: data.train",
+            ],
+        ),
+    ],
+)
+def test_keys_of_training_sets_columns_and_schedules(
+    tmp_path: Path, kind: Any, text: str, lines: list[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(kind, path)
+    for line in lines:
+        assert line in str(caught.value), line
 
 
 def test_a_config_that_is_right_without_its_dead_keys_is_still_refused(
@@ -337,9 +481,7 @@ def test_a_single_foreign_key_is_answered_with_the_right_hint() -> None:
     assert (
         unknown_text(job_schema("grpo"), "grpo.seed") == "unknown key grpo.seed; did you mean seed?"
     )
-    assert "prompt and completion together" in unknown_text(
-        job_schema("grpo"), "data.max_prompt_length"
-    )
+    assert "data.max_prompt_tokens" in unknown_text(job_schema("grpo"), "data.max_prompt_length")
     assert "no meaning here" in unknown_text(job_schema("sft"), "logger.log_dir")
     for path in ("critic.optim.lr", "env.math.num_workers", "nothing.num_workers"):
         assert "did you mean" not in unknown_text(job_schema("grpo"), path), path
@@ -382,10 +524,12 @@ def is_key(path: str) -> bool:
 
 def is_legal(path: str, value: str) -> bool:
     """Whether the schema takes the value for the key."""
-    kind: str = "grpo" if type_at(RUN_CONFIGS["grpo"], path) is not None else "sft"
+    kind = next(name for name, config in RUN_CONFIGS.items() if type_at(config, path) is not None)
     plain: dict[str, Any] = {}
     for key in ("run_name", "policy.model_name", "data.train_path"):
         put(plain, key, "x")
+    if path.startswith("reward.models.model."):
+        put(plain, "reward.models.model.model_name", "x")
     put(plain, path, yaml.safe_load(value))
     return not build_config(RUN_CONFIGS[kind], plain, Sources())[1]
 

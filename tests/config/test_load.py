@@ -319,7 +319,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
         ),
         (
             "policy.optimizer={lr: 1, nope: 3}",
-            "unknown key policy.optimizer.nope; policy.optimizer has lr, weight_decay",
+            "unknown key policy.optimizer.nope; policy.optimizer has name, lr",
         ),
         ("~nope", "unknown key nope"),
         ("hydra.run.dir=x", "unknown key hydra.run.dir"),
@@ -327,7 +327,7 @@ def test_each_mistake_in_a_file_has_its_message(write: Write, addition: str, exp
             "policy.optimizer.lr=fast",
             "policy.optimizer.lr is 'fast'; it must be a number (the command line)",
         ),
-        ("policy.optimizer=3", "policy.optimizer is 3; it is a section with keys (lr, "),
+        ("policy.optimizer=3", "policy.optimizer is 3; it is a section with keys (name, "),
         (
             "policy.sequence_packing.algorithm=ffd",
             "concatenative (did you mean first_fit_decreasing?) (the command line)",

@@ -10,7 +10,8 @@ import pytest
 from nemo_like.algorithms.registry import detect_kind, load_config
 from nemo_like.config.errors import ConfigError, Problem, raise_problems
 from nemo_like.config.text import printable, shown_value
-from nemo_like.data.datasets import SFT_ROWS, load_rows
+from nemo_like.data.datasets import SFT_ROWS
+from nemo_like.data.row_loading import load_rows
 from tests.fuzz.cases import BASE_CONFIGS, BOMB
 
 DOUBLING = "\n".join(f"b{n}: '${{b{n + 1}}}${{b{n + 1}}}'" for n in range(40)) + "\nb40: x"

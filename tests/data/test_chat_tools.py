@@ -13,8 +13,9 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, load_rows, question
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, conversation, question
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.row_loading import load_rows
 from nemo_like.data.tools import row_tools
 from tests.data.chat_templates import LLAMA_TOOLS, MISTRAL, QWEN, R1_TOOLS
 from tests.data.test_chat import trained_parts

@@ -20,9 +20,9 @@ from nemo_like.data.datasets import (
     SFT_ROWS,
     RowSchema,
     conversation,
-    load_rows,
     question,
 )
+from nemo_like.data.row_loading import load_rows
 
 USER, ASSISTANT = {"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -149,9 +149,9 @@ GOOD = {"prompt": "a", "answer": "1"}
         ),
         ([GOOD, "", "[1, 2]"], r"jsonl:3: \[1, 2\] \(list\) is not an object with columns"),
         (
-            [{"text": "x", "label": 1}],
+            [{"body": "x", "label": 1}],
             (
-                r"jsonl:1: columns \['label', 'text'\] are no format that is understood."
+                r"jsonl:1: columns \['body', 'label'\] are no format that is understood."
                 r" Understood:"
                 r" messages"
             ),
@@ -216,7 +216,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("empty.jsonl", b"\n", "data.validation_path: .*empty.jsonl has no rows"),
-        ("rows.csv", b"a,b\n", "data.validation_path: .*rows.csv ends in '.csv'; give .jsonl"),
+        ("rows.tsv", b"a\tb\n", "data.validation_path: .*rows.tsv ends in '.tsv'; give .jsonl"),
         ("one.json", b'{"a": 1}', "not a list of objects; one object per line is a .jsonl file"),
         ("lines.json", b'{"a": 1}\n{"a": 2}', "not valid JSON at line 2 column 1: Extra data"),
         ("bad.parquet", b"PAR1", "bad.parquet: not a parquet file"),

@@ -18,8 +18,9 @@ import pytest
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data import encoded_rows
-from nemo_like.data.datasets import PROMPT_ROWS, Rows, load_rows
+from nemo_like.data.datasets import PROMPT_ROWS, Rows
 from nemo_like.data.encoded_rows import EncodedRows
+from nemo_like.data.row_loading import load_rows
 from tests.data.echo_encoding import encode
 
 MODULE = "tests.data.echo_encoding"
@@ -81,7 +82,7 @@ def test_rows_are_those_of_one_process_and_encoded_once(
 def test_rows_above_the_memory_limit_are_read_back_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_rows, "MAX_MEMORY_BYTES", 200)
+    monkeypatch.setattr(encoded_rows, "MAX_MEMORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     texts = [f"row {index}" * (index % 4 + 1) for index in range(50)]
     encoded = opened(rows_of(tmp_path, texts), 0)

@@ -18,7 +18,8 @@ from nemo_like.algorithms.sft.config import SftRunConfig
 from nemo_like.config.batching import StreamableDataConfig as DataConfig
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS, load_rows
+from nemo_like.data.datasets import PROMPT_ROWS, SFT_ROWS
+from nemo_like.data.row_loading import load_rows
 from nemo_like.data.template_limits import check_chat_template, check_prompt_template
 from nemo_like.training.encoding import encode_conversation, encode_question, open_training_rows
 from nemo_like.training.model_files import open_encoder

@@ -420,10 +420,17 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(model_directory: Pat
     worker.submit(requests)
     worker.poll(0.0)
     worker.poll(0.0)
+    partial = worker.partial_tokens()
     assert worker.abort() == 4, "two rows of the first batch have two tokens each"
+    assert worker.partial_tokens() == {}
     assert worker.poll(0.0).num_unfinished == 0
     worker.submit(requests)
-    assert sorted(worker.poll(60.0).request_ids.tolist()) == [0, 1, 2, 3, 4]
+    progress = worker.poll(60.0)
+    assert sorted(progress.request_ids.tolist()) == [0, 1, 2, 3, 4]
+    assert len(partial) == 2
+    for request_id, row in zip(progress.request_ids, progress.completions.token_ids, strict=True):
+        if request_id in partial:
+            assert partial[request_id] == row[:2].tolist()
 
 
 def test_waiting_requests_of_several_calls_are_decoded_in_one_batch(model_directory: Path) -> None:

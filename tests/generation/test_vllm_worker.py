@@ -324,8 +324,12 @@ def test_aborted_requests_are_gone_and_their_tokens_counted(engine: Engine) -> N
     requests = GenerationRequests(ids, prompts, _seeds(5), sampling, MAX_LENGTH)
     engine.worker.submit(requests)
     sampled = sum(engine.worker.poll(0.0).num_tokens for _ in range(4))
+    partial = engine.worker.partial_tokens()
     aborted = engine.worker.abort()
     assert 0 < aborted <= sampled
+    assert set(partial) <= set(ids.tolist())
+    assert sum(map(len, partial.values())) == aborted
+    assert engine.worker.partial_tokens() == {}
     assert engine.worker.poll(0.0).num_unfinished == 0
     engine.worker.submit(requests)
     assert sorted(engine.worker.poll(60.0).request_ids.tolist()) == ids.tolist()

@@ -3,6 +3,7 @@ cannot poison anything.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +129,28 @@ def test_nll_is_the_mean_over_the_global_batch(normalization: Normalization):
         expected = torch.stack([row.mean() for row in picked if len(row)]).mean()
     assert value == pytest.approx(float(expected), rel=1e-6)
     assert metrics["policy/loss"] == pytest.approx(value, rel=1e-6)
+
+
+def test_the_loss_of_each_source_is_the_mean_over_its_tokens():
+    rows = make_rows([5, 2, 7, 4], seed=3)
+    sources = [2, 0, 2, 0]
+    loss = NllLoss(sources=("web", "code", "math"))
+    parts = []
+    for part in ([0, 1], [2, 3]):
+        chosen = [rows[index] for index in part]
+        inputs = to_inputs(chosen, [row["policy_logprobs"] for row in chosen])
+        column = torch.tensor([sources[index] for index in part])
+        parts.append(loss(replace(inputs, row_columns={"source": column})).fetch_metrics())
+    metrics = metric_values(merge_metrics(parts))
+    assert {name for name in metrics if "source" in name} == {
+        "policy/source_web/loss",
+        "policy/source_math/loss",
+    }
+    for index, name in ((0, "web"), (2, "math")):
+        own = [row for row, source in zip(rows, sources, strict=True) if source == index]
+        picked = torch.cat([-row["policy_logprobs"][row["token_mask"]] for row in own])
+        expected = pytest.approx(float(picked.mean()), rel=1e-6)
+        assert metrics[f"policy/source_{name}/loss"] == expected
 
 
 def single(

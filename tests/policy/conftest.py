@@ -27,14 +27,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def rank_pool() -> Iterator[ProcessPoolExecutor]:
-    """Up to four processes, started when they are needed from one that has imported everything.
+    """Up to four processes, started when they are needed from one that has imported everything, see
+    tests/conftest.py.
 
     Each module has its own: gloo leaves about ten threads per process group in a process, and these
     poll, so that processes of many tests slow down every other one.
     """
     method = multiprocessing.get_context("forkserver")
-    # The modules of all pools: the server is started once, and imports what the first pool names.
-    method.set_forkserver_preload(["tests.policy.megatron.ranks"])
     with ProcessPoolExecutor(4, mp_context=method) as pool:
         yield pool
 

@@ -34,8 +34,10 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from tests.policy.tiny import (
     ARCHITECTURES,
     context,
+    predictable_batch,
     random_batch,
     relative_error,
+    row_accuracy,
     row_loss,
     run_ranks,
     saved_tensors,
@@ -138,12 +140,14 @@ def gradient_of(
 def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
     architecture, model_dir, tmp_path
 ):
-    batch = random_batch(LENGTHS)
     model = AutoModelForCausalLM.from_pretrained(
         model_dir(architecture), attn_implementation="eager"
     )
+    batch = predictable_batch(model, LENGTHS)
     loss = row_loss(model, batch)
     loss.backward()
+    accuracy = row_accuracy(model, batch)
+    assert 0.2 < accuracy < 0.8
     expected = {
         name: parameter.grad
         for name, parameter in model.named_parameters()
@@ -156,6 +160,7 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
         )
         assert relative_error(found, expected) < TOLERANCE, name
         assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=TOLERANCE), name
+        assert metrics["policy/token_accuracy"] == pytest.approx(accuracy), name
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), name
 
 

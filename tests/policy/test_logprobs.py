@@ -3,6 +3,8 @@ rank or several.
 """
 
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_values_and_gradients_equal_the_naive_ones(
         return torch.autograd.grad(loss, parameters)
 
     expected = naive_logprobs(hidden, weight, labels, temperature, bias if with_bias else None)
-    logprobs, entropy, _ = token_logprobs(
+    logprobs, entropy, *_ = token_logprobs(
         hidden,
         weight,
         labels,
@@ -81,7 +83,7 @@ def test_values_and_gradients_equal_the_naive_ones(
 
 def test_without_entropy_none_is_computed_and_the_gradient_is_the_same():
     hidden, weight, _, labels = random_inputs(11, 8, 33)
-    logprobs, entropy, _ = token_logprobs(hidden, weight, labels, chunk_size=4)
+    logprobs, entropy, *_ = token_logprobs(hidden, weight, labels, chunk_size=4)
     assert entropy is None
     expected, _ = naive_logprobs(hidden, weight, labels, 1.0)
     found = torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -94,7 +96,9 @@ def test_impossible_tokens_leave_values_and_gradients_finite():
     hidden, weight, _, labels = random_inputs(6, 8, 33)
     bias = torch.zeros(33)
     bias[20:] = float("-inf")
-    logprobs, entropy, _ = token_logprobs(hidden, weight, labels % 20, with_entropy=True, bias=bias)
+    logprobs, entropy, *_ = token_logprobs(
+        hidden, weight, labels % 20, with_entropy=True, bias=bias
+    )
     assert entropy is not None
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in (logprobs, entropy, *gradients))
@@ -103,7 +107,7 @@ def test_impossible_tokens_leave_values_and_gradients_finite():
 
 def test_half_precision_hidden_states_give_float32_logprobs_near_the_exact_ones():
     hidden, weight, _, labels = random_inputs(40, 16, 64, dtype=torch.bfloat16)
-    logprobs, _, _ = token_logprobs(hidden, weight, labels, chunk_size=16)
+    logprobs, *_ = token_logprobs(hidden, weight, labels, chunk_size=16)
     exact, _ = naive_logprobs(hidden.float(), weight.float(), labels, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.1)
@@ -135,7 +139,7 @@ def test_compiled_passes_give_the_same_values_and_gradients(is_filtered):
             token_filter=token_filter,
             compile=compile,
         )
-        found = [output for output in outputs if output is not None]
+        found = [output for output in outputs if isinstance(output, Tensor)]
         token_weights = torch.linspace(-1, 1, num_tokens)
         loss = sum(((token_weights * output).sum() for output in found), torch.zeros(()))
         gradients = torch.autograd.grad(loss, (hidden, weight))
@@ -199,7 +203,7 @@ def test_peak_memory_is_a_fraction_of_the_naive_one():
         torch.stack(naive_logprobs(hidden, weight, labels, 1.0)).sum().backward()
     assert naive.peak > 3 * all_logits
     with Recorder() as chunked:
-        logprobs, entropy, _ = token_logprobs(
+        logprobs, entropy, *_ = token_logprobs(
             hidden, weight, labels, chunk_size=128, with_entropy=True
         )
         assert entropy is not None
@@ -228,7 +232,7 @@ def test_a_vocabulary_spread_over_ranks_gives_the_same(
             tensor.detach().clone().requires_grad_()
             for tensor in (hidden, weight[rows], bias[rows])
         ]
-        logprobs, entropy, _ = token_logprobs(
+        logprobs, entropy, *_ = token_logprobs(
             leaves[0],
             leaves[1],
             labels,
@@ -274,7 +278,7 @@ def test_no_rank_holds_logits_of_the_full_vocabulary_and_collectives_are_two():
         with Recorder() as recorder:
             shard = VocabShard(group, start=group.rank() * len(rows))
             leaf = hidden.detach().requires_grad_()
-            logprobs, entropy, _ = token_logprobs(
+            logprobs, entropy, *_ = token_logprobs(
                 leaf, rows, labels, chunk_size=chunk_size, with_entropy=True, vocab=shard
             )
             assert entropy is not None
@@ -292,7 +296,7 @@ def test_the_parts_of_the_hidden_gradient_add_up_where_the_caller_sums_them():
     def grad(group: dist.ProcessGroup, partial: bool) -> Tensor:
         rows, leaf = weight.detach().chunk(2)[group.rank()], hidden.detach().requires_grad_()
         shard = VocabShard(group, 17 * group.rank(), partial_hidden_grad=partial)
-        logprobs, _, _ = token_logprobs(leaf, rows, labels, vocab=shard)
+        logprobs, *_ = token_logprobs(leaf, rows, labels, vocab=shard)
         return torch.autograd.grad(logprobs.sum(), leaf)[0]
 
     full, same = run_thread_ranks(2, lambda group: grad(group, partial=False))
@@ -310,7 +314,7 @@ def test_a_rank_whose_tokens_are_all_impossible_adds_nothing():
     def score(group: dist.ProcessGroup) -> tuple[Tensor, ...]:
         rows = weight.detach().chunk(2)[group.rank()].clone().requires_grad_()
         shard = VocabShard(group, 16 * group.rank())
-        logprobs, entropy, _ = token_logprobs(
+        logprobs, entropy, *_ = token_logprobs(
             hidden.detach(),
             rows,
             labels,
@@ -370,9 +374,9 @@ def filtered_by_definition(
     return filtered.gather(1, index).squeeze(1), entropy, unfiltered.gather(1, index).squeeze(1)
 
 
-def filtered_loss(outputs: tuple[Tensor | None, ...], with_entropy: bool) -> Tensor:
+def filtered_loss(outputs: Sequence[Any], with_entropy: bool) -> Tensor:
     """A loss of all outputs with another weight at each position."""
-    filtered, entropy, unfiltered = outputs
+    filtered, entropy, unfiltered, *_ = outputs
     assert filtered is not None and unfiltered is not None
     token_weights = torch.linspace(-1, 1, len(filtered), dtype=filtered.dtype)
     loss = (token_weights * filtered).sum() + 0.7 * (token_weights.square() * unfiltered).sum()
@@ -468,3 +472,47 @@ def test_filtered_logprobs_need_a_few_chunks_and_no_collective_of_vocabulary_siz
         outputs.logprobs.sum().backward()
     assert recorder.largest <= 2 * one_chunk
     assert recorder.peak < 6 * one_chunk
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    chunk_size=st.sampled_from([3, 24]),
+    with_entropy=st.booleans(),
+    cuts=st.one_of(st.none(), st.lists(st.integers(0, 33), min_size=1, max_size=2).map(sorted)),
+    token_filter=st.sampled_from([None, SamplingFilter(top_k=3)]),
+    seed=st.integers(0, 1000),
+)
+def test_labels_with_the_largest_logit_are_marked(
+    chunk_size, with_entropy, cuts, token_filter, seed
+):
+    """As argmax in float64 does, on one rank and with a vocabulary sharded unevenly."""
+    num_tokens = 20
+    hidden, weight, _, labels = random_inputs(num_tokens, 8, 33, seed=seed)
+    best = (hidden.detach().double() @ weight.detach().double().t()).argmax(-1)
+    labels = labels.where(torch.arange(num_tokens) % 2 == 0, best)
+    bounds = [0, *(cuts or []), 33]
+
+    def score(group: dist.ProcessGroup | None) -> Tensor:
+        start, stop = (0, 33) if group is None else bounds[group.rank() : group.rank() + 2]
+        outputs = token_logprobs(
+            hidden,
+            weight.detach()[start:stop],
+            labels,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+            vocab=None if group is None else VocabShard(group, start),
+            token_filter=token_filter,
+        )
+        assert outputs.is_argmax is not None and not outputs.is_argmax.requires_grad
+        return outputs.is_argmax
+
+    for found in [score(None)] if cuts is None else run_thread_ranks(len(bounds) - 1, score):
+        assert found.tolist() == (labels == best).tolist()
+
+
+def test_each_of_several_largest_logits_is_marked():
+    hidden = torch.tensor([[1.0], [1.0], [1.0], [-1.0]])
+    weight = torch.tensor([[2.0], [0.0], [2.0]])
+    outputs = token_logprobs(hidden, weight, torch.tensor([0, 1, 2, 1]))
+    assert outputs.is_argmax is not None
+    assert outputs.is_argmax.tolist() == [True, False, True, True]

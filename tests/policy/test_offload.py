@@ -149,7 +149,10 @@ def train_with_and_without_offload(
                 # `offload` does nothing on the CPU.
                 each.move_to_host()
                 assert storage_bytes(each._resident_tensors()) == 0
-                pointers.append(tuple(buffer_pointers(each._host_memory)))
+                memories = (each._constant_memory, each._host_memory)
+                buffers = [pointer for memory in memories for pointer in buffer_pointers(memory)]
+                assert buffers
+                pointers.append(tuple(buffers))
             with pytest.raises(RuntimeError, match="is offloaded; call onload first"):
                 engines[0].is_finite()
             for each in engines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -101,7 +102,7 @@ def save_tiny_model(directory: Path, architecture: str) -> Path:
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", unk_token="<unk>"
     ).save_pretrained(directory)
     return directory
 
@@ -157,6 +158,38 @@ def row_loss(model: PreTrainedModel, batch: BatchedDataDict) -> Tensor:
         trained = torch.from_numpy(mask[1:].astype(bool))
         total, count = total - logprobs[trained].sum(), count + int(trained.sum())
     return total / count
+
+
+@torch.no_grad()
+def predictable_batch(model: PreTrainedModel, lengths: list[int], seed: int = 0) -> BatchedDataDict:
+    """`random_batch`, with about half of the tokens replaced by those that `model` predicts."""
+    batch = random_batch(lengths, seed)
+    rows = [torch.from_numpy(row.astype(np.int64)) for row in batch["input_ids"]]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    is_predicted = np.random.default_rng(seed).random(padded.shape[1]) < 0.5
+    for position in range(1, padded.shape[1]):
+        if is_predicted[position]:
+            padded[:, position] = model(padded[:, :position]).logits[:, -1].argmax(-1)
+    tokens = [row[:length] for row, length in zip(padded.numpy(), lengths, strict=True)]
+    batch["input_ids"] = Jagged.from_rows(tokens, np.int32)
+    return batch
+
+
+@torch.no_grad()
+def row_accuracy(model: PreTrainedModel, batch: BatchedDataDict) -> float:
+    """Share of the trained tokens that are the argmax of plain transformers in float64."""
+    model = copy.deepcopy(model).double()
+    num_correct, count = 0, 0
+    for ids, mask, is_trained in zip(
+        batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
+    ):
+        if is_trained and len(ids) > 1:
+            input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+            predicted = model(input_ids).logits[0, :-1].argmax(-1)
+            trained = torch.from_numpy(mask[1:].astype(bool))
+            num_correct += int((predicted == input_ids[0, 1:])[trained].sum())
+            count += int(trained.sum())
+    return num_correct / count
 
 
 def context(rank: int = 0, world_size: int = 1, meeting: Path | None = None) -> WorkerContext:

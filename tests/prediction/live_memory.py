@@ -14,6 +14,7 @@ from nemo_like.config.schema import ActivationCheckpointing
 from nemo_like.policy.activation_checkpointing import checkpoint_layers
 from nemo_like.policy.dtensor.groups import Groups
 from nemo_like.policy.dtensor.model import LogprobModel, decoder_layers
+from nemo_like.policy.dtensor.vocab_head import VocabularyHead
 from nemo_like.policy.model_inputs import ModelInputs
 
 
@@ -44,7 +45,9 @@ def peak_bytes(
     checkpointing: ActivationCheckpointing,
 ) -> int:
     """Peak of what a step needs besides weights and gradients."""
-    logprob_model = LogprobModel(model, chunk_size, Groups())
+    groups = Groups()
+    head = VocabularyHead(model, groups, chunk_size, compile=False)
+    logprob_model = LogprobModel(model, head, groups)
     if checkpointing != "none":
         checkpoint_layers(decoder_layers(model), checkpointing)
     for parameter in logprob_model.parameters():

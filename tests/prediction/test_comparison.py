@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import BatchPlan, PlanSpec
 from nemo_like.integer_math import round_up
@@ -17,6 +19,7 @@ from nemo_like.prediction.comparison import compare
 from nemo_like.prediction.lengths import RowLengths
 from nemo_like.prediction.memory import Placement
 from nemo_like.prediction.plan_report import PlanReport, PlanRequest, make_plan, max_useful_tokens
+from nemo_like.prediction.step_time import min_microbatch_tokens, train_passes
 
 COST = CostModel(linear=50.0, quadratic=1.0)
 
@@ -162,3 +165,14 @@ def test_a_small_microbatch_takes_as_long_as_moving_the_weights():
 
 def sharded(dp: int) -> Placement:
     return Placement(parallel_layout=ParallelLayout(dp=dp))
+
+
+def test_frozen_weights_need_less_work_and_less_communication():
+    full = sharded(2)
+    lora = replace(full, lora=LoraConfig(enabled=True))
+    # 4 bytes against 4 FLOPs, and not 8 bytes against 6.
+    tokens = min_microbatch_tokens(full, 7_000_000_000)
+    assert min_microbatch_tokens(lora, 7_000_000_000) == pytest.approx(0.75 * tokens)
+    assert [train_passes(each) for each in (full, lora)] == [3, 2]
+    recomputed = replace(lora, activation_checkpointing="full")
+    assert train_passes(recomputed) == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from nemo_like.algorithms.dpo.loop import run_dpo
 from nemo_like.algorithms.grpo.loop import run_grpo
 from nemo_like.algorithms.sft.loop import run_sft
+from nemo_like.cli import main
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
 from tests.recipe import Recipe
@@ -28,12 +31,14 @@ def write_sources(recipe: Recipe) -> Path:
     return path
 
 
-def test_answers_are_scored_by_set_and_by_source(recipe: Recipe) -> None:
+def test_answers_are_scored_by_set_and_by_source(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     mixed = write_sources(recipe)
     options = (
         *QUIET,
         "grpo.max_num_steps=1",
-        "grpo.val_at_start=false",
+        "grpo.val_at_start=true",
         "grpo.val_num_samples=4",
         "grpo.val_temperature=1.0",
         "grpo.val_pass_reward=0.9",
@@ -44,7 +49,9 @@ def test_answers_are_scored_by_set_and_by_source(recipe: Recipe) -> None:
     )
     config = recipe.grpo(*options)
     assert not validate(config).problems
-    metrics = run_grpo(config).last
+    result = run_grpo(config)
+    _check_eval(recipe, capsys, "grpo", result.first)
+    metrics = result.last
     for prefix in ("validation", "validation/same"):
         assert 0 < metrics[f"{prefix}/reward_mean"] <= 1
         for name in ("reward_mean", "avg_at_4", "pass_at_2", "digits_mean"):
@@ -62,19 +69,46 @@ def test_answers_are_scored_by_set_and_by_source(recipe: Recipe) -> None:
         run_grpo(config)
 
 
-def test_losses_are_those_of_each_set(recipe: Recipe) -> None:
+def _check_eval(
+    recipe: Recipe,
+    capsys: pytest.CaptureFixture[str],
+    run: str,
+    metrics: Mapping[str, float],
+    *options: str,
+) -> None:
+    """Compare `nemo-like eval` of the initial model with the validation before the first step."""
+    # The resolved config has the overrides of the run.
+    config = recipe.folder / run / "config.yaml"
+    capsys.readouterr()
+    assert main(["eval", "--from-config", str(config), "--json", "--device", "cpu", *options]) == 0
+    found: dict[str, float] = {}
+    for name, results in json.loads(capsys.readouterr().out)["sets"].items():
+        prefix = "validation/" if name == "data" else f"validation/{name}/"
+        for source, values in {"": results["metrics"], **results["sources"]}.items():
+            area = f"{prefix}source_{source}/" if source else prefix
+            for metric, estimate in values.items():
+                found[area + metric] = estimate["value"]
+    expected = {name: value for name, value in metrics.items() if name.startswith("validation/")}
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_losses_are_those_of_each_set(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     other = recipe.folder / "other.jsonl"
     lines = (recipe.demo / "validation.jsonl").read_text().splitlines()
     other.write_text("\n".join(lines[40:50]) + "\n")
     same = recipe.demo / "validation.jsonl"
-    options = (*QUIET, "sft.max_num_steps=1", "sft.val_period=1", "sft.val_at_start=false")
-    metrics = run_sft(
-        recipe.sft(*options, f"data.validation_sets={{same: {same}, other: {other}}}")
-    ).last
+    options = (*QUIET, "sft.max_num_steps=1", "sft.val_period=1", "sft.val_at_start=true")
+    result = run_sft(recipe.sft(*options, f"data.validation_sets={{same: {same}, other: {other}}}"))
+    metrics = result.last
     assert metrics["validation/same/loss"] == metrics["validation/loss"]
     alone = run_sft(recipe.sft(*options, f"data.validation_path={other}", "run_name=alone")).last
-    assert metrics["validation/other/loss"] == alone["validation/loss"]
-    assert metrics["validation/other/loss"] != metrics["validation/loss"]
+    for name in ("loss", "perplexity", "token_accuracy"):
+        assert metrics[f"validation/other/{name}"] == alone[f"validation/{name}"]
+        assert metrics[f"validation/other/{name}"] != metrics[f"validation/{name}"]
+    for prefix in ("validation", "policy"):
+        assert metrics[f"{prefix}/perplexity"] == math.exp(metrics[f"{prefix}/loss"])
+    assert 0 < metrics["policy/token_accuracy"] < 1
+    _check_eval(recipe, capsys, "sft", result.first, "--perplexity")
 
 
 def test_preferences_are_compared_in_each_set(recipe: Recipe) -> None:

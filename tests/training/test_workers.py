@@ -13,7 +13,8 @@ from nemo_like.generation.hf_worker import HFGenerationWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.policy.worker import PolicyWorker
 from nemo_like.policy.worker_protocol import PolicyWorkerProtocol
-from nemo_like.training.workers import RolloutWorkers, RunWorkers
+from nemo_like.training.rollout_workers import RolloutWorkers
+from nemo_like.training.workers import RunWorkers
 
 NO_POLICY = cast(Policy, None)
 NO_REWARDS = cast(RewardEnvironment, None)

@@ -674,8 +674,6 @@ def test_process_groups_give_the_steps_of_simulated_ranks(
 ) -> None:
     cases = gloo_cases(num_ranks)
     context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(["torch.distributed"])
     with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
         futures = [
             pool.submit(run_rank, rank, num_ranks, tmp_path / "meeting", cases)

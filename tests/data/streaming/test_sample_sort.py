@@ -144,7 +144,6 @@ def random_case(world_size: int, seed: int) -> tuple[list[Rows], bool, int]:
 def test_processes(world_size: int, tmp_path: Path) -> None:
     cases = [random_case(world_size, seed) for seed in range(80)]
     method = multiprocessing.get_context("forkserver")
-    method.set_forkserver_preload(["torch.distributed"])
     with ProcessPoolExecutor(world_size, mp_context=method) as pool:
         futures = [
             pool.submit(run_process_rank, str(tmp_path / "rendezvous"), rank, cases)

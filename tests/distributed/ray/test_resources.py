@@ -37,6 +37,21 @@ def test_the_request_of_a_config() -> None:
     assert (with_gpus.num_workers, with_gpus.per_node) == (8, Resources(32, 8))
 
 
+def test_workers_of_reward_models_need_room_beside_the_generator() -> None:
+    config = ClusterConfig(workers_per_node=2, generation_workers=2)
+    requested = ResourceRequest.from_config(
+        config, generates=True, workers_per_replica=2, num_extra_workers=3
+    )
+    assert requested.num_extra == 3 and requested.bundle == Resources(1, 0)
+    assert requested.fits([node("a", 2), node("b", 2), node("c", 3)])
+    assert requested.fits([node("a", 7)])
+    # The last core of a node of three is none for a replica of two, but for a single worker.
+    assert requested.fits([node("a", 3), node("b", 3), node("c", 1)])
+    assert not requested.fits([node("a", 3), node("b", 1), node("c", 3)][:2])
+    assert not requested.fits([node("a", 6)])
+    assert "3 CPU for reward.models.NAME.num_workers 3 in all" in requested.describe([])
+
+
 @pytest.mark.parametrize("key", ["num_nodes", "workers_per_node", "cpus_per_worker"])
 def test_counts_that_are_not_positive_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"cluster.{key} is 0; it must be above 0"):

@@ -38,13 +38,16 @@ from nemo_like.metrics import metric_values
 from nemo_like.policy.batching import plan_spec
 from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.parameters import local_shard
+from nemo_like.policy.logprob_store import LogprobHandle
 from nemo_like.policy.worker import PolicyWorker
 from tests.policy.test_gradient_equality import POLICY_GRADIENT
 from tests.policy.tiny import (
     ARCHITECTURES,
     compute_and_fetch,
     context,
+    predictable_batch,
     random_batch,
+    row_accuracy,
     row_loss,
     run_ranks,
     saved_tensors,
@@ -76,8 +79,13 @@ LAYOUTS = {
     "dp 4, replicas 2": (4, ParallelConfig(replicas=2)),
 }
 MODELS = (*ARCHITECTURES, "llama_biased")
-MODELS_OF_FOUR_RANKS = ("qwen3_window", "qwen2_tied", "llama_biased")
-"""Each kind of weight and of attention once: four ranks cost more."""
+MODELS_OF_FOUR_RANKS = {
+    "dp 2 x tp 2": ("qwen2_tied", "llama_biased"),
+    "tp 2 x cp 2": ("qwen3_window",),
+    "tp 2 x cp 2, sequence": ("qwen3_window", "llama_biased"),
+    "dp 4, replicas 2": ("qwen2_tied",),
+}
+"""Four ranks cost more: each kind of weight and of attention in one or two of these layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +118,13 @@ class Rank:
         self.parallel = parallel
         self.parallel_layout = build_layout(parallel, worker_context.world_size)
 
-    def worker(self, config: PolicyConfig) -> PolicyWorker:
+    def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
         engine = DTensorEngine(
             config,
             torch.device("cpu"),
             self.parallel_layout,
             self.rank,
-            trainable=True,
+            **{"trainable": True, **options},
         )
         return PolicyWorker(config, engine, None)
 
@@ -149,6 +157,7 @@ def gradients(
     worker: PolicyWorker,
     shard: SlicedDataDict,
     loss: Loss = NllLoss(),  # noqa: B008  (immutable)
+    handle: LogprobHandle | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradient of one step that leaves every weight as it is, and the step's metrics."""
     engine: Any = worker._policy
@@ -159,12 +168,14 @@ def gradients(
         return DTensorEngine.optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
-    (metrics,) = worker.train(shard, None, loss)
+    (metrics,) = worker.train(shard, None, loss, handle)
     del engine.optimizer_step
     return found, metric_values(metrics)
 
 
-def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
+def look(
+    rank: Rank, model: str, batch: BatchedDataDict, predictable: BatchedDataDict
+) -> dict[str, Any]:
     """Gradient in both layouts, and recomputed; outputs and isolation."""
     worker = rank.worker(dataclasses.replace(PACKED, model_name=model))
     shards = {
@@ -185,6 +196,10 @@ def look(rank: Rank, model: str, batch: BatchedDataDict) -> dict[str, Any]:
         for ids, row in zip(rows[name], map(np.asarray, outputs[name]), strict=True)
     ]
     found["kept"], found["sent"] = evaluate_both_ways(worker, rank, batch)
+    found["accuracy"] = [
+        worker.evaluate(rank.shard(config, predictable), NllLoss())["policy/token_accuracy"].value
+        for config in (PACKED, DYNAMIC)
+    ]
     found["isolation"] = [worker.probe_isolation()]
     worker.config = DYNAMIC
     found["isolation"].append(worker.probe_isolation())
@@ -227,6 +242,7 @@ def program(
     models: Mapping[str, str],
     trained: str,
     straight: Path,
+    predictable: BatchedDataDict,
     out: Path,
 ) -> dict[str, Any]:
     """Every operation of a layout."""
@@ -234,7 +250,9 @@ def program(
     process_groups.init_process_group(worker_context)
     try:
         batch = random_batch(LENGTHS)
-        found: dict[str, Any] = {name: look(rank, model, batch) for name, model in models.items()}
+        found: dict[str, Any] = {
+            name: look(rank, model, batch, predictable) for name, model in models.items()
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 parallel_layout_module, "MAX_UNSHARDED_BYTES", 0
@@ -281,6 +299,16 @@ def straight(models, tmp_path_factory) -> tuple[list[float], Path]:
     return losses, out
 
 
+@pytest.fixture(scope="module")
+def predictable(models) -> tuple[BatchedDataDict, float]:
+    """Rows of which `qwen2_tied` predicts a part, and the share of trained tokens it predicts."""
+    model = AutoModelForCausalLM.from_pretrained(models("qwen2_tied"), attn_implementation="eager")
+    batch = predictable_batch(model, LENGTHS)
+    accuracy = row_accuracy(model, batch)
+    assert 0.2 < accuracy < 0.8
+    return batch, accuracy
+
+
 def expected_of(
     model: str, batch: BatchedDataDict
 ) -> tuple[dict[str, np.ndarray], float, dict[bytes, np.ndarray]]:
@@ -318,9 +346,11 @@ def worst(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, tmp_path):
+def test_a_layout_changes_nothing(
+    layout, models, straight, predictable, rank_pool, meeting, tmp_path
+):
     world_size, parallel = LAYOUTS[layout]
-    names = MODELS if world_size == 2 else MODELS_OF_FOUR_RANKS
+    names = MODELS_OF_FOUR_RANKS.get(layout, MODELS)
     straight_losses, straight_dir = straight
     paths = {name: models(name) for name in names}
     ranks = run_ranks(
@@ -332,8 +362,12 @@ def test_a_layout_changes_nothing(layout, models, straight, rank_pool, meeting, 
         paths,
         models("qwen3_tied"),
         straight_dir,
+        predictable[0],
         tmp_path,
     )
+    for rank in ranks:
+        if "qwen2_tied" in names:
+            assert rank["qwen2_tied"]["accuracy"] == pytest.approx([predictable[1]] * 2)
     batch = random_batch(LENGTHS)
     for name in names:
         gradient, loss, outputs = expected_of(paths[name], batch)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.parallel import build_layout
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.data.planning.plan import plan_batch
@@ -78,10 +79,9 @@ class OnRanks(Protocol):
 @contextmanager
 def open_pool() -> Iterator[ProcessPoolExecutor]:
     """Up to MAX_RANKS processes, started when they are needed from one that has imported
-    everything.
+    everything, see tests/conftest.py.
     """
     method = multiprocessing.get_context("forkserver")
-    method.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(MAX_RANKS, mp_context=method) as pool:
         yield pool
 
@@ -122,7 +122,9 @@ class Rank:
     device: torch.device
     groups: Groups
 
-    def engine(self, config: PolicyConfig, *, trainable: bool = True) -> RecordingEngine:
+    def engine(
+        self, config: PolicyConfig, *, trainable: bool = True, head: OutputHead = "vocabulary"
+    ) -> RecordingEngine:
         return RecordingEngine(
             config,
             self.device,
@@ -130,10 +132,11 @@ class Rank:
             self.context.rank,
             groups=self.groups,
             trainable=trainable,
+            head=head,
         )
 
-    def worker(self, config: PolicyConfig) -> PolicyWorker:
-        return PolicyWorker(config, self.engine(config), None)
+    def worker(self, config: PolicyConfig, **options: Any) -> PolicyWorker:
+        return PolicyWorker(config, self.engine(config, **options), None)
 
     def shard(self, config: PolicyConfig, worker: PolicyWorker, batch: BatchedDataDict) -> Any:
         """Rows of `batch` on this rank, with their plan."""

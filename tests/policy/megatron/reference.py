@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from nemo_like.config.schema import PolicyConfig
 from tests.policy.megatron.ranks import NUM_STEPS, Gradients, StepResult, as_tensors
 from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
-from tests.policy.tiny import random_batch, relative_error, row_loss
+from tests.policy.tiny import random_batch, relative_error, row_accuracy, row_loss
 
 
 def transformers_gradients(model_name: str) -> tuple[Gradients, float]:
@@ -28,6 +30,13 @@ def transformers_gradients(model_name: str) -> tuple[Gradients, float]:
     return gradients, loss.item()
 
 
+@cache
+def transformers_accuracy(model_name: str) -> float:
+    """Return the token accuracy on `random_batch`, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="eager")
+    return row_accuracy(model, random_batch(LENGTHS))
+
+
 class TrainedReference(NamedTuple):
     """`NUM_STEPS` optimizer steps."""
 
@@ -37,10 +46,14 @@ class TrainedReference(NamedTuple):
 
 
 def train_transformers(config: PolicyConfig) -> TrainedReference:
-    """Train transformers with torch's AdamW, weight decay on matrices only."""
+    """Train transformers with torch's AdamW, except for frozen weights; only matrices decay."""
     model = AutoModelForCausalLM.from_pretrained(config.model_name, attn_implementation="eager")
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatchcase(name, pattern) for pattern in config.freeze):
+            parameter.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": config.optimizer.weight_decay},

@@ -36,6 +36,7 @@ from tests.policy.megatron.ranks import (
 from tests.policy.megatron.reference import (
     assert_same_logprobs,
     assert_step_is,
+    transformers_accuracy,
     transformers_gradients,
 )
 from tests.policy.test_filtered_policy import (
@@ -89,6 +90,8 @@ def test_every_layout_gives_the_gradient_of_transformers_on_unpadded_rows(
         results = [steps_of_rank[index] for steps_of_rank in ranks]
         gradients, loss = expected(architecture)
         assert_step_is(results, gradients, loss, (architecture, layout))
+        accuracy = transformers_accuracy(model_dir(architecture))
+        assert results[-1].metrics["policy/token_accuracy"] == pytest.approx(accuracy)
 
 
 def test_layers_and_heads_that_do_not_divide_evenly(on_ranks, tmp_path):

@@ -1,0 +1,294 @@
+"""Mixtures: shares within one row at every prefix, exact resume, and the steps of an epoch."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.loader import LastBatch, RowLoader
+from nemo_like.data.mixture import Mixture, MixtureOrder, SourceSchedule, open_order
+from nemo_like.data.row_order import Curriculum, RowOrder
+from nemo_like.data.row_sketch import RowSketch
+
+WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 0.5, 0.3, 0.2, 0.01, 0.17, 40]), min_size=1)
+
+
+class NumberedRows:
+    """Rows that are their own index; those with a remainder of 0 by `drop_every` are dropped."""
+
+    def __init__(self, digests: np.ndarray, drop_every: int = 0) -> None:
+        self.digests = digests
+        self._drop_every = drop_every
+
+    def fetch(self, rows) -> list[int | None]:
+        return [None if self.is_dropped(row) else row for row in rows]
+
+    def is_dropped(self, row: int) -> bool:
+        return self._drop_every > 0 and row % self._drop_every == 0
+
+    def location(self, row: int) -> str:
+        return f"row {row}"
+
+
+def digests(num_rows: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**64, num_rows, dtype=np.uint64)
+
+
+def assert_shares(sources: np.ndarray, weights: list[float]) -> None:
+    """After n rows each source has given its share of n, to within one row, for every n."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    total = sum(fractions)
+    for source, fraction in enumerate(fractions):
+        share = fraction / total
+        counts = np.cumsum(sources == source).tolist()
+        for num_rows, count in enumerate(counts, 1):
+            assert abs(count - share * num_rows) < 1, (source, num_rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=WEIGHTS.map(lambda weights: weights[:12]), start=st.integers(0, 700))
+def test_every_prefix_has_the_shares_of_the_weights(weights: list[float], start: int) -> None:
+    sources = SourceSchedule(weights).sources(0, 900)
+    assert_shares(sources, weights)
+    # Another schedule that begins anywhere continues with the same sources and counts.
+    later = SourceSchedule(weights)
+    assert later.sources(start, 900).tolist() == sources[start:].tolist()
+    expected = np.bincount(sources[:start], minlength=len(weights))
+    assert later.counts(start).tolist() == expected.tolist()
+
+
+def test_weights_without_a_short_period_are_exact() -> None:
+    weights = [0.1234567891, 1 / 3, 0.7000000001]
+    assert_shares(SourceSchedule(weights).sources(0, 3000), weights)
+
+
+def test_a_schedule_repeats_after_its_period() -> None:
+    schedule = SourceSchedule([2, 1])
+    assert schedule.period == 3
+    assert schedule.sources(0, 7).tolist() == [0, 0, 1, 0, 0, 1, 0]
+    assert schedule.counts(3 * 10**15 + 1).tolist() == [2 * 10**15 + 1, 10**15]
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="a weight is a finite number above 0, got"):
+        SourceSchedule([1, weight])
+
+
+def test_sizes_must_fit_the_rows() -> None:
+    with pytest.raises(ValueError, match="5 rows together, but 4 are given"):
+        MixtureOrder(digests(4), Mixture(("a", "b"), (2, 3), (1, 1)))
+    with pytest.raises(ValueError, match="every source needs a row"):
+        Mixture(("a", "b"), (2, 0), (1, 1))
+
+
+def test_three_sources_over_10_000_rows_also_after_a_resume() -> None:
+    """The shares 0.5, 0.3 and 0.2 hold for every prefix, and a resumed run has the same rows."""
+    mixture = Mixture(("web", "code", "math"), (9000, 700, 300), (0.5, 0.3, 0.2))
+    rows = digests(10_000)
+    ends = np.cumsum(mixture.sizes)
+    run = RowLoader(NumberedRows(rows), batch_size=32, seed=7, mixture=mixture)
+    visited: list[int] = []
+    states = []
+    while len(visited) < 10_000:
+        states.append(json.loads(json.dumps(run.state_dict())))
+        visited += next(run)
+    assert_shares(np.searchsorted(ends, visited, side="right"), [0.5, 0.3, 0.2])
+    for step in (1, 100, 200, len(states) - 1):
+        resumed = RowLoader(NumberedRows(rows), batch_size=32, seed=7, mixture=mixture)
+        resumed.load_state_dict(states[step])
+        again = visited[: 32 * step]
+        while len(again) < 10_000:
+            again += next(resumed)
+        assert again == visited
+
+
+def test_a_source_visits_each_row_once_per_pass() -> None:
+    mixture = Mixture(("large", "small"), (60, 10), (1, 1))
+    order = MixtureOrder(digests(70), mixture, seed=3)
+    rows = order.take(70)
+    small = rows[rows >= 60]
+    assert len(small) == 35
+    for start in range(0, 30, 10):
+        assert sorted(small[start : start + 10]) == list(range(60, 70))
+    # A new pass has a new order, and the large source continues in the next epoch.
+    assert small[:10].tolist() != small[10:20].tolist()
+    assert order.num_left == 0
+    order.start_epoch()
+    large = np.concatenate([rows[rows < 60], order.take(70)])
+    large = large[large < 60]
+    assert sorted(large[:60]) == list(range(60))
+
+
+def test_left_and_order_do_not_advance() -> None:
+    order = MixtureOrder(digests(20), Mixture(("a", "b"), (15, 5), (1, 2)), seed=1)
+    order.take(4)
+    left = order.left
+    assert len(left) == order.num_left == 16
+    first_visits = list(dict.fromkeys(left.tolist()))
+    assert order.order.tolist() == first_visits
+    assert order.take(100).tolist() == left.tolist()
+
+
+def test_an_error_restores_the_position() -> None:
+    order = MixtureOrder(digests(12), Mixture(("a", "b"), (9, 3), (1, 2)), seed=1)
+    order.take(2)
+    state = order.state_dict()
+    with pytest.raises(RuntimeError), order.undone_on_error():
+        order.take(8)
+        order.start_epoch()
+        order.take(3)
+        raise RuntimeError
+    assert order.state_dict() == state
+
+
+def test_rows_of_a_source_follow_the_curriculum() -> None:
+    difficulty = np.array([3.0, 1.0, 2.0, 30.0, 10.0, 20.0])
+    order = MixtureOrder(
+        digests(6),
+        Mixture(("a", "b"), (3, 3), (1, 1)),
+        curriculum=Curriculum("length", difficulty),
+    )
+    rows = order.take(6)
+    assert rows[rows < 3].tolist() == [1, 2, 0]
+    assert rows[rows >= 3].tolist() == [4, 5, 3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    batch_size=st.integers(1, 12),
+    num_taken=st.integers(0, 5),
+    drop_every=st.sampled_from([0, 2, 3]),
+    last_batch=st.sampled_from(["keep", "drop"]),
+)
+def test_the_number_of_batches_left_is_exact(
+    sizes: list[int], batch_size: int, num_taken: int, drop_every: int, last_batch: LastBatch
+) -> None:
+    names = tuple(map(str, range(len(sizes))))
+    mixture = Mixture(names, tuple(sizes), tuple(range(1, len(sizes) + 1)))
+    rows = NumberedRows(digests(sum(sizes)), drop_every)
+    is_kept = np.array([not rows.is_dropped(row) for row in range(sum(sizes))])
+    loader = RowLoader(rows, batch_size=batch_size, last_batch=last_batch, mixture=mixture)
+    try:
+        for _ in range(num_taken):
+            next(loader)
+        expected = loader.batches_left(3, is_kept)
+        counted = 0
+        while loader.epoch < 3:
+            next(loader)
+            counted += loader.batch_epoch < 3
+    except ConfigError:
+        # An epoch without a batch: too few rows for `last_batch="drop"`, or all are dropped.
+        return
+    assert counted == expected
+
+
+def test_another_mixture_is_refused_on_resume() -> None:
+    rows = digests(6)
+    order = MixtureOrder(rows, Mixture(("a", "b"), (3, 3), (1, 1)))
+    order.take(3)
+    state = order.state_dict()
+    for names, weights in ((("a", "b"), (1, 2)), (("b", "a"), (1, 1)), (("a", "c"), (1, 1))):
+        other = MixtureOrder(rows, Mixture(names, (3, 3), weights))
+        with pytest.raises(ConfigError, match=r"written with data\.train_weights .*, this run has"):
+            other.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"written with data\.train_sets, this run has"):
+        RowOrder(rows).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"written with data\.train_path, this run has"):
+        order.load_state_dict(RowOrder(rows).state_dict())
+
+
+def test_a_changed_row_of_a_source_is_named_with_its_source() -> None:
+    rows = digests(6)
+    mixture = Mixture(("a", "b"), (3, 3), (1, 1))
+    order = MixtureOrder(rows, mixture, shuffle=False)
+    order.take(2)
+    changed = rows.copy()
+    changed[3] += np.uint64(1)
+    resumed = MixtureOrder(changed, mixture, shuffle=False)
+    with pytest.raises(ConfigError, match=r"data\.train_sets\.b: resume: 1 row"):
+        resumed.load_state_dict(order.state_dict())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    num_taken=st.integers(0, 30),
+    num_rows=st.integers(0, 30),
+    shuffle=st.booleans(),
+    is_mixed=st.booleans(),
+)
+def test_upcoming_rows_are_those_that_come(
+    sizes: list[int], num_taken: int, num_rows: int, shuffle: bool, is_mixed: bool
+) -> None:
+    mixture = None
+    if is_mixed:
+        names = tuple(map(str, range(len(sizes))))
+        mixture = Mixture(names, tuple(sizes), tuple(range(1, len(sizes) + 1)))
+    order = open_order(digests(sum(sizes)), mixture, seed=1, shuffle=shuffle)
+    for _ in range(num_taken):
+        order.take(1)
+        if order.num_left == 0:
+            order.start_epoch()
+    state = order.state_dict()
+    upcoming = order.upcoming(num_rows).tolist()
+    assert order.state_dict() == state
+    visits = []
+    while len(visits) < min(num_rows, 2 * sum(sizes)):
+        if order.num_left == 0:
+            order.start_epoch()
+        visits += order.take(1).tolist()
+    assert upcoming == list(dict.fromkeys(visits))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 20),
+    batch_size=st.integers(1, 8),
+    drop_every=st.sampled_from([0, 1, 2, 3]),
+    last_batch=st.sampled_from(["keep", "drop"]),
+    is_mixed=st.booleans(),
+)
+def test_the_last_batch_is_recognized_without_a_count(
+    num_rows: int, batch_size: int, drop_every: int, last_batch: LastBatch, is_mixed: bool
+) -> None:
+    mixture = Mixture(("a", "b"), (num_rows, 3), (2, 1)) if is_mixed else None
+    rows = NumberedRows(digests(num_rows + 3), drop_every)
+    loader = RowLoader(rows, batch_size=batch_size, last_batch=last_batch, mixture=mixture)
+    is_kept = np.array([not rows.is_dropped(row) for row in range(num_rows + 3)])
+    for _ in range(4):
+        try:
+            count = loader.batches_left(2, is_kept)
+            if loader.epoch == 1:
+                assert loader.has_batch(2) == (count > 0)
+            next(loader)
+        except ConfigError:
+            # An epoch without a batch.
+            return
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=12))
+def test_the_sketch_of_visited_rows_is_kept_up_to_date(steps: list) -> None:
+    """Also after an error, and where a copy of the order advances differently."""
+    rows = digests(25)
+    order = RowOrder(rows, seed=2)
+    for num_rows, fails, is_saved in steps:
+        with suppress(RuntimeError), order.undone_on_error():
+            order.take(num_rows)
+            if order.num_left == 0:
+                order.start_epoch()
+            if is_saved:
+                order.copy().take(3)
+                order.state_dict()
+            if fails:
+                raise RuntimeError
+    expected = RowSketch.of(order._ids[order._seen]).to_dict()
+    assert order.copy().state_dict()["seen"] == order.state_dict()["seen"] == expected

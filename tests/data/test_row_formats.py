@@ -1,0 +1,458 @@
+"""Formats of other tools: columns of ShareGPT and Alpaca, renamed columns, CSV, compressed files,
+raw text and rows of token ids.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.data.datasets import (
+    PROMPT_ROWS,
+    SFT_ROWS,
+    RowSchema,
+    conversation,
+    question,
+)
+from nemo_like.data.preferences import PREFERENCE_ROWS, preference
+from nemo_like.data.row_columns import KNOWN_COLUMNS, check_columns, known_row
+from nemo_like.data.row_loading import load_rows
+from nemo_like.data.row_locations import Location, Locations
+
+USER = {"role": "user", "content": "2+2=?"}
+ASSISTANT = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+GOOD = {"prompt": "a", "answer": "1"}
+
+
+def load_one(
+    tmp_path: Path,
+    row: Mapping[str, Any],
+    schema: RowSchema = SFT_ROWS,
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    return load_rows(path, schema, columns=columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "2+2=?"},
+                    {"from": "gpt", "value": "4"},
+                ],
+                "system": "Be brief.",
+            },
+            [SYSTEM, USER, ASSISTANT],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "user", "value": "2+2=?"},
+                    {"from": "assistant", "value": "4"},
+                ]
+            },
+            [SYSTEM, USER, ASSISTANT],
+        ),
+        ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"instruction": "2+2=?", "input": "", "output": "4"}, [USER, ASSISTANT]),
+        (
+            {"instruction": "Add.", "input": "2+2", "output": "4", "text": "All in one."},
+            [{"role": "user", "content": "Add.\n2+2"}, ASSISTANT],
+        ),
+        (
+            {
+                "instruction": "2+2=?",
+                "output": "4",
+                "system": "Be brief.",
+                "history": [["1+1=?", "2"]],
+            },
+            [
+                SYSTEM,
+                {"role": "user", "content": "1+1=?"},
+                {"role": "assistant", "content": "2"},
+                USER,
+                ASSISTANT,
+            ],
+        ),
+        # The columns of this project come first.
+        ({"messages": [USER, ASSISTANT], "conversations": "a title"}, [USER, ASSISTANT]),
+        ({"prompt": "2+2=?", "completion": "4", "instruction": "x"}, [USER, ASSISTANT]),
+    ],
+)
+def test_columns_of_other_tools(tmp_path: Path, row: dict, turns: list[dict]) -> None:
+    assert conversation(load_one(tmp_path, row)) == turns
+
+
+def test_a_function_call_of_sharegpt_is_a_tool_call(tmp_path: Path) -> None:
+    call = {"name": "add", "arguments": {"a": 2, "b": 2}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "2+2=?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "4"},
+            {"from": "gpt", "value": "4"},
+        ]
+    }
+    messages = conversation(load_one(tmp_path, row))
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": call}]
+
+
+def test_prompts_of_other_tools(tmp_path: Path) -> None:
+    row = {"instruction": "2+2=?", "answer": "4"}
+    prompt = question(load_one(tmp_path, row, PROMPT_ROWS))
+    assert (prompt.messages, prompt.answer) == ([USER], "4")
+    row = {"conversations": [{"from": "human", "value": "2+2=?"}], "answer": 4}
+    prompt = question(load_one(tmp_path, row, PROMPT_ROWS))
+    assert (prompt.messages, prompt.answer) == ([USER], "4")
+
+
+def test_preferences_of_other_tools(tmp_path: Path) -> None:
+    other = {"role": "assistant", "content": "5"}
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": "2+2=?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+        {"instruction": "2+2=?", "input": "", "chosen": "4", "rejected": "5"},
+    ]
+    for row in rows:
+        texts = preference(load_one(tmp_path, row, PREFERENCE_ROWS))
+        assert (texts.prompt, texts.chosen, texts.rejected) == ([USER], [ASSISTANT], [other])
+
+
+def test_a_flag_of_a_preference_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "a", "chosen": [{**ASSISTANT, "train": False}], "rejected": "5"}
+    with pytest.raises(ConfigError, match="jsonl:1: a message of 'chosen' has a flag"):
+        load_one(tmp_path, row, PREFERENCE_ROWS)
+
+
+def test_renamed_columns(tmp_path: Path) -> None:
+    row = {"problem": "2+2=?", "solution": 4, "level": "easy"}
+    columns = {"prompt": "problem", "answer": "solution"}
+    prompt = question(load_one(tmp_path, row, PROMPT_ROWS, columns))
+    assert (prompt.messages, prompt.answer) == ([USER], "4")
+    assert prompt.row == {"prompt": "2+2=?", "answer": 4, "level": "easy"}
+    dialog = {"dialog": [{"from": "human", "value": "2+2=?"}, {"from": "gpt", "value": "4"}]}
+    renamed = load_one(tmp_path, dialog, columns={"conversations": "dialog"})
+    assert conversation(renamed) == [USER, ASSISTANT]
+    # Two columns may exchange their names.
+    swapped = load_one(tmp_path, GOOD, PROMPT_ROWS, {"prompt": "answer", "answer": "prompt"})
+    assert swapped == {"prompt": "1", "answer": "a"}
+
+
+def test_renamed_columns_are_other_rows_to_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({**GOOD, "hint": "b"}) + "\n")
+    own = load_rows(path, PROMPT_ROWS)
+    renamed = load_rows(path, PROMPT_ROWS, columns={"prompt": "hint"})
+    assert own.digests[0] != renamed.digests[0]
+
+
+@given(st.dictionaries(st.sampled_from(KNOWN_COLUMNS), st.text(alphabet="ab", max_size=5)))
+def test_rows_with_own_columns_are_not_changed(values: dict[str, str]) -> None:
+    row = {**values, "prompt": "a"}
+    assert known_row(row, {}) == row
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (
+            {"conversations": [{"from": "alien", "value": "x"}]},
+            {},
+            r"conversations\[0\]\.from is .alien. \(str\); understood: assistant, chatgpt",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": 3}]},
+            {},
+            r"conversations\[0\]\.value is 3 \(int\), not a text",
+        ),
+        (
+            {"conversations": "hello"},
+            {},
+            r"'conversations' is .hello. \(str\), not a list of turns with 'from' and 'value'",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(2, 2)"}]},
+            {},
+            r"conversations\[0\]\.value is a function_call that is not JSON",
+        ),
+        (
+            {"instruction": "a", "input": 3, "output": "b"},
+            {},
+            r"column 'input' is 3 \(int\), not a text",
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": [["a"]]},
+            {},
+            r"history\[0\] is .* not a list \[instruction, output\]",
+        ),
+        (
+            {"problem": "a"},
+            {"prompt": "question"},
+            (
+                r"data\.columns gives 'question' as the column of 'prompt', but the row has"
+                r" \['problem'\]; correct the name"
+            ),
+        ),
+        (
+            {"messages": [{**USER, "train": True}, ASSISTANT]},
+            {},
+            r"messages\[0\]\.the loss is on the assistant's turns only",
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
+            {},
+            r"messages\[1\]\.weight is 0\.5; give 1 \(loss on this turn\) or 0",
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "train": "no"}]},
+            {},
+            r"messages\[1\]\.train is 'no'; give true or false",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: Path, row: dict, columns: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.jsonl:1: .*{message}"):
+        load_one(tmp_path, row, columns=columns)
+
+
+def test_a_renamed_column_needs_a_meaning() -> None:
+    check_columns({"prompt": "problem"})
+    with pytest.raises(ConfigError, match=r"data\.columns: 'prompts' is no column with a meaning"):
+        check_columns({"prompts": "problem"})
+
+
+TOKENS = {"input_ids": [5, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TOKENS,
+        {**TOKENS, "labels": [-100, 6, 7]},
+        {**TOKENS, "token_mask": [0, 0, 1]},
+        {"text": "Once upon a time"},
+    ],
+)
+def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
+    assert load_one(tmp_path, row) == row
+    with pytest.raises(ConfigError, match="are no format that is understood"):
+        load_one(tmp_path, row, PROMPT_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": []}, r"column 'input_ids' is \[\] \(list\), not a list of token ids"),
+        ({"input_ids": [5, -1]}, r"input_ids\[1\] is -1 \(int\), not a token id"),
+        ({"input_ids": [5, 2**31]}, r"input_ids\[1\] is 2147483648 \(int\), not a token id"),
+        ({"input_ids": [5, True]}, r"input_ids\[1\] is true \(bool\), not a token id"),
+        ({**TOKENS, "labels": [5, 6]}, "'labels' is .*, not a list of 3 numbers"),
+        (
+            {**TOKENS, "labels": [6, 7, -100]},
+            r"labels\[0\] is 6 \(int\), neither the token id 5 at the same position nor -100",
+        ),
+        ({**TOKENS, "token_mask": [0, 2, 1]}, r"token_mask\[1\] is 2 \(int\), not 0 or 1"),
+        ({**TOKENS, "labels": [-100] * 3}, "no token of 'input_ids' has a loss"),
+        (
+            {**TOKENS, "labels": [5, 6, 7], "token_mask": [1, 1, 1]},
+            "both 'labels' and 'token_mask'",
+        ),
+        ({"text": 3}, r"column 'text' is 3 \(int\), not a text"),
+    ],
+)
+def test_bad_tokens_are_named(tmp_path: Path, row: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.jsonl:1: .*{message}"):
+        load_one(tmp_path, row)
+
+
+def write_csv(path: Path, rows: Sequence[Sequence[str]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def test_csv(tmp_path: Path) -> None:
+    header = ["prompt", "answer"]
+    long_text = "x" * 200_000
+    rows = [["ä, b", "1"], ['two\nlines "quoted"', "2"], [long_text, ""]]
+    path = write_csv(tmp_path / "train.csv", [header, *rows])
+    loaded = load_rows(path, PROMPT_ROWS)
+    assert [[row["prompt"], row["answer"]] for row in loaded] == rows
+    # A row of two lines counts as two, so the number is the line at which an editor opens it.
+    assert [location.rpartition(":")[2] for location in loaded.locations] == ["2", "3", "5"]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(load_rows(path, PROMPT_ROWS)) == list(loaded)
+
+
+def test_messages_of_a_csv_file_are_json(tmp_path: Path) -> None:
+    text = json.dumps([USER, ASSISTANT])
+    path = write_csv(tmp_path / "train.csv", [["messages"], [text]])
+    assert conversation(load_rows(path, SFT_ROWS)[0]) == [USER, ASSISTANT]
+    header = ["prompt", "chosen", "rejected"]
+    other = {"role": "assistant", "content": "[no]"}
+    values = [json.dumps([turn]) for turn in (USER, ASSISTANT, other)]
+    path = write_csv(tmp_path / "pairs.csv", [header, values, ["[a]", "[1, 2]", "[]"]])
+    of_messages, of_texts = load_rows(path, PREFERENCE_ROWS)
+    assert preference(of_messages) == ([USER], [ASSISTANT], [other])
+    assert [of_texts[name] for name in header] == ["[a]", "[1, 2]", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"prompt,answer\na\n", "csv:2: 1 values for 2 columns; a value with a comma"),
+        (b"prompt,\na,b\n", "csv:1: the header has a column without a name"),
+        (b"prompt,prompt\na,b\n", "csv:1: the header has 'prompt' twice"),
+        (b'prompt,answer\n"a"b,c\n', "csv:2: not valid CSV: "),
+        (b'prompt,answer\n"a', "csv:2: not valid CSV: "),
+        (b"prompt,answer\n\xff,b\n", "csv:.* not UTF-8 text"),
+        (b"prompt,answer\n", "csv has no rows"),
+    ],
+)
+def test_a_bad_csv_file_is_named(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(path, PROMPT_ROWS)
+
+
+def compressed(path: Path, data: bytes) -> None:
+    """Write `data` in two parts, as tools that append or compress in parallel do."""
+    half = len(data) // 2
+    codec = pyarrow.Codec("zstd")
+    parts = []
+    for part in (data[:half], data[half:]):
+        if path.suffix == ".gz":
+            parts.append(gzip.compress(part))
+        else:
+            parts.append(codec.compress(part, asbytes=True))
+    path.write_bytes(b"".join(parts))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_files_have_the_rows_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
+    lines = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"ä{number}" * 50, "answer": number} for number in range(3000)]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = load_rows(lines, PROMPT_ROWS)
+    compressed(tmp_path / f"train.jsonl{suffix}", lines.read_bytes())
+    loaded = load_rows(tmp_path / f"train.jsonl{suffix}", PROMPT_ROWS)
+    assert list(loaded) == list(plain)
+    # The same rows to a resumed run.
+    assert loaded.digests.tolist() == plain.digests.tolist()
+    assert loaded.locations[-1].endswith(f"train.jsonl{suffix}:3000")
+    table = write_csv(tmp_path / "train.csv", [["prompt", "answer"], ["a", "1"]])
+    compressed(tmp_path / f"train.csv{suffix}", table.read_bytes())
+    assert list(load_rows(tmp_path / f"train.csv{suffix}", PROMPT_ROWS)) == [GOOD]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["truncated", "other data"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"train.jsonl{suffix}"
+    text = "".join(json.dumps({**GOOD, "number": number**5}) + "\n" for number in range(2000))
+    compressed(path, text.encode())
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - 100] if damage == "truncated" else text.encode())
+    with pytest.raises(ConfigError, match=rf"train\.jsonl{suffix}: cannot be decompressed: "):
+        load_rows(path, PROMPT_ROWS)
+
+
+def test_locations_of_several_files() -> None:
+    first = Locations()
+    for number in (1, 3):
+        first.append(Location("a.jsonl:", number))
+    second = Locations()
+    second.append(Location("b.parquet row ", 0))
+    first.extend(second)
+    assert list(first) == ["a.jsonl:1", "a.jsonl:3", "b.parquet row 0"]
+    assert first[1:] == ["a.jsonl:3", "b.parquet row 0"]
+    assert first[-1] == "b.parquet row 0"
+    with pytest.raises(IndexError):
+        first[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", b"", "has no rows"),
+        ("empty.csv", b"", "has no rows"),
+        ("blank.jsonl", b"\n  \n", "has no rows"),
+        ("nan.csv", b"prompt,answer\na,1\nb,NaN\n", "csv:3: column 'answer' is 'NaN', as tables"),
+        (
+            "nan.jsonl",
+            b'{"prompt": "a", "answer": NaN}\n',
+            "'answer' is NaN .float., not a text or",
+        ),
+        ("latin.jsonl", b'{"prompt": "\xe4"}\n', "jsonl:1: not UTF-8 text at byte 13"),
+        (
+            "mixed.jsonl",
+            b'{"prompt": "a", "answer": "1"}\n{"messages": [{"role": "user", "content": "b"}]}\n',
+            "jsonl:2: column 'prompt' is missing; the rows before have prompt . answer, this one",
+        ),
+        (
+            "mixed.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "a", "answer": "1"}\n',
+            "jsonl:2: columns .* are another format than prompt, which the rows before have",
+        ),
+        ("rows.txt", b"text\n", r"data\.train_path: .*ends in '\.txt'; give \.jsonl, \.csv"),
+        ("rows.json.gz", gzip.compress(b"[]"), r"ends in '\.json\.gz'; give \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(path, PROMPT_ROWS)
+
+
+def test_a_missing_value_is_an_error_only_in_the_columns_of_the_format(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "a.csv", [["prompt", "answer", "level"], ["nan?", "1", "nan"]])
+    assert load_rows(path, PROMPT_ROWS)[0]["level"] == "nan"
+
+
+def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: has the column 'prompt' twice; rename"):
+        load_rows(tmp_path / "a.parquet", PROMPT_ROWS)
+
+
+def test_large_batches_of_tables_are_read_in_parts(tmp_path: Path) -> None:
+    prompts = [f"row {number}" for number in range(2500)]
+    table = pyarrow.table({"prompt": prompts, "answer": list(range(2500))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for path in (tmp_path / "a.parquet", folder):
+        loaded = load_rows(path, PROMPT_ROWS)
+        assert [row["prompt"] for row in loaded] == prompts
+        assert loaded.locations[2400].endswith(" row 2400")

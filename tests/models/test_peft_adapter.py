@@ -1,0 +1,113 @@
+"""Adapters that a run cannot start from are refused with the reason and the fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nemo_like.config.errors import ConfigError
+from nemo_like.config.lora import LoraConfig
+from nemo_like.models.peft_adapter import check_adapter
+from nemo_like.policy.checkpoint.adapter_reader import open_initial
+
+LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": ["q_proj", "down_proj"],
+    "lora_dropout": 0.05,
+    "modules_to_save": None,
+    "rank_pattern": {},
+}
+
+
+def write(directory: Path, layers: list[str], **settings: Any) -> LoraConfig:
+    """An adapter of these layers, and the config that fits it."""
+    directory.mkdir()
+    tensors = {}
+    for layer in layers:
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(2, 8)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(6, 2)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
+    return LoraConfig(
+        enabled=True,
+        rank=2,
+        alpha=4.0,
+        target_modules=("q_proj", "down_proj"),
+        adapter_path=str(directory),
+    )
+
+
+def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_path: Path):
+    lora = write(tmp_path / "adapter", LAYERS)
+    check_adapter(lora, None)
+    check_adapter(lora, [*LAYERS, "model.layers.0.self_attn.k_proj"])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in LAYERS:
+        shapes[f"{layer}.lora_A.weight"] = (2, 8)
+        shapes[f"{layer}.lora_B.weight"] = (6, 2)
+    name = f"{LAYERS[0]}.lora_B.weight"
+    with open_initial(lora, shapes, seed=0) as read:
+        full = read(name, (0, 0), (6, 2))
+        assert full.any()
+        assert torch.equal(read(name, (2, 1), (3, 1)), full[2:5, 1:])
+    needed = r"lora_B\.weight as \(6, 2\), and the model needs \(7, 2\)"
+    with pytest.raises(ConfigError, match=needed), open_initial(lora, shapes | {name: (7, 2)}, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "IA3"}, "of the type IA3; only LORA"),
+        ({"use_dora": True}, "use_dora True, which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"bias": "all"}, "bias 'all'"),
+        (
+            {"r": 8, "lora_alpha": 32},
+            r"set policy.lora.rank to 8 \(now 2\), policy.lora.alpha to 32 \(now 4.0\)",
+        ),
+        ({"use_rslora": True}, r"policy.lora.use_rslora to true \(now false\)"),
+    ],
+)
+def test_settings_without_a_counterpart_and_other_settings_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+):
+    lora = write(tmp_path / "adapter", LAYERS, **settings)
+    with pytest.raises(ConfigError, match=message):
+        check_adapter(lora, None)
+
+
+def test_missing_files_and_other_layers_are_refused(tmp_path: Path):
+    lora = write(tmp_path / "adapter", LAYERS)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        check_adapter(LoraConfig(enabled=True, adapter_path=str(tmp_path / "none")), None)
+    other = [LAYERS[0], "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
+    with pytest.raises(ConfigError, match=r"no matrices of model\.layers\.1\.self_attn\.q_proj"):
+        check_adapter(lora, other)
+    with pytest.raises(
+        ConfigError, match=r"has matrices of .*down_proj.* set policy.lora.target_m"
+    ):
+        check_adapter(lora, LAYERS[:1])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "adapter").rename(tmp_path / "model" / "adapter")
+    model = LoraConfig(enabled=True, adapter_path=str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="the adapter of this model is in"):
+        check_adapter(model, None)
+    directory = tmp_path / "model" / "adapter"
+    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
+    moved = LoraConfig(enabled=True, adapter_path=str(directory))
+    with pytest.raises(ConfigError, match="save the adapter as safetensors"):
+        check_adapter(moved, None)
+    (directory / "adapter_model.bin").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        check_adapter(moved, None)

@@ -1,0 +1,240 @@
+"""What an engine with LoRA adapters computes in one layout of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.schema import OptimizerConfig, PolicyConfig
+from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_like.losses import NllLoss
+from nemo_like.metrics import metric_values
+from nemo_like.policy.worker import PolicyWorker
+from tests.policy.test_gradient_equality import LENGTHS, dynamic, packed
+from tests.policy.tiny import compute_and_fetch, random_batch
+from tests.weight_sync.received import received_weights
+
+LORA = LoraConfig(enabled=True, rank=5, alpha=8.0, use_rslora=True)
+"""The rank divides evenly over no number of ranks."""
+ALL_LINEAR = LoraConfig(enabled=True, rank=4, alpha=6.0, target_modules=("all-linear",))
+SOME = LoraConfig(
+    enabled=True,
+    rank=3,
+    alpha=4.0,
+    target_modules=("self_attn.q_proj", "v_proj", "mlp.up_proj", "down_proj"),
+)
+"""Fused layers have adapters in a part of their rows."""
+LORA_OF = {
+    "qwen2_tied": LORA,
+    "qwen3": ALL_LINEAR,
+    "llama": SOME,
+    "qwen3_moe": ALL_LINEAR,
+    "qwen3_moe_mixed": ALL_LINEAR,
+}
+"""Architecture -> its adapters in these tests."""
+
+PACKED = dataclasses.replace(packed(48), max_grad_norm=0.5)
+DYNAMIC = dataclasses.replace(dynamic(48), max_grad_norm=0.5)
+LAYOUTS = {"packed": PACKED, "dynamic": DYNAMIC}
+RECOMPUTED = {
+    "selective": dataclasses.replace(PACKED, activation_checkpointing="selective"),
+    "full": dataclasses.replace(PACKED, activation_checkpointing="full"),
+}
+TRAINED = dataclasses.replace(
+    PACKED, optimizer=OptimizerConfig(lr=1e-2), ema=EmaConfig(enabled=True, decay=0.5)
+)
+
+
+class Side(Protocol):
+    """An engine in a layout of ranks, on one of them."""
+
+    def worker(self, config: PolicyConfig) -> PolicyWorker:
+        """Return a policy that is its own reference, with the adapters of `adapter_values`."""
+        ...
+
+    def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
+        """Return the rows of this rank, with their plan."""
+        ...
+
+    def gradients(self, engine: Any) -> dict[str, np.ndarray]:
+        """Return the gradient of each matrix of the adapters, full on rank 0."""
+        ...
+
+    def frozen(self, engine: Any) -> Iterable[Tensor]:
+        """Return the parameters that are not trained."""
+        ...
+
+    def masters(self, engine: Any) -> Iterable[Tensor]:
+        """Return what the optimizer updates."""
+        ...
+
+
+def adapter_values(name: str, shape: Sequence[int]) -> Tensor:
+    """Random values of one matrix of an adapter, the same in every process."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return 0.05 * torch.randn(tuple(shape), generator=generator)
+
+
+def of_architecture(config: PolicyConfig, architecture: str, model: str) -> PolicyConfig:
+    return dataclasses.replace(config, lora=LORA_OF[architecture], model_name=model)
+
+
+def step_gradients(
+    side: Side, worker: PolicyWorker, shard: SlicedDataDict
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The gradients of one step that leaves every weight as it is, and the step's metrics."""
+    engine: Any = worker._policy
+    found: dict[str, np.ndarray] = {}
+
+    def step(lr: float, *, is_loss_finite: bool = True) -> float:
+        found.update(side.gradients(engine))
+        assert all(not each.requires_grad and each.grad is None for each in side.frozen(engine))
+        return type(engine).optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
+
+    engine.optimizer_step = step
+    (metrics,) = worker.train(shard, None, NllLoss())
+    del engine.optimizer_step
+    return found, metric_values(metrics)
+
+
+def outputs_of(worker: PolicyWorker, shard: SlicedDataDict) -> list[tuple[np.ndarray, ...]]:
+    """(tokens, log-probs, those of the reference) of each row; none before the last stage."""
+    outputs = compute_and_fetch(worker, shard)
+    if not outputs:
+        return []
+    columns = (shard["input_ids"], outputs["prev_logprobs"], outputs["reference_logprobs"])
+    return [tuple(np.asarray(each) for each in row) for row in zip(*columns, strict=True)]
+
+
+def look(side: Side, architecture: str, model: str, *, recomputes: bool) -> dict[str, Any]:
+    """Gradients in both layouts of rows, and recomputed; outputs and isolation."""
+    batch = random_batch(LENGTHS)
+    worker = side.worker(of_architecture(PACKED, architecture, model))
+    steps = {}
+    outputs = []
+    for name, config in LAYOUTS.items():
+        shard = side.shard(of_architecture(config, architecture, model), batch)
+        steps[name] = step_gradients(side, worker, shard)
+        outputs += outputs_of(worker, shard)
+    report = worker.probe_isolation()
+    assert report.layout == "packed"
+    for name, kind in RECOMPUTED.items() if recomputes else ():
+        config = of_architecture(kind, architecture, model)
+        steps[name] = step_gradients(side, side.worker(config), side.shard(config, batch))
+    return {"steps": steps, "outputs": outputs}
+
+
+def train(side: Side, worker: PolicyWorker, steps: range) -> list[float]:
+    """Losses of optimizer steps, each with its own batch; NaN before the last stage."""
+    losses = []
+    for step in steps:
+        shard = side.shard(worker.config, random_batch(LENGTHS, seed=step))
+        (metrics,) = worker.train(shard, None, NllLoss())
+        losses.append(metric_values(metrics).get("policy/loss", math.nan))
+    return losses
+
+
+def use(side: Side, architecture: str, model: str, straight: Path, out: Path) -> dict[str, Any]:
+    """Everything else that an engine does, on one architecture; `straight` are the checkpoints of
+    one process, `out` gets those of this layout.
+    """
+    worker = side.worker(of_architecture(TRAINED, architecture, model))
+    worker.export_hf(out / "hf")
+    _, weights = received_weights(worker, "float32", 4000)
+    found: dict[str, Any] = {"weights": {name: each.numpy() for name, each in weights.items()}}
+    worker.save(out / "start")
+    losses = train(side, worker, range(2))
+    worker.save(out / "half")
+    losses += train(side, worker, range(2, 4))
+    found["losses"] = losses
+    averages = averages_of(worker)
+    worker.load(out / "half")
+    assert equal(disturbed(side, worker, range(2, 4)), losses[2:])
+    for name, average in averages_of(worker).items():
+        assert torch.equal(average, averages[name]), name
+    if straight != out:
+        worker.load(straight / "half")
+        found["continued"] = train(side, worker, range(2, 4))
+    if dist.is_initialized():
+        check_bfloat16(side, architecture, model)
+    return found
+
+
+def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:
+    """Copies of this rank's averages: of the matrices of adapters, and of nothing else."""
+    engine: Any = worker._policy
+    names = {name for name, _ in engine._masters()}
+    assert engine._ema.shards.keys() == names
+    assert all(".lora_" in name for name in names)
+    return {name: shard.clone() for name, shard in engine._ema.shards.items()}
+
+
+def disturbed(side: Side, worker: PolicyWorker, steps: range) -> list[float]:
+    """As `train`, with an offload and a skipped step before each step, which change nothing."""
+    engine: Any = worker._policy
+    losses = []
+    for step in steps:
+        engine.move_to_host()
+        with pytest.raises(RuntimeError, match="offloaded"):
+            engine.is_finite()
+        num_constant = sum(each.num_bytes for each in engine._constant_memory._offloaded)
+        engine.move_to_device()
+        # Copies of frozen weights are kept, and those of everything else are written each time.
+        frozen = {each.untyped_storage().data_ptr(): each for each in engine._frozen_weights()}
+        assert num_constant == sum(each.untyped_storage().nbytes() for each in frozen.values())
+        assert len(engine._constant_memory._copied) > 0
+
+        def skip(lr: float, *, is_loss_finite: bool = True) -> float:
+            assert is_loss_finite
+            return type(engine).optimizer_step(engine, lr, is_loss_finite=False)
+
+        num_steps = engine.num_optimizer_steps
+        engine.optimizer_step = skip
+        train(side, worker, range(9, 10))
+        del engine.optimizer_step
+        assert engine.num_optimizer_steps == num_steps
+        losses += train(side, worker, range(step, step + 1))
+    return losses
+
+
+def check_bfloat16(side: Side, architecture: str, model: str) -> None:
+    """Frozen weights exist once and in bfloat16, what is trained has float32 masters, and training
+    leaves the reference as it is.
+    """
+    config = of_architecture(
+        dataclasses.replace(TRAINED, precision="bfloat16"), architecture, model
+    )
+    worker = side.worker(config)
+    engine: Any = worker._policy
+    assert worker._engines == [engine]
+    assert {each.dtype for each in side.frozen(engine)} == {torch.bfloat16}
+    masters = list(side.masters(engine))
+    assert {each.dtype for each in masters} == {torch.float32}
+    shard = side.shard(config, random_batch(LENGTHS))
+    before = outputs_of(worker, shard)
+    losses = train(side, worker, range(2))
+    assert not before or np.isfinite(losses).all()
+    after = outputs_of(worker, shard)
+    for (_, prev, reference), (_, new, same) in zip(before, after, strict=True):
+        assert np.array_equal(same, reference)
+        assert not prev.any() or not np.array_equal(new, prev)
+    # Both moments of each master, and none of a frozen weight.
+    num_moments = sum(each.numel() for each in engine.optimizer.moments())
+    assert num_moments == 2 * sum(each.numel() for each in masters)
+
+
+def equal(found: list[float], expected: list[float]) -> bool:
+    """Compare to the bit; NaN equals NaN."""
+    return np.array_equal(found, expected, equal_nan=True)

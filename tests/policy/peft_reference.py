@@ -1,0 +1,165 @@
+"""LoRA by PEFT in float64, and comparisons with it. Processes of ranks do not import this module:
+importing PEFT takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_like.config.lora import LoraConfig
+from nemo_like.distributed.batched_data_dict import BatchedDataDict
+from tests.policy.adapters import LORA_OF, adapter_values
+from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
+from tests.policy.tiny import MIXTURES, random_batch, row_loss, saved_tensors
+
+
+class Reference:
+    """A model of transformers with adapters by PEFT, in float64 and on unpadded rows."""
+
+    def __init__(self, architecture: str, model: str) -> None:
+        self.batch = random_batch(LENGTHS)
+        self.model = model
+        lora = LORA_OF[architecture]
+        # Grouped products of experts do not exist in float64.
+        options = {"experts_implementation": "eager"} if architecture in MIXTURES else {}
+        plain = AutoModelForCausalLM.from_pretrained(
+            model, attn_implementation="eager", dtype=torch.float64, **options
+        )
+        self.base_outputs = row_outputs(plain, self.batch)
+        adapted: Any = get_peft_model(plain, _peft_config(lora, architecture)).double()
+        self.matrices: dict[str, Tensor] = {}
+        trained = {}
+        for name, parameter in adapted.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            own_name = name.removeprefix("base_model.model.").replace(".default.", ".")
+            self.matrices[own_name] = adapter_values(own_name, parameter.shape)
+            parameter.data.copy_(self.matrices[own_name])
+            trained[own_name] = parameter
+        loss = row_loss(adapted, self.batch)
+        loss.backward()
+        self.loss = loss.item()
+        self.gradient = {name: parameter.grad for name, parameter in trained.items()}
+        squares = [float(gradient.norm()) ** 2 for gradient in self.gradient.values()]
+        self.norm = math.sqrt(sum(squares))
+        self.outputs = row_outputs(adapted, self.batch)
+        self.logits = row_logits(adapted, self.batch)
+        merged = adapted.merge_and_unload()
+        self.merged = {name: weight.detach() for name, weight in merged.named_parameters()}
+
+
+def _peft_config(lora: LoraConfig, architecture: str) -> PeftLoraConfig:
+    targets: Any = list(lora.target_modules)
+    if targets == ["all-linear"]:
+        # PEFT would give adapters to experts as well.
+        is_mixture = architecture in MIXTURES
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if is_mixture else "all-linear"
+    return PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        use_rslora=lora.use_rslora,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+@torch.no_grad()
+def row_logits(model: Any, batch: BatchedDataDict) -> dict[bytes, Tensor]:
+    """Logits [L, V] of each row, by the row's tokens."""
+    logits = {}
+    for ids in batch["input_ids"]:
+        input_ids = torch.from_numpy(ids.astype(np.int64))[None]
+        logits[ids.tobytes()] = model(input_ids).logits[0]
+    return logits
+
+
+def row_outputs(model: Any, batch: BatchedDataDict) -> dict[bytes, np.ndarray]:
+    """Log-probs of each row's trained tokens, by the row's tokens."""
+    logits = row_logits(model, batch)
+    outputs = {}
+    for ids, mask, is_trained in zip(
+        batch["input_ids"], batch["token_mask"], batch["row_mask"], strict=True
+    ):
+        labels = torch.from_numpy(ids.astype(np.int64))[1:, None]
+        log_probs = logits[ids.tobytes()].log_softmax(-1)
+        row = np.zeros(len(ids))
+        row[1:] = log_probs[:-1].gather(1, labels).squeeze(1).numpy()
+        outputs[ids.tobytes()] = row * mask * is_trained
+    return outputs
+
+
+def assert_look(ranks: Sequence[dict[str, Any]], reference: Reference, where: object) -> None:
+    """Gradients on rank 0, the loss on the last rank, the norm on each; outputs where they are."""
+    for how, (found, _) in ranks[0]["steps"].items():
+        assert found.keys() == reference.gradient.keys()
+        for name, gradient in reference.gradient.items():
+            error = float((torch.from_numpy(found[name]) - gradient).norm() / gradient.norm())
+            assert error < TOLERANCE, (where, how, name)
+        _, metrics = ranks[-1]["steps"][how]
+        assert metrics["policy/loss"] == pytest.approx(reference.loss, rel=TOLERANCE), (where, how)
+        for rank in ranks:
+            _, metrics = rank["steps"][how]
+            assert metrics["policy/grad_norm"] == pytest.approx(reference.norm, rel=TOLERANCE)
+    assert len(ranks[-1]["outputs"]) > 0
+    for rank in ranks:
+        for ids, prev, base in rank["outputs"]:
+            key = ids.tobytes()
+            np.testing.assert_allclose(prev, reference.outputs[key], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(base, reference.base_outputs[key], rtol=1e-5, atol=1e-5)
+
+
+def assert_use(
+    ranks: Sequence[dict[str, Any]],
+    reference: Reference,
+    losses: Sequence[float],
+    out: Path,
+) -> None:
+    """`losses` are those of four steps of one process."""
+    for rank in ranks:
+        if not np.isnan(rank["losses"]).all():
+            assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
+            assert rank.get("continued", losses[2:]) == pytest.approx(losses[2:], rel=TOLERANCE)
+    assert not np.isnan(ranks[-1]["losses"]).any()
+    sent = ranks[0]["weights"]
+    for name in sent.keys() & reference.merged.keys():
+        expected = reference.merged[name].numpy()
+        np.testing.assert_allclose(sent[name], expected, rtol=1e-5, atol=1e-6)
+    assert any(name.endswith("q_proj.weight") for name in sent.keys() & reference.merged.keys())
+    assert_files(out, reference)
+
+
+def assert_files(out: Path, reference: Reference) -> None:
+    """The checkpoint has the adapters; PEFT loads the adapter, transformers the merged model."""
+    saved = saved_tensors(out / "start", "weight")
+    assert saved.keys() == reference.matrices.keys()
+    for name, matrix in reference.matrices.items():
+        assert torch.equal(saved[name], matrix), name
+    assert_same_keys(out / "half", saved)
+    base = AutoModelForCausalLM.from_pretrained(reference.model, attn_implementation="eager")
+    adapted = PeftModel.from_pretrained(base, str(out / "hf" / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(out / "hf", attn_implementation="eager")
+    for model in (adapted, merged):
+        for ids, logits in row_logits(model, reference.batch).items():
+            expected = reference.logits[ids].float()
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def assert_same_keys(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
+    """A checkpoint has both moments of each weight and nothing else."""
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        tensors = saved_tensors(checkpoint, kind)
+        assert tensors.keys() == weights.keys()
+        assert all(tensors[name].shape == weights[name].shape for name in tensors)

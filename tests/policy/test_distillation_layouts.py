@@ -1,0 +1,124 @@
+"""The gradient of distillation is the same in every layout of rows and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_like.config.schema import ParallelConfig
+from nemo_like.distributed import process_groups
+from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.losses.distillation import DistillationLoss
+from nemo_like.policy.dtensor.engine import DTensorEngine
+from nemo_like.policy.teachers import teacher_config
+from nemo_like.policy.worker import PolicyWorker
+from tests.policy.distillation import (
+    SETTINGS,
+    SFT_WEIGHT,
+    gradients_by_definition,
+    save_teachers,
+    taught_batch,
+)
+from tests.policy.dtensor.test_layouts import DYNAMIC, PACKED, Rank, gradients
+from tests.policy.tiny import context, relative_error, run_ranks
+
+TOLERANCE = 1e-5
+BATCHING = {"packed": PACKED, "dynamic": DYNAMIC}
+LAYOUTS = {
+    "one rank": (1, ParallelConfig()),
+    "dp 2": (2, ParallelConfig()),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "cp 2": (2, ParallelConfig(context=2)),
+    "tp 2 x cp 2, sequence": (4, ParallelConfig(tensor=2, context=2, sequence=True)),
+}
+LOSS = DistillationLoss(sft_weight=SFT_WEIGHT)
+Found = dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return save_teachers(tmp_path_factory.mktemp("teachers"))
+
+
+def program(
+    worker_context: WorkerContext, parallel: ParallelConfig, model: str, teachers: list[str]
+) -> Found:
+    """Gradient and metrics for each way of batching and each divergence."""
+    process_groups.init_process_group(worker_context)
+    torch.set_num_threads(1)
+    rank = Rank(worker_context, parallel)
+    config = dataclasses.replace(PACKED, model_name=model)
+    engines = []
+    for name in (None, *teachers):
+        engines.append(
+            DTensorEngine(
+                config if name is None else teacher_config(config, name),
+                torch.device("cpu"),
+                rank.parallel_layout,
+                rank.rank,
+                trainable=name is None,
+                groups=engines[0].groups if engines else None,
+            )
+        )
+    worker = PolicyWorker(config, engines[0], None, engines[1:])
+    found: Found = {}
+    for batching, batching_config in BATCHING.items():
+        shard = rank.shard(batching_config, taught_batch())
+        for name, settings in SETTINGS.items():
+            handle = worker.compute_targets(shard, settings)
+            found[batching, name] = gradients(worker, shard, LOSS, handle)
+    process_groups.destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_gradient(
+    layout: str, model_dir, teachers: list[str], rank_pool, meeting: Path
+):
+    world_size, parallel = LAYOUTS[layout]
+    model = model_dir("qwen3")
+    if world_size == 1:
+        results = [program(context(0, 1, meeting), parallel, model, teachers)]
+    else:
+        results = run_ranks(rank_pool, program, world_size, meeting, parallel, model, teachers)
+    for name, settings in SETTINGS.items():
+        expected, loss = gradients_by_definition(model, teachers, taught_batch(), settings)
+        for batching in BATCHING:
+            values, metrics = results[0][batching, name]
+            found = {key: torch.from_numpy(value) for key, value in values.items()}
+            assert relative_error(found, expected) < TOLERANCE, (layout, batching, name)
+            assert metrics["policy/loss"] == pytest.approx(loss, rel=TOLERANCE)
+            for other in results[1:]:
+                assert other[batching, name][1]["policy/divergence"] == pytest.approx(
+                    metrics["policy/divergence"], rel=1e-6
+                )
+
+
+def test_targets_of_another_batch_are_refused(model_dir, teachers: list[str], meeting: Path):
+    rank = Rank(context(), ParallelConfig())
+    config = dataclasses.replace(PACKED, model_name=model_dir("qwen3"))
+    student = DTensorEngine(config, torch.device("cpu"), rank.parallel_layout, 0, trainable=True)
+    teacher = DTensorEngine(
+        teacher_config(config, teachers[0]),
+        torch.device("cpu"),
+        rank.parallel_layout,
+        0,
+        trainable=False,
+    )
+    worker = PolicyWorker(config, student, None, [teacher])
+    shard = rank.shard(PACKED, taught_batch())
+    with pytest.raises(ValueError, match="no targets of a teacher"):
+        worker.train(shard, None, LOSS)
+    handle = worker.compute_targets(shard, SETTINGS["top-k"])
+    other = rank.shard(DYNAMIC, taught_batch())
+    with pytest.raises(ValueError, match="call compute_targets for this batch"):
+        worker.train(other, None, LOSS, handle)
+    worker.offload()
+    with pytest.raises(ValueError, match="released when the model was offloaded"):
+        worker.train(shard, None, LOSS, handle)
+    with pytest.raises(ValueError, match="no teacher"):
+        PolicyWorker(config, student, None).compute_targets(shard, SETTINGS["top-k"])

@@ -1,0 +1,59 @@
+"""Predicted sizes of adapters and of a frozen model against those of a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.presets import load_spec
+from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_like.prediction.memory import MemoryModel, Placement
+from tests.policy.tiny import context, save_tiny_model
+
+TARGETS = LoraConfig().target_modules
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("llama_tied", ("q_proj", "v_proj", "down_proj")),
+        ("qwen3", ("all-linear",)),
+        ("qwen3_moe", ("all-linear",)),
+    ],
+)
+def test_state_is_the_bytes_of_a_real_engine(architecture, targets, tmp_path):
+    model = save_tiny_model(tmp_path, architecture)
+    lora = LoraConfig(enabled=True, rank=3, target_modules=targets)
+    config = PolicyConfig(model_name=str(model), lora=lora)
+    worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
+    engine: Any = worker._policy
+    parts = MemoryModel(engine.spec, Placement(precision="float32", lora=lora)).parts(64)
+    weights = [each.parameter for each in engine.parameters]
+    trained = [weight for weight in weights if weight.requires_grad]
+    num_trained = sum(weight.numel() for weight in trained)
+    assert parts["weights"] == sum(weight.nbytes for weight in weights)
+    assert parts["gradients"] == 4 * num_trained
+    assert parts["optimizer"] == 8 * num_trained
+    assert "reference" not in parts
+
+
+@given(
+    rank=st.integers(1, 256),
+    targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
+    tp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 8]),
+)
+def test_adapters_take_less_than_all_weights(rank, targets, tp, dp):
+    spec = load_spec("7b")
+    layout = ParallelLayout(dp=dp, tp=tp)
+    full = Placement(parallel_layout=layout, has_reference=True)
+    lora = LoraConfig(enabled=True, rank=rank, target_modules=tuple(targets))
+    adapters = dataclasses.replace(full, has_reference=False, lora=lora)
+    assert MemoryModel(spec, adapters).peak(1024) < MemoryModel(spec, full).peak(1024)
