@@ -240,7 +240,6 @@ def add_weight_gradient(
     return total.add_(product)
 
 
-@cache
 def finished_gradient(weight: Tensor, total: Tensor | None) -> Tensor:
     """Return the sum `total` of `add_weight_gradient` over all chunks in the dtype of `weight`.
 
@@ -249,6 +248,7 @@ def finished_gradient(weight: Tensor, total: Tensor | None) -> Tensor:
     return torch.zeros_like(weight) if total is None else total.to(weight.dtype)
 
 
+@cache
 def has_float32_products(device_type: str) -> bool:
     """Return True if products in half precision can be returned and summed in float32.
 

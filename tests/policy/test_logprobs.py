@@ -153,6 +153,15 @@ def test_compiled_passes_give_the_same_values_and_gradients(is_filtered):
         torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_no_tensor_outlives_the_backward(num_tokens):
+    hidden, weight, _, labels = random_inputs(num_tokens, 8, 33)
+    token_logprobs(hidden, weight, labels, chunk_size=2).logprobs.sum().backward()
+    released = weakref.ref(weight)
+    del hidden, weight
+    assert released() is None, "a gradient of the size of the vocabulary is kept in each step"
+
+
 def test_temperature_zero_is_an_error():
     hidden, weight, _, labels = random_inputs(2, 4, 8)
     with pytest.raises(ValueError, match="temperature is 0"):
