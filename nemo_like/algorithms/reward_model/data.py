@@ -1,4 +1,4 @@
-"""The training pairs of a reward model: those of DPO, with margins."""
+"""The training pairs of a reward model, with margins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nemo_like.algorithms.dpo.data import (
+from nemo_like.algorithms.pair_data import (
     PairRows,
     check_pairs,
     collate_pairs,
     encode_row,
     pair_lengths,
-    pair_samples,
     rewarded_rows,
 )
 from nemo_like.algorithms.reward_model.config import RewardModelRunConfig
@@ -38,7 +37,7 @@ __all__ = [
     "encode_row",
     "first_lengths",
     "open_source",
-    "pair_samples",
+    "preference_pair",
     "rewarded_rows",
 ]
 
@@ -87,6 +86,11 @@ def open_source(
     return ExampleSource(config, data, encode_row, MarginRows)
 
 
+def preference_pair(example: MarginPair) -> PreferencePair:
+    """Return the pair without its margin."""
+    return example.pair
+
+
 def collate_margin_pairs(pairs: Sequence[MarginPair]) -> BatchedDataDict:
     """Return the batch of 2N rows of N pairs; see `collate_pairs`.
 
@@ -106,7 +110,7 @@ def check_rows(
 ) -> None:
     """Check texts, lengths and budgets; if all are fine, plan the first step."""
     source = open_source(config, data)
-    check_pairs(source, config.rm, _pair, model, diagnostics)
+    check_pairs(source, config.rm, preference_pair, model, diagnostics)
 
 
 def first_lengths(
@@ -119,7 +123,3 @@ def first_lengths(
     source = open_source(config, data)
     examples = source.first_examples(min(num_steps, source.num_steps(config.rm)), progress)
     return pair_lengths([each.pair for each in examples], training_name(config))
-
-
-def _pair(example: MarginPair) -> PreferencePair:
-    return example.pair
