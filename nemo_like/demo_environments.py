@@ -16,7 +16,6 @@ conversations guess within what is still possible, but not in the middle of it.
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
 import sys
@@ -24,7 +23,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_like.demo_task import build_model, build_tokenizer, write_rows
+from nemo_like.demo_task import (
+    build_model,
+    build_tokenizer,
+    parse_build_arguments,
+    write_rows,
+)
 
 NUM_SFT_ROWS = 16_000
 NUM_GRPO_ROWS = 4_000
@@ -41,18 +45,11 @@ _TOOL_TEXTS = ("<tool>", "</tool>")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and the data to `--directory`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_like.demo_environments",
-        description="Write data and a tiny model for the included environments.",
+    arguments = parse_build_arguments(
+        "demo_environments",
+        "Write data and a tiny model for the included environments.",
+        argv,
     )
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("runs/demo_environments"),
-        help="where to write",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data and the model")
-    arguments = parser.parse_args(argv)
     build_environments(arguments.directory, arguments.seed)
     print(f"built a tiny model and data for the calculator and the game in {arguments.directory}")
     return 0

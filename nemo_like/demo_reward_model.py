@@ -15,14 +15,18 @@ Of two random completions of a prompt, the one with the higher true reward is ch
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_like.demo_task import build_model, build_tokenizer, write_rows
+from nemo_like.demo_task import (
+    build_model,
+    build_tokenizer,
+    parse_build_arguments,
+    write_rows,
+)
 from nemo_like.environments.reward import RewardSample
 
 NUM_PREFERENCES = 2_000
@@ -38,18 +42,11 @@ _CHARACTERS = string.digits + "+=# \n"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and the data to `--directory`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_like.demo_reward_model",
-        description="Write synthetic preferences, prompts and a tiny model.",
+    arguments = parse_build_arguments(
+        "demo_reward_model",
+        "Write synthetic preferences, prompts and a tiny model.",
+        argv,
     )
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("runs/demo_reward_model"),
-        help="where to write",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the data and the model")
-    arguments = parser.parse_args(argv)
     build_preferences(arguments.directory, arguments.seed)
     print(f"built a tiny model, preferences and prompts in {arguments.directory}")
     return 0

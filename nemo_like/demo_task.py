@@ -15,6 +15,7 @@ GRPO then increases the share of completions with steps.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -114,6 +115,35 @@ def build_demo(directory: Path, seed: int) -> None:
     write_rows(directory / "dpo_validation.jsonl", dpo_validation)
     build_tokenizer().save_pretrained(directory / "model")
     build_model(seed).save_pretrained(directory / "model")
+
+
+@dataclass(frozen=True)
+class BuildArguments:
+    """Arguments of a module that writes the files of a demo."""
+
+    directory: Path
+    seed: int
+
+
+def parse_build_arguments(
+    module: str,
+    description: str,
+    argv: Sequence[str] | None,
+) -> BuildArguments:
+    """Parse `--directory` and `--seed`; the directory is by default `runs/<module>`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m nemo_like.{module}",
+        description=description,
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs") / module,
+        help="where to write",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and the model")
+    arguments = parser.parse_args(argv)
+    return BuildArguments(arguments.directory, arguments.seed)
 
 
 def build_tokenizer(
