@@ -51,6 +51,26 @@ def tensor_to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def start_copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor of a device to host memory, with the same shape, without waiting for it.
+
+    The result must not be read before `wait_for_copies`. It may be copied back to the same device
+    before that, since both copies are ordered on the current stream. A tensor in host memory is
+    returned itself.
+    """
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def wait_for_copies(device: str | torch.device) -> None:
+    """Wait until the copies of `start_copy_to_host` from `device` are complete."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def fetch_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """Return the values of tensors of one element, [] each and of one device, in one transfer."""
     if not scalars:

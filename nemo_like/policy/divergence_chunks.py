@@ -158,13 +158,8 @@ class TopKTarget:
         """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk]."""
         student = _divided(logits, divergence.student_temperature)
         token_ids = self.token_ids[part] - self.start
-        columns = _columns(token_ids, logits.shape[1])
-        # One further column for the tokens of other ranks.
-        is_token = torch.zeros(
-            (len(logits), logits.shape[1] + 1), dtype=torch.bool, device=logits.device
-        )
-        is_token.scatter_(1, columns, True)
-        rest = student.masked_fill(is_token[:, :-1], float("-inf"))
+        is_token = marked_columns(token_ids, logits.shape[1])
+        rest = student.masked_fill(is_token, float("-inf"))
         parts = [logits, student, rest]
         sums = logsumexp(torch.stack([each.logsumexp(dim=1) for each in parts]))
         values = total(
@@ -263,6 +258,18 @@ def _columns(token_ids: Tensor, num_columns: int) -> Tensor:
     """
     is_local = (token_ids >= 0) & (token_ids < num_columns)
     return token_ids.where(is_local, num_columns)
+
+
+def marked_columns(token_ids: Tensor, num_columns: int) -> Tensor:
+    """Return bool [chunk, num_columns], True at `token_ids` [chunk, k].
+
+    They are relative to the rows of this rank; those of other ranks are ignored. The device is not
+    waited for: nothing is searched.
+    """
+    # One further column for them.
+    shape = (len(token_ids), num_columns + 1)
+    marks = torch.zeros(shape, dtype=torch.bool, device=token_ids.device)
+    return marks.scatter_(1, _columns(token_ids, num_columns), True)[:, :-1]
 
 
 def picked(logits: Tensor, columns: Tensor) -> Tensor:

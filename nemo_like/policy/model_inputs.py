@@ -72,6 +72,8 @@ class ModelInputs:
     """int64 [N]: the indices where `label_mask` is True, in order. Found on the host, because a
     search on the device waits for it.
     """
+    host_label_rows: np.ndarray
+    """int64 [N]: the row of each of `label_positions`, in host memory."""
     last_positions: Tensor
     """int64 [N]: the indices of the last tokens of rows, those on this context-parallel rank."""
     row_ids: Tensor
@@ -142,11 +144,12 @@ def build_inputs(
         is_trained_row = num_trained > 0
         # Logits are computed only where there is a label, so a narrow mask saves memory.
         has_label = has_label & columns["token_mask"] & is_trained_row[grid.row_ids]
+    label_positions = np.flatnonzero(has_label)
     tensors = to_device(
         {
             **_position_arrays(grid, shard["input_ids"], pad_token_id),
             "label_mask": has_label,
-            "label_positions": np.flatnonzero(has_label),
+            "label_positions": label_positions,
             **{f"column/{name}": values for name, values in columns.items()},
             **{f"row/{name}": values for name, values in row_columns.items()},
         },
@@ -160,6 +163,7 @@ def build_inputs(
         labels=tensors["labels"],
         label_mask=tensors["label_mask"],
         label_positions=tensors["label_positions"],
+        host_label_rows=grid.row_ids[label_positions],
         last_positions=tensors["last_positions"],
         row_ids=tensors["row_ids"],
         columns={name: tensors[f"column/{name}"] for name in columns},

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_like.data.planning.plan import Microbatch
+from nemo_like.device_transfer import tensor_to_device
 from nemo_like.losses.distillation import (
     DIVERGENCE,
     STUDENT_ENTROPY,
@@ -170,8 +172,10 @@ class DistillationHead:
         positions = inputs.label_positions
         if not self._has_several:
             return positions
-        teachers = inputs.row_columns[TEACHER][inputs.row_ids[positions]]
-        return positions[teachers == teacher]
+        # On the host: the number of positions is a shape, and reading it would wait for the device.
+        teachers = inputs.host_row_columns[TEACHER][inputs.host_label_rows]
+        index = torch.from_numpy(np.flatnonzero(teachers == teacher))
+        return positions.index_select(0, tensor_to_device(index, positions.device))
 
     def _outputs(
         self,
@@ -202,7 +206,7 @@ class DistillationHead:
         stored: Stored,
     ) -> VocabularyTarget | TopKTarget:
         device = embedding.hidden.device
-        tensors = {name: tensor.to(device) for name, tensor in stored.items()}
+        tensors = {name: tensor_to_device(tensor, device) for name, tensor in stored.items()}
         if self._settings.top_k is None:
             weight, bias = self._embeddings[teacher].aligned(embedding)
             return VocabularyTarget(tensors["hidden"], weight, bias)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.planning.plan import Microbatch, PlanSpec
+from nemo_like.device_transfer import start_copy_to_host, wait_for_copies
 from nemo_like.integer_math import round_up
 from nemo_like.policy.engine import Engine, TokenLogprobs
 from nemo_like.policy.logprobs import token_logprobs
@@ -45,11 +46,9 @@ class Teachers:
     """The teachers of one rank; every rank calls every method."""
 
     def __init__(self, engines: Sequence[Engine], policy: Engine) -> None:
-        """`policy` is the student, whose microbatches they run."""
+        """`policy` is the student, whose microbatches they run; the teachers are offloaded."""
         self._engines = engines
         self._policy = policy
-        for engine in engines:
-            engine.offload()
 
     def compute(
         self,
@@ -165,11 +164,13 @@ def _run(
 
     def keep(inputs: ModelInputs, outputs: TokenLogprobs) -> tuple[None, Stored]:
         columns: Mapping[str, Tensor] = outputs.columns or {}
-        return None, {name: column.to("cpu") for name, column in columns.items()}
+        return None, {name: start_copy_to_host(column) for name, column in columns.items()}
 
     engine.onload()
     try:
         results = engine.run(_inputs(rows, microbatches, head), keep, backward=False)
+        # Once, so that the device has work until the last microbatch is done.
+        wait_for_copies(engine.device)
     finally:
         engine.offload()
     # Nobody reads the time of this pass.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.policy.collectives import gather_rows
+from nemo_like.policy.divergence_chunks import marked_columns
 from nemo_like.policy.logit_chunks import scaled_logits
 from nemo_like.policy.logprobs import VocabShard
 
@@ -35,11 +36,7 @@ def top_k_logprobs(
         part = slice(first, first + chunk_size)
         logits = scaled_logits(hidden[part], weight, bias, temperature)
         values, ids[part] = _largest(logits, k, start, vocab)
-        is_kept = torch.zeros_like(logits, dtype=torch.bool)
-        local_ids = ids[part] - start
-        is_local = (local_ids >= 0) & (local_ids < logits.shape[1])
-        rows, columns = is_local.nonzero(as_tuple=True)
-        is_kept[rows, local_ids[rows, columns]] = True
+        is_kept = marked_columns(ids[part] - start, logits.shape[1])
         rest = logits.masked_fill(is_kept, float("-inf"))
         sums = torch.stack([logits.logsumexp(dim=1), rest.logsumexp(dim=1)])
         if vocab is not None:

@@ -30,8 +30,8 @@ class HostWaits:
 
     Counted are operators whose result or shape depends on values, indexing by a boolean mask,
     transfers to the host, and tensors built from Python values on a device. A transfer counts once:
-    reading the tensor that it returned does not wait again. On the CPU a copy to the device cannot
-    be seen; `nemo_like.device_transfer` makes those.
+    reading the tensor that it returned does not wait again, but copying it to the device does.
+    Other copies to the device cannot be seen on the CPU; `nemo_like.device_transfer` makes those.
     """
 
     def __init__(self) -> None:
@@ -87,6 +87,8 @@ class _Functions(TorchFunctionMode):
             if not self._waits.is_on_host(args[0]):
                 self._waits.add(name)
             self._waits.mark_on_host(result)
+        elif name == "to" and self._waits.is_on_host(args[0]) and not _is_in_device_transfer():
+            self._waits.add("to the device")
         elif name in ("tensor", "as_tensor") and kwargs.get("device") is not None:
             self._waits.add(name)
         return result
@@ -113,6 +115,11 @@ class _Operators(TorchDispatchMode):
         elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
             self._waits.add(name)
         return func(*args, **kwargs)
+
+
+def _is_in_device_transfer() -> bool:
+    names = [frame.filename.rsplit("/", 1)[-1] for frame in traceback.extract_stack()]
+    return "device_transfer.py" in names
 
 
 def _has_cpu(arguments: Iterable[Any]) -> bool:

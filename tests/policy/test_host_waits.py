@@ -13,14 +13,19 @@ from nemo_like.algorithms.dpo.config import PreferenceLossConfig
 from nemo_like.algorithms.dpo.loss import PreferenceLoss
 from nemo_like.config.importance_correction import ImportanceCorrectionConfig
 from nemo_like.config.loss import PolicyGradientLossConfig
+from nemo_like.config.schema import PolicyConfig
 from nemo_like.data.jagged import Jagged
 from nemo_like.data.planning.plan import plan_batch
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.losses import ClippedPolicyGradientLoss, Loss, NllLoss
+from nemo_like.losses.bradley_terry import BradleyTerryLoss
+from nemo_like.losses.distillation import DistillationLoss
 from nemo_like.models.presets import load_spec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.batching import plan_spec
+from nemo_like.policy.dtensor.engine import DTensorEngine
 from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from tests.policy.distillation import SETTINGS, save_teachers
 from tests.policy.host_waits import HostWaits
 from tests.policy.preferences import pair_batch
 from tests.policy.test_worker import DYNAMIC, PACKED
@@ -129,6 +134,66 @@ def test_padded_microbatches_do_not_wait_either(model_dir: Any) -> None:
     assert waits_per_microbatch(counted) == 0, sorted(set(counted[6].places))
 
 
+@pytest.fixture(scope="module")
+def student(model_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> DTensorPolicyWorker:
+    events: list[str] = []
+
+    def load(engine: DTensorEngine, config: PolicyConfig, *args: Any, **kwargs: Any) -> None:
+        events.append(f"load {config.model_name}")
+        load_engine(engine, config, *args, **kwargs)
+
+    load_engine = DTensorEngine.__init__
+    model = model_dir("llama")
+    teachers = save_teachers(tmp_path_factory.mktemp("teachers"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensorEngine, "__init__", load)
+        patch.setattr(
+            DTensorEngine,
+            "offload",
+            lambda engine: events.append(f"offload {engine.config.model_name}"),
+        )
+        worker = DTensorPolicyWorker(
+            context(), config=dataclasses.replace(PACKED, model_name=model), teachers=teachers
+        )
+    expected = [f"load {model}"]
+    for teacher in teachers:
+        expected += [f"load {teacher}", f"offload {teacher}"]
+    assert events == expected, "one teacher at a time is on the device"
+    return worker
+
+
+@pytest.mark.parametrize("name", ["jsd", "top-k"])
+def test_distillation_waits_at_the_end_of_a_pass_only(
+    student: DTensorPolicyWorker, name: str
+) -> None:
+    passes: dict[str, dict[int, HostWaits]] = {"teachers": {}, "train": {}, "evaluate": {}}
+    for num_microbatches in (2, 6):
+        shard = shard_of(student, num_microbatches)
+        shard["teacher"] = np.arange(2 * num_microbatches, dtype=np.int64) % 2
+        with HostWaits() as passes["teachers"][num_microbatches]:
+            handle = student.compute_targets(shard, SETTINGS[name])
+        with HostWaits() as passes["train"][num_microbatches]:
+            student.train(shard, None, DistillationLoss(sft_weight=0.5), handle)
+        with HostWaits() as passes["evaluate"][num_microbatches]:
+            student.evaluate(shard, DistillationLoss(), handle)
+    for each, counted in passes.items():
+        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[6].places)))
+
+
+def test_scores_wait_at_the_end_of_a_pass_only(model_dir: Any) -> None:
+    config = dataclasses.replace(PACKED, model_name=model_dir("llama"))
+    worker = DTensorPolicyWorker(context(), config=config, head="scores")
+    passes: dict[str, dict[int, HostWaits]] = {"scores": {}, "train": {}}
+    for num_microbatches in (2, 6):
+        shard = shard_of(worker, num_microbatches)
+        with HostWaits() as passes["scores"][num_microbatches]:
+            worker.compute_scores(shard)
+        with HostWaits() as passes["train"][num_microbatches]:
+            worker.train(shard, None, BradleyTerryLoss())
+    for each, counted in passes.items():
+        assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[6].places)))
+
+
 def test_the_counter_sees_every_kind_of_wait() -> None:
     values = torch.arange(4.0)
     operations = {
@@ -144,11 +209,12 @@ def test_the_counter_sees_every_kind_of_wait() -> None:
         "unique": values.unique,
         "repeats": lambda: values.repeat_interleave(torch.tensor([1, 2, 3, 4])),
         "built": lambda: torch.tensor([1.0], device="cpu"),
+        "to the device and back": lambda: values.add(1).cpu().to(torch.device("cpu")),
     }
     for name, operation in operations.items():
         with HostWaits() as waits:
             operation()
-        assert len(waits.places) == 1, name
+        assert len(waits.places) == (2 if "back" in name else 1), name
         assert waits.places[0].startswith("test_host_waits.py"), name
     with HostWaits() as waits:
         fetched = values.add(1).to("cpu")

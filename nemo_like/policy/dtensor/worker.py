@@ -73,13 +73,14 @@ class DTensorPolicyWorker(PolicyWorker):
         frozen = []
         for name in teachers:
             require_model_directory("distill.teachers", name)
-            frozen.append(
-                build_engine(
-                    trainable=False,
-                    groups=policy.groups,
-                    config=teacher_config(config, name),
-                )
+            teacher = build_engine(
+                trainable=False,
+                groups=policy.groups,
+                config=teacher_config(config, name),
             )
+            # Before the next one is loaded, so that one teacher at a time is on the device.
+            teacher.offload()
+            frozen.append(teacher)
         super().__init__(config, policy, reference, frozen)
 
 
