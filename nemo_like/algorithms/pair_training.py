@@ -17,7 +17,7 @@ from nemo_like.metrics import Metrics, merge_metrics
 from nemo_like.policy.policy import Logprobs, ShardedBatch
 from nemo_like.training.run import TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics
 from nemo_like.training.validation_sets import named_metrics
 
 ExampleT = TypeVar("ExampleT")
@@ -39,11 +39,6 @@ class PairTask(Generic[ExampleT]):
     needs_reference: bool = False
     """Compute the column `reference_logprobs` for the loss."""
 
-    @property
-    def num_logprob_passes(self) -> int:
-        """See `EpochTask`."""
-        return int(self.needs_reference)
-
     def show_rows(self, run: TrainingRun) -> None:
         """Print the first pairs of the file, decoded, with the completions highlighted."""
         samples = []
@@ -51,8 +46,8 @@ class PairTask(Generic[ExampleT]):
             samples += pair_samples(run.encoder, self.pair_of(example))
         run.progress.show_samples(samples, "training row")
 
-    def train_step(self, run: TrainingRun, step: int) -> np.ndarray:
-        """Train on the next pairs; return the lengths of their rows, int64 [2N]."""
+    def train_step(self, run: TrainingRun, step: int) -> StepWork:
+        """Train on the 2N rows of the next pairs."""
         batch = self.collate(run.next_rows(self.loader, step))
         plan, sharded = run.plan_and_shard(batch, step, groups=batch["pair"])
         trained = TrainedBatch(
@@ -69,7 +64,7 @@ class PairTask(Generic[ExampleT]):
             with run.timers("train"):
                 run.add_metrics(train(run, sharded, trained, self.loss, logprobs))
         run.add_metrics(plan_metrics(plan))
-        return batch["length"]
+        return StepWork(lengths=batch["length"], num_logprob_passes=int(self.needs_reference))
 
     def validate(self, run: TrainingRun) -> Metrics:
         """Return the metrics of the loss over the pairs of each validation set."""

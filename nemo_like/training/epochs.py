@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Protocol
 
-import numpy as np
-
 from nemo_like.config.schema import EpochLoopConfig, RunConfig
 from nemo_like.data.loader import RowLoader
 from nemo_like.metrics import Metrics
@@ -16,22 +14,18 @@ from nemo_like.training.evaluation import is_due
 from nemo_like.training.loading import load_position
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import stop_if_too_many
+from nemo_like.training.throughput import StepWork
 
 
 class EpochTask(Protocol):
     """What an algorithm does in such a run."""
 
-    @property
-    def num_logprob_passes(self) -> int:
-        """Forward passes over the rows of a step besides training, for the throughput."""
-        ...
-
     def show_rows(self, run: TrainingRun) -> None:
         """Print the first rows of the file, decoded."""
         ...
 
-    def train_step(self, run: TrainingRun, step: int) -> np.ndarray:
-        """Train on the next rows after `step` steps; return their lengths, int64 [B]."""
+    def train_step(self, run: TrainingRun, step: int) -> StepWork:
+        """Train on the next rows after `step` steps; return them and what was computed."""
         ...
 
     def validate(self, run: TrainingRun) -> Metrics:
@@ -90,12 +84,12 @@ def _train(
         while not is_last and not run.stops_early:
             run.stop_if_requested(step, loader)
             with run.timers("step"):
-                lengths = task.train_step(run, step)
+                work = task.train_step(run, step)
             step += 1
             is_last = step >= total or source.is_exhausted(limits, loader)
             if is_due(step, limits.val_period, is_last=is_last):
                 run.add_metrics(task.validate(run))
-            run.log_step(step, lengths, num_logprob_passes=task.num_logprob_passes)
+            run.log_step(step, work)
             # After the log, because it can end the run.
             stop_if_too_many(run, step, loader)
             run.save_if_due(step, loader, is_last=is_last)

@@ -53,7 +53,7 @@ from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.selection import Selection
 from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
-from nemo_like.training.throughput import throughput_metrics
+from nemo_like.training.throughput import StepWork, throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.worker_checks import check_workers
 from nemo_like.training.workers import RunWorkers, start_workers
@@ -280,29 +280,17 @@ class TrainingRun:
         """Add metrics to the record of the step that is logged next."""
         self.pending_metrics |= metrics
 
-    def log_step(
-        self,
-        step: int,
-        lengths: np.ndarray,
-        *,
-        num_logprob_passes: int = 0,
-        num_epochs: int = 1,
-    ) -> None:
-        """Log the added metrics, the timings and the throughput of the step that just ended.
-
-        `lengths` (int [B]) are those of the step's rows, on which `num_epochs` passes were trained.
-        """
-        self.counters["num_tokens"] += float(lengths.sum())
-        self.counters["num_rows"] += float(len(lengths))
+    def log_step(self, step: int, work: StepWork) -> None:
+        """Log the added metrics, the timings and the throughput of the step that just ended."""
+        self.counters["num_tokens"] += float(work.lengths.sum())
+        self.counters["num_rows"] += float(len(work.lengths))
         device = self.policy.device_info
         throughput = throughput_metrics(
-            lengths,
+            work,
             CostModel.from_spec(self.policy.model),
             self.timers,
             peak_flops=device.peak_flops,
             num_workers=self.policy.group.world_size,
-            num_logprob_passes=num_logprob_passes,
-            num_epochs=num_epochs,
             has_frozen_weights=self.config.policy.lora.enabled,
         )
         self.add_metrics(throughput)

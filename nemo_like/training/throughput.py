@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from nemo_like.data.planning.cost import CostModel
@@ -15,34 +17,48 @@ Recomputation is not counted; with it the metric would be the hardware FLOPs uti
 """
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepWork:
+    """The rows of a step, and the passes over them."""
+
+    lengths: np.ndarray
+    """Tokens of each row, prompt and completion, int64 [B]."""
+    num_logprob_passes: int = 0
+    """Forward passes of the policy or its reference besides training."""
+    num_epochs: int = 1
+    """Passes of training over the rows."""
+    teacher_flops: float = 0.0
+    """Forward FLOPs of the teachers on their rows."""
+
+
 def throughput_metrics(
-    lengths: np.ndarray,
+    work: StepWork,
     cost: CostModel,
     timers: Timers,
     *,
     peak_flops: float,
     num_workers: int,
-    num_logprob_passes: int,
-    num_epochs: int = 1,
     has_frozen_weights: bool = False,
 ) -> Metrics:
     """Return the rates of one step over all its rows.
 
-    `lengths` (int [B]) counts prompt and completion tokens; `cost.of` gives the forward FLOPs of a
-    row, causal attention over its own tokens only. MFU = (3 x `num_epochs` + `num_logprob_passes`)
-    x forward FLOPs / (seconds of all passes x workers x `peak_flops`). With `has_frozen_weights`
-    (LoRA) the gradients of weights are not computed, so the products with weights count twice
-    instead of three times. Rates of tokens count the rows of a step once.
+    `cost.of` gives the forward FLOPs of a row, causal attention over its own tokens only. MFU = ((3
+    x `num_epochs` + `num_logprob_passes`) x forward FLOPs + `teacher_flops`) / (seconds of all
+    passes x workers x `peak_flops`). With `has_frozen_weights` (LoRA) the gradients of weights are
+    not computed, so the products with weights count twice instead of three times. Rates of tokens
+    count the rows of a step once.
     """
-    forward_flops = float(cost.of(lengths).sum())
-    num_tokens = float(lengths.sum())
+    forward_flops = float(cost.of(work.lengths).sum())
+    num_tokens = float(work.lengths.sum())
     train_s = timers.seconds("train")
     step_s = timers.seconds("step")
-    compute_s = train_s + timers.seconds("logprobs")
+    # The training pass computes the logits of the teachers, so neither of both times is enough.
+    compute_s = train_s + timers.seconds("logprobs") + timers.seconds("teacher")
     trained_flops = FLOPS_PER_TRAINED_UNIT * forward_flops
     if has_frozen_weights:
         trained_flops -= cost.linear * num_tokens
-    flops = trained_flops * num_epochs + forward_flops * num_logprob_passes
+    flops = trained_flops * work.num_epochs + forward_flops * work.num_logprob_passes
+    flops += work.teacher_flops
     # A timer that did not run gives 0 s, and then the rate is 0 instead of a division by zero.
     tokens_per_s = num_tokens / step_s if step_s else 0.0
     train_tokens_per_s = num_tokens / train_s if train_s else 0.0

@@ -14,7 +14,10 @@ from nemo_like.algorithms.distillation.data import TaughtRow, open_source
 from nemo_like.algorithms.distillation.loop import is_on_policy, run_distill
 from nemo_like.commands.validate import validate
 from nemo_like.config.errors import ConfigError
+from nemo_like.data.planning.cost import CostModel
+from nemo_like.models.presets import load_spec
 from nemo_like.rollout.prompt import Prompt
+from nemo_like.training.run import RunResult
 from tests.algorithms.test_runs import interrupt_at, read_metrics
 from tests.recipe import Recipe
 
@@ -55,6 +58,7 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     expected = read_metrics(straight.directory.path)
     weights = (straight.directory.hf / "model.safetensors").read_bytes()
     assert [line["step"] for line in expected] == [0, 1, 2, 3, 4]
+    check_model_flops(straight, recipe.demo / "model", teachers[0], has_lora=is_sampled)
     first, last = expected[0], expected[-1]
     divergences = [line.get("validation/divergence", 9.0) for line in expected]
     # Completions of so early a student say little about the validation rows of the last steps.
@@ -69,6 +73,18 @@ def test_a_resumed_run_equals_a_straight_one_and_approaches_the_teacher(
     resumed = run_distill(recipe.distill(*keys, "resume=true"))
     assert read_metrics(resumed.directory.path) == expected
     assert (resumed.directory.hf / "model.safetensors").read_bytes() == weights
+
+
+def check_model_flops(run: RunResult, student: Path, teacher: str, *, has_lora: bool) -> None:
+    """Compare the logged FLOP/s of the last step with the work of both models on its rows."""
+    last_line = run.directory.lengths.read_text().splitlines()[-1]
+    lengths = json.loads(last_line)["lengths"]
+    forward = CostModel.from_spec(load_spec(str(student)))
+    flops = 3 * forward.of(lengths).sum() - has_lora * forward.linear * sum(lengths)
+    flops += CostModel.from_spec(load_spec(teacher)).of(lengths).sum()
+    seconds = run.last["timing/train_s"] + run.last["timing/teacher_s"]
+    logged = run.last["performance/train_tflops_per_s_per_worker"]
+    assert logged * 1e12 * seconds == pytest.approx(flops)
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

@@ -13,6 +13,7 @@ from nemo_like.algorithms.distillation.teachers import open_teachers, resolve_te
 from nemo_like.config.paths import resolve_paths
 from nemo_like.data.collate import EncodedRow, collate
 from nemo_like.data.loader import RowLoader
+from nemo_like.data.planning.cost import CostModel
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.generation.sampling_params import SamplingParams
 from nemo_like.losses.distillation import DistillationLoss
@@ -28,7 +29,7 @@ from nemo_like.training.epochs import run_epochs
 from nemo_like.training.evaluation import show_rollout
 from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, train
-from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics
 from nemo_like.training.validation_sets import named_metrics
 
 _TRAINED_COLUMNS = ("input_ids", "token_mask", "length", "row_mask")
@@ -45,10 +46,11 @@ def run_distill(config: DistillRunConfig) -> RunResult:
     """Train as configured; return paths and last metrics. Raises ConfigError for wrong input."""
     config = resolve_teachers(resolve_paths(config))
     source = open_source(config)
-    open_teachers(config, source.data.encoder.tokenizer)
+    specs = open_teachers(config, source.data.encoder.tokenizer)
+    costs = [CostModel.from_spec(specs[name]) for name in config.named_teachers]
     loader = source.loader()
     return run_epochs(
-        config, config.distill, source, loader, partial(_Task, config, source, loader)
+        config, config.distill, source, loader, partial(_Task, config, source, loader, costs)
     )
 
 
@@ -79,17 +81,17 @@ def is_on_policy(config: DistillRunConfig, step: int) -> bool:
 class _Task:
     """Implements `EpochTask`."""
 
-    # The passes of the teachers are not those of the policy's model.
-    num_logprob_passes = 0
-
     def __init__(
         self,
         config: DistillRunConfig,
         source: ExampleSource[TaughtRow],
         loader: RowLoader[TaughtRow],
+        costs: Sequence[CostModel],
     ) -> None:
+        """`costs` are those of the teachers."""
         self._config = config
         self._loader = loader
+        self._costs = costs
         self._validation = {
             name: validation_batches(config, source.data, name) for name in source.data.validation
         }
@@ -97,8 +99,12 @@ class _Task:
     def show_rows(self, run: TrainingRun) -> None:
         _show_rows(run, self._loader)
 
-    def train_step(self, run: TrainingRun, step: int) -> np.ndarray:
-        return _step(run, self._config, self._loader, step)
+    def train_step(self, run: TrainingRun, step: int) -> StepWork:
+        batch = _step(run, self._config, self._loader, step)
+        flops = 0.0
+        for teacher, cost in enumerate(self._costs):
+            flops += float(cost.of(batch["length"][batch[TEACHER] == teacher]).sum())
+        return StepWork(lengths=batch["length"], teacher_flops=flops)
 
     def validate(self, run: TrainingRun) -> Metrics:
         return validate(run, self._config, self._validation)
@@ -109,8 +115,8 @@ def _step(
     config: DistillRunConfig,
     loader: RowLoader[TaughtRow],
     step: int,
-) -> np.ndarray:
-    """Train on the next rows; return the lengths of the rows that were trained, int64 [B]."""
+) -> BatchedDataDict:
+    """Train on the next rows; return the batch that was trained."""
     rows = run.next_rows(loader, step)
     locations = loader.batch_locations()
     is_sampled = is_on_policy(config, step)
@@ -129,7 +135,7 @@ def _step(
         with run.timers("train"):
             run.add_metrics(train(run, sharded, trained, loss, targets))
     run.add_metrics(plan_metrics(plan))
-    return batch["length"]
+    return batch
 
 
 def _conversations(

@@ -24,7 +24,7 @@ from nemo_like.training.loading import load_position
 from nemo_like.training.model_files import open_model_spec
 from nemo_like.training.run import RunResult, TrainingRun, open_training_run
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
-from nemo_like.training.throughput import plan_metrics
+from nemo_like.training.throughput import StepWork, plan_metrics
 from nemo_like.training.validation_sets import PromptSet, named_metrics, prompt_sets
 
 
@@ -91,7 +91,7 @@ def _train(
                 run.add_metrics(plan_metrics(plan) | stream_metrics(loader))
                 if is_due(step, config.sft.val_period, is_last=is_last):
                     run.add_metrics(validate(run, validation, step))
-                run.log_step(step, batch["length"])
+                run.log_step(step, StepWork(lengths=batch["length"]))
                 # After the log, because it can end the run.
                 stop_if_too_many(run, step, loader)
                 run.save_if_due(step, loader, is_last=is_last)
