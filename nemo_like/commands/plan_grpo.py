@@ -19,6 +19,7 @@ from nemo_like.prediction.grpo_request import (
     GrpoStepRequest,
     MeasuredTimes,
     RolloutLengths,
+    ScoringModel,
     Split,
 )
 from nemo_like.prediction.rollout_time import Batching
@@ -40,6 +41,7 @@ def grpo_step_request(
     model: ModelSpec,
     placement: Placement,
     spec: PlanSpec,
+    reward_models: Sequence[ScoringModel],
 ) -> GrpoStepRequest | None:
     """Return the request of a GRPO config; None for other jobs and without rollouts."""
     if not isinstance(config, GrpoRunConfig) or not rollouts:
@@ -57,6 +59,7 @@ def grpo_step_request(
         num_logprob_passes=config.computes_prev_logprobs + config.needs_reference,
         num_epochs=config.grpo.num_epochs_per_rollout,
         rates=GPU_RATES if config.cluster.gpus_per_node else CPU_RATES,
+        reward_models=tuple(reward_models),
     )
 
 

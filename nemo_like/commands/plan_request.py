@@ -159,6 +159,7 @@ def _grpo(
 ) -> GrpoStepRequest | None:
     """Return the GRPO step of a config; None for other jobs."""
     from nemo_like.commands.plan_grpo import grpo_step_request
+    from nemo_like.commands.plan_reward_models import scoring_models
 
     assert request.model is not None and request.chosen is not None
     return grpo_step_request(
@@ -168,6 +169,7 @@ def _grpo(
         model=request.model,
         placement=request.placement,
         spec=request.chosen,
+        reward_models=scoring_models(config),
     )
 
 

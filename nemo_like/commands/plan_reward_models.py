@@ -1,4 +1,4 @@
-"""Lines of `nemo-like plan` about the reward models of a config."""
+"""The reward models of a config in `nemo-like plan`: a line for each, and what they compute."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from nemo_like.config.parallel import num_policy_workers
 if TYPE_CHECKING:
     from nemo_like.config.reward import RewardModelConfig
     from nemo_like.config.schema import RunConfig
+    from nemo_like.models.spec import ModelSpec
+    from nemo_like.prediction.grpo_request import ScoringModel
 
 _GIB = 1024**3
 
@@ -22,23 +24,50 @@ def reward_model_notes(config: RunConfig) -> tuple[str, ...]:
     return tuple(_note(config, name, model) for name, model in models)
 
 
-def _note(config: RunConfig, name: str, model: RewardModelConfig) -> str:
+def scoring_models(config: RunConfig) -> list[ScoringModel]:
+    """Return the reward models whose files are there; `reward_model_notes` has the others."""
+    from nemo_like.data.planning.cost import CostModel
+    from nemo_like.prediction.grpo_request import ScoringModel
+
+    found = []
+    for name, model in config.reward.models.items():
+        try:
+            spec = _spec(name, model)
+        except ConfigError:
+            continue
+        found.append(
+            ScoringModel(
+                name=name,
+                cost=CostModel.from_spec(spec),
+                max_tokens=model.mb_tokens,
+                num_workers=model.num_workers,
+            )
+        )
+    return found
+
+
+def _spec(name: str, model: RewardModelConfig) -> ModelSpec:
+    """Return the sizes of a reward model. Raises ConfigError if its files are not there."""
     from nemo_like.models.spec import ModelSpec
     from nemo_like.training.model_files import load_checked_config
 
-    key = f"reward.models.{name}"
+    key = f"reward.models.{name}.model_name"
+    files = load_checked_config(model.model_name, key, local_files_only=True)
+    return ModelSpec.from_config(files, model.model_name)
+
+
+def _note(config: RunConfig, name: str, model: RewardModelConfig) -> str:
     try:
-        files = load_checked_config(model.model_name, f"{key}.model_name", local_files_only=True)
+        spec = _spec(name, model)
     except ConfigError as error:
         # A plan is often made before the reward model is trained.
         return f"reward model {name} is not counted: {error}"
     num_workers = model.num_workers or num_policy_workers(config.cluster)
     num_value_bytes = 2 if model.precision == "bfloat16" else 4
-    spec = ModelSpec.from_config(files, model.model_name)
     gib = spec.num_params * num_value_bytes / num_workers / _GIB
     where = f"on {num_workers} workers of its own"
     if model.num_workers == 0:
         where = "on each policy worker"
         if config.cluster.gpus_per_node > 0:
             where += ", in host memory while it does not score"
-    return f"reward model {name}: {gib:.2g} GiB of weights {where}; its time is not predicted"
+    return f"reward model {name}: {gib:.2g} GiB of weights {where}, not part of the memory above"

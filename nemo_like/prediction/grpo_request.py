@@ -8,14 +8,15 @@ from typing import Literal
 
 import numpy as np
 
+from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.models.spec import ModelSpec
 from nemo_like.prediction.memory import Placement
 from nemo_like.prediction.rollout_time import Batching
 from nemo_like.prediction.step_time import ACHIEVED_FLOPS
 
-Phase = Literal["rollout", "logprobs", "train", "weight_sync"]
-PHASES: tuple[Phase, ...] = ("rollout", "logprobs", "train", "weight_sync")
+Phase = Literal["rollout", "reward_model", "logprobs", "train", "weight_sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "reward_model", "logprobs", "train", "weight_sync")
 MAX_ROLLOUTS = 4
 """Rollouts that are simulated; the times are means over them."""
 
@@ -83,6 +84,18 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoringModel:
+    """A reward model that scores every completion of a rollout."""
+
+    name: str
+    cost: CostModel
+    max_tokens: int
+    """Token limit of its microbatches."""
+    num_workers: int
+    """Workers of its own; 0: those of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoStepRequest:
     """A GRPO run to predict."""
 
@@ -103,6 +116,7 @@ class GrpoStepRequest:
     num_epochs: int = 1
     """Passes over the rows of a rollout."""
     rates: DeviceRates = GPU_RATES
+    reward_models: tuple[ScoringModel, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +140,8 @@ class Calibration:
     """Empty for none."""
 
     def factor(self, phase: Phase) -> float:
-        """Return the factor of a phase; log-probs without a measurement take that of training."""
-        if phase == "logprobs" and phase not in self.factors:
+        """Return the factor of a phase; forward passes that were not measured take training's."""
+        if phase in ("logprobs", "reward_model") and phase not in self.factors:
             return self.factors.get("train", 1.0)
         return self.factors.get(phase, 1.0)
 
@@ -172,6 +186,13 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
             " separate devices."
         ),
     ]
+    if request.reward_models:
+        names = ", ".join(model.name for model in request.reward_models)
+        lines.append(
+            f"reward models ({names}): one forward pass over the rows of a rollout, with as many"
+            " tokens as the policy has, after the rollout and before training in both columns of a"
+            " step; encoding and moves between host and device are not included."
+        )
     if calibration.source:
         factors = ", ".join(
             f"{phase} x {calibration.factors[phase]:.3g}"
@@ -186,6 +207,6 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
     else:
         lines.append(
             "nothing was measured: the ratio of phases is more reliable than the seconds, and"
-            " rewards are not included. --metrics of a past run calibrates the rates."
+            " reward functions are not included. --metrics of a past run calibrates the rates."
         )
     return lines

@@ -2,7 +2,8 @@
 
 A step is rollout, rewards, log-probs, training and weight synchronization. Synchronous, they follow
 one another. With staleness 1 the next rollout runs while a step trains, which needs devices of its
-own: a step takes as long as the slower of the two, and the synchronization.
+own: a step takes as long as the slower of the two, the scores of reward models, and the
+synchronization.
 
 It is a model, not a measurement. `calibrate` fits its rates to the timings of a past run.
 """
@@ -15,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from nemo_like.data.planning.plan import plan_batch
+from nemo_like.data.planning.plan import PlanSpec, plan_batch
 from nemo_like.prediction.grpo_request import (
     MAX_ROLLOUTS,
     Calibration,
@@ -45,6 +46,8 @@ class SplitTimes:
     split: Split
     rollout: np.ndarray
     reward: float
+    """Of reward functions."""
+    reward_model: np.ndarray
     logprobs: np.ndarray
     train: np.ndarray
     weight_sync: float
@@ -54,7 +57,7 @@ class SplitTimes:
     @property
     def synchronous(self) -> float:
         """Mean seconds of a step whose phases follow one another."""
-        phases = self.rollout + self.reward + self.logprobs + self.train
+        phases = self.rollout + self.reward + self.reward_model + self.logprobs + self.train
         return float(phases.mean()) + self.weight_sync
 
     @property
@@ -63,7 +66,8 @@ class SplitTimes:
         if self.split.is_colocated:
             return None
         slower = np.maximum(self.rollout + self.reward, self.logprobs + self.train)
-        return float(slower.mean()) + self.weight_sync
+        # The driver scores a rollout after the step before it.
+        return float((slower + self.reward_model).mean()) + self.weight_sync
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +127,7 @@ def predict_grpo_step(
                 split,
                 calibration.factor("rollout") * seconds,
                 calibration.reward_s,
+                calibration.factor("reward_model") * _scoring_times(request, rollouts, split),
                 calibration.factor("logprobs") * logprobs,
                 calibration.factor("train") * train,
                 calibration.factor("weight_sync") * _weight_sync_s(request),
@@ -137,6 +142,7 @@ def calibrate(request: GrpoStepRequest, measured: MeasuredTimes) -> Calibration:
     (times,) = predict_grpo_step(request, splits=[request.split]).splits
     predicted: dict[Phase, float] = {
         "rollout": float(times.rollout.mean()),
+        "reward_model": float(times.reward_model.mean()),
         "logprobs": float(times.logprobs.mean()),
         "train": float(times.train.mean()),
         "weight_sync": times.weight_sync,
@@ -255,6 +261,27 @@ def _training_times(
         logprobs.append(request.num_logprob_passes * forward / flops_per_s)
         train.append(request.num_epochs * num_passes * trained / flops_per_s)
     return np.array(logprobs), np.array(train)
+
+
+def _scoring_times(
+    request: GrpoStepRequest,
+    rollouts: Sequence[RolloutLengths],
+    split: Split,
+) -> np.ndarray:
+    """Return the seconds in which the reward models score each rollout, float64 [N]."""
+    seconds = np.zeros(len(rollouts))
+    for model in request.reward_models:
+        spec = PlanSpec(
+            max_tokens=model.max_tokens,
+            num_ranks=model.num_workers or split.policy,
+            oversize="singleton",
+            cost=model.cost,
+        )
+        for index, rollout in enumerate(rollouts):
+            plan = plan_batch(rollout.rows, spec)
+            work = microbatch_work(plan, model.cost)
+            seconds[index] += step_times(work, plan).sum() / request.rates.flops
+    return seconds
 
 
 def _weight_sync_s(request: GrpoStepRequest) -> float:

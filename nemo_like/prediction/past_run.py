@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,7 @@ COMPARED = (
 """Metrics that are determined by lengths and plan alone."""
 _TIMES: dict[Phase, str] = {
     "rollout": "timing/generation_s",
+    "reward_model": "timing/reward_model_s",
     "logprobs": "timing/logprobs_s",
     "train": "timing/train_s",
     "weight_sync": "timing/weight_sync_s",
@@ -116,7 +117,7 @@ class PastRun:
             return None
         seconds: dict[Phase, float] = {}
         for phase, name in _TIMES.items():
-            values = [metrics[name] for metrics in timed if name in metrics]
+            values = _values(timed, name)
             if values:
                 seconds[phase] = fmean(values)
         return MeasuredTimes(
@@ -146,6 +147,16 @@ class PastRun:
             planned_values = [metrics[name] for metrics in planned]
             compared[name] = (fmean(logged_values), fmean(planned_values))
         return compared
+
+
+def _values(timed: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """Return the values of a metric in the steps that have it."""
+    having = [metrics for metrics in timed if name in metrics]
+    if name == _TIMES["reward_model"]:
+        # It includes the answers of a validation.
+        alone = [each for each in having if not any(key.startswith("validation/") for key in each)]
+        having = alone or having
+    return [metrics[name] for metrics in having]
 
 
 def read_run(path: Path) -> PastRun:

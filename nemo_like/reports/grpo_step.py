@@ -39,7 +39,7 @@ def cells(times: SplitTimes) -> list[str]:
     staleness_1 = times.staleness_1
     return [
         _seconds(float(times.rollout.mean())),
-        _seconds(times.reward),
+        _seconds(times.reward + float(times.reward_model.mean())),
         _seconds(float(times.logprobs.mean())),
         _seconds(float(times.train.mean())),
         _seconds(times.weight_sync),
@@ -93,6 +93,7 @@ def step_record(prediction: GrpoStepPrediction | None) -> dict[str, Any] | None:
                 "is_colocated": times.split.is_colocated,
                 "rollout_s": float(times.rollout.mean()),
                 "reward_s": times.reward,
+                "reward_model_s": float(times.reward_model.mean()),
                 "logprobs_s": float(times.logprobs.mean()),
                 "train_s": float(times.train.mean()),
                 "weight_sync_s": times.weight_sync,

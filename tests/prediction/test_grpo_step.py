@@ -22,6 +22,7 @@ from nemo_like.prediction.grpo_request import (
     GrpoStepRequest,
     MeasuredTimes,
     RolloutLengths,
+    ScoringModel,
     Split,
 )
 from nemo_like.prediction.grpo_step import calibrate, possible_splits, predict_grpo_step
@@ -30,6 +31,12 @@ from nemo_like.prediction.past_run import read_run
 from nemo_like.prediction.rollout_time import Batching
 
 MODEL = load_spec("1b")
+SCORER = ScoringModel(
+    name="quality",
+    cost=CostModel(linear=1e9, quadratic=1e4),
+    max_tokens=2048,
+    num_workers=0,
+)
 
 
 def request(
@@ -73,7 +80,9 @@ def request(
     num_passes=st.integers(0, 2),
 )
 def test_the_step_times_of_every_split_follow_from_its_phases(policy, generation, tp, num_passes):
-    wanted = request(policy, generation, tp=tp, num_logprob_passes=num_passes)
+    wanted = request(
+        policy, generation, tp=tp, num_logprob_passes=num_passes, reward_models=(SCORER,)
+    )
     prediction = predict_grpo_step(wanted)
     assert prediction.configured.split == wanted.split
     num_devices = wanted.split.num_devices
@@ -81,14 +90,15 @@ def test_the_step_times_of_every_split_follow_from_its_phases(policy, generation
         split = times.split
         assert split.num_devices == num_devices and split.policy % tp == 0
         training = times.logprobs + times.train
-        total = float((times.rollout + training).mean()) + times.weight_sync
+        scoring = float(times.reward_model.mean())
+        total = float((times.rollout + training).mean()) + scoring + times.weight_sync
         assert times.synchronous == pytest.approx(total)
         assert bool((times.logprobs > 0).all()) == (num_passes > 0)
         if split.is_colocated:
             assert times.staleness_1 is None
             continue
         assert times.staleness_1 is not None
-        assert times.staleness_1 >= max(times.rollout.mean(), training.mean())
+        assert times.staleness_1 >= max(times.rollout.mean(), training.mean()) + scoring
         assert times.staleness_1 <= times.synchronous
     separate = [times for times in prediction.splits if not times.split.is_colocated]
     for fewer, more in itertools.pairwise(separate):
@@ -124,9 +134,9 @@ def test_replicas_take_as_many_devices_as_they_need() -> None:
 
 
 def test_a_calibrated_prediction_has_the_measured_times_of_the_run() -> None:
-    wanted = request(policy=4, generation=2, num_logprob_passes=1)
+    wanted = request(policy=4, generation=2, num_logprob_passes=1, reward_models=(SCORER,))
     measured = MeasuredTimes(
-        seconds={"rollout": 3.0, "train": 2.0, "weight_sync": 0.5},
+        seconds={"rollout": 3.0, "reward_model": 1.5, "train": 2.0, "weight_sync": 0.5},
         reward_s=0.25,
         num_steps=5,
         source="the run x",
@@ -139,11 +149,26 @@ def test_a_calibrated_prediction_has_the_measured_times_of_the_run() -> None:
     assert times.weight_sync == pytest.approx(0.5)
     # Log-probs were not measured, and take the factor of training.
     assert calibration.factor("logprobs") == calibration.factors["train"]
-    assert times.synchronous == pytest.approx(5.75 + times.logprobs.mean())
+    assert times.reward_model.mean() == pytest.approx(1.5)
+    assert times.synchronous == pytest.approx(7.25 + times.logprobs.mean())
     text = " ".join(prediction.assumptions())
     assert "calibrated with 5 steps of the run x" in text
     assert "nothing was measured" in " ".join(predict_grpo_step(wanted).assumptions())
     assert Calibration().factor("logprobs") == 1.0
+
+
+def test_reward_models_compute_one_forward_pass_on_their_workers() -> None:
+    own = dataclasses.replace(SCORER, num_workers=1)
+    wanted = request(policy=4, generation=2, reward_models=(SCORER, own))
+    both = predict_grpo_step(wanted, splits=[wanted.split]).splits[0]
+    alone = dataclasses.replace(wanted, reward_models=(own,))
+    one_worker = predict_grpo_step(alone, splits=[wanted.split]).splits[0]
+    for index, rollout in enumerate(wanted.rollouts):
+        # One worker has all rows, whatever their microbatches are.
+        seconds = SCORER.cost.of(rollout.rows).sum() / wanted.rates.flops
+        assert one_worker.reward_model[index] == pytest.approx(seconds)
+        # The four workers of the policy have a fourth of them, up to the rows of the slowest.
+        assert 1.25 <= both.reward_model[index] / seconds < 1.3
 
 
 @pytest.mark.parametrize("has_rollouts", [True, False])
@@ -162,6 +187,7 @@ def test_lengths_and_times_of_a_past_run(tmp_path: Path, has_rollouts: bool) -> 
                 "timing/generation_s": 10.0 * step,
                 "timing/train_s": 1.0,
                 "timing/reward_s": 0.5,
+                "timing/reward_model_s": 1.0 + step,
                 "generation/prompt_length_mean": float(np.mean(prompts[step])),
             }
         )
@@ -169,6 +195,8 @@ def test_lengths_and_times_of_a_past_run(tmp_path: Path, has_rollouts: bool) -> 
             rows = zip(row_lengths, prompts[step], strict=True)
             records = [json.dumps({"completion_tokens": row - prompt}) for row, prompt in rows]
             (tmp_path / "rollouts" / f"step_{step}.jsonl").write_text("\n".join(records))
+    # The time of this step includes the answers of a validation.
+    metrics[1]["validation/reward_mean"] = 0.0
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
     past = read_run(tmp_path)
     rollouts, source = past.rollouts()
@@ -184,7 +212,7 @@ def test_lengths_and_times_of_a_past_run(tmp_path: Path, has_rollouts: bool) -> 
     measured = past.measured_times()
     assert measured is not None
     # Without the first step, which contains warm-up.
-    assert measured.seconds == {"rollout": 25.0, "train": 1.0}
+    assert measured.seconds == {"rollout": 25.0, "reward_model": 4.0, "train": 1.0}
     assert (measured.reward_s, measured.num_steps) == (0.5, 2)
 
 
