@@ -370,8 +370,9 @@ def no_batch_text(num_rows: int, batch_size: int) -> str:
     """Explain why an epoch of `num_rows` usable rows has no batch."""
     if num_rows == 0:
         return (
-            "data.train_path: every row is dropped by policy.oversize_rows=drop; raise"
-            " policy.max_total_sequence_length"
+            "data.train_path: every row is dropped by policy.oversize_rows=drop or"
+            " data.max_prompt_tokens; raise policy.max_total_sequence_length or"
+            " data.max_prompt_tokens"
         )
     return (
         f"data.train_path has {num_rows} usable {plural(num_rows, 'row')}, fewer than the"

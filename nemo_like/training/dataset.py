@@ -177,9 +177,12 @@ class ExampleSource(Generic[ExampleT]):
     ) -> int:
         """Return the last step of a run whose loader has delivered the batches up to `step`.
 
-        It differs from `num_steps` if the files changed between a checkpoint and its resume.
+        It differs from `num_steps` if the files changed between a checkpoint and its resume. Raises
+        ConfigError if a run would have no step, because too many rows are left out.
         """
         in_epochs = step + loader.batches_left(limits.max_num_epochs, self.rows.is_kept)
+        if in_epochs == 0:
+            raise ConfigError(no_batch_text(self.rows.num_kept, loader.batch_size))
         return _at_most(in_epochs, limits.max_num_steps)
 
     def is_exhausted(self, limits: EpochLoopConfig, loader: RowLoader[ExampleT]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from nemo_like.algorithms.grpo import data as grpo_data
 from nemo_like.algorithms.grpo.loop import run_grpo
+from nemo_like.algorithms.reward_model.loop import run_reward_model
 from nemo_like.algorithms.sft import data as sft_data
 from nemo_like.algorithms.sft.loop import run_sft
 from nemo_like.commands.validate import validate
@@ -124,6 +125,36 @@ def test_dropped_conversations_are_counted_and_the_run_has_fewer_steps(
     assert "data_wait_s" in " ".join(result.last)
     shown = capsys.readouterr().out
     assert "skips 2 of 18 rows; the first is" in shown and "conversations.jsonl:4" in shown
+
+
+def test_a_run_whose_rows_are_all_dropped_is_an_error(recipe: Recipe):
+    path = recipe.folder / "rows.jsonl"
+    rows = [
+        {"prompt": f"{index}+1", "completion": "2" * 40, "chosen": "2" * 40, "rejected": "3"}
+        for index in range(18)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (f"data.train_path={path}", "policy.oversize_rows=drop")
+    with pytest.raises(ConfigError, match=r"every row is dropped by policy\.oversize_rows=drop"):
+        run_sft(recipe.sft(*options, "policy.max_total_sequence_length=20"))
+    with pytest.raises(ConfigError, match="every row is dropped"):
+        run_reward_model(recipe.rm(*options, "policy.max_total_sequence_length=20"))
+    # Too few for one batch.
+    rows[0]["completion"] = "2"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (*options, "policy.max_total_sequence_length=20", "data.last_batch=drop")
+    with pytest.raises(ConfigError, match="1 usable row, fewer than the 16 of one batch"):
+        run_sft(recipe.sft(*options))
+    assert not (recipe.folder / "sft").exists()
+
+
+def test_rows_that_truncation_leaves_without_loss_are_reported(recipe: Recipe):
+    path = recipe.folder / "rows.jsonl"
+    rows = [{"prompt": "1+" * (90 if index == 3 else 1), "completion": "2"} for index in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = validate(recipe.sft(f"data.train_path={path}", "policy.oversize_rows=truncate"))
+    [warning] = [text for text in report.warnings if "no token with loss" in text]
+    assert warning.startswith("1 of the rows sampled") and "rows.jsonl:4" in warning
 
 
 def test_a_run_with_encoding_processes_equals_one_without(recipe: Recipe):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,12 +130,7 @@ def check_rows(
         check_lengths(config, rows, lengths, diagnostics)
         if rows is data.train:
             check_vocabulary(model, [row.input_ids for row in encoded.values()], diagnostics)
-            untrained = [index for index, row in encoded.items() if not row.token_mask.any()]
-            if untrained:
-                diagnostics.warnings.append(
-                    f"{len(untrained)} of the rows sampled have no token with loss, e.g."
-                    f" {rows.locations[untrained[0]]}"
-                )
+            _check_trained(config, rows, encoded, diagnostics)
             for index in sorted(encoded)[:NUM_SAMPLES]:
                 diagnostics.samples.append(Sample(encoder.segments(encoded[index])))
     if len(diagnostics.problems) > num_problems_before:
@@ -147,6 +143,26 @@ def check_rows(
     batch = None if loader is None else diagnostics.check(lambda: next(loader))
     lengths_of_step = np.array([len(row.input_ids) for row in batch or ()], dtype=np.int64)
     describe_plan(config, "the first step", lengths_of_step, model, diagnostics)
+
+
+def _check_trained(
+    config: SftRunConfig,
+    rows: Rows,
+    encoded: Mapping[int, EncodedRow],
+    diagnostics: Diagnostics,
+) -> None:
+    """Warn about rows of which no token is trained, by index in `rows`."""
+    limit = None
+    if config.policy.oversize_rows == "truncate":
+        limit = config.policy.max_total_sequence_length
+    # Nothing predicts the first token.
+    untrained = [index for index, row in encoded.items() if not row.token_mask[1:limit].any()]
+    if untrained:
+        cut = "" if limit is None else f" within policy.max_total_sequence_length {limit}"
+        diagnostics.warnings.append(
+            f"{len(untrained)} of the rows sampled have no token with loss{cut}, e.g."
+            f" {rows.locations[untrained[0]]}"
+        )
 
 
 def _describe_stream(config: SftRunConfig, num_rows: int) -> str:

@@ -68,7 +68,8 @@ def _train(
             if config.sft.val_at_start:
                 run.add_metrics(validate(run, validation, step))
                 run.log_metrics(step)
-        is_last = _is_last(config, source, loader, step, total)
+        # A run without any row left ends with the error of the loader, not after 0 steps.
+        is_last = step > 0 and _is_last(config, source, loader, step, total)
         with run.progress.phase("sft", total, unit="steps", done=step) as phase:
             while not is_last and not run.stops_early:
                 run.stop_if_requested(step, loader)
