@@ -43,23 +43,33 @@ class PreferenceTexts(NamedTuple):
 
 
 def preference(row: Row) -> PreferenceTexts:
-    """Return the messages of a pair. Without a `prompt` column it is the common beginning."""
+    """Return the messages of a pair.
+
+    Without a `prompt` column the prompt is the common beginning of both completions. So it is where
+    they are complete conversations that begin with the turns of `prompt`, possibly after a system
+    turn, as in UltraFeedback's binarized form.
+    """
     prompt = [] if row.get("prompt") is None else turns(row["prompt"], "user")
     chosen = turns(row["chosen"], "assistant")
     rejected = turns(row["rejected"], "assistant")
-    if prompt:
-        return PreferenceTexts(prompt, chosen, rejected)
     # Turns are compared, not texts: two completions may begin with the same words.
     num_common = 0
     while num_common < min(len(chosen), len(rejected)):
         if chosen[num_common] != rejected[num_common]:
             break
         num_common += 1
-    return PreferenceTexts(
-        chosen[:num_common],
-        chosen[num_common:],
-        rejected[num_common:],
-    )
+    common = chosen[:num_common]
+    if prompt and not _begins_with(common, prompt):
+        return PreferenceTexts(prompt, chosen, rejected)
+    return PreferenceTexts(common, chosen[num_common:], rejected[num_common:])
+
+
+def _begins_with(messages: list[Message], prompt: list[Message]) -> bool:
+    """Return True if `messages` begin with those of `prompt`, possibly after a system turn."""
+    if messages[: len(prompt)] == prompt:
+        return True
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    return has_system and messages[1 : len(prompt) + 1] == prompt
 
 
 def encode_preference(encoder: ChatEncoder, row: Row) -> PreferencePair:
@@ -129,6 +139,12 @@ def _preference_problem(row: Row, columns: tuple[str, ...]) -> str | None:
     for column, completion in (("chosen", texts.chosen), ("rejected", texts.rejected)):
         if not completion or completion[-1]["role"] != "assistant":
             return f"column {column!r} does not end with an assistant turn after the prompt"
+        if completion[0]["role"] in ("system", "user") and texts.prompt[-1]["role"] == "user":
+            return (
+                f"column {column!r} begins with a turn of the {completion[0]['role']}, which does"
+                " not follow the turns of 'prompt'; give complete conversations that begin with"
+                " the same turns as 'prompt', or only the turns after it"
+            )
     if texts.chosen == texts.rejected:
         return "'chosen' and 'rejected' are equal, so there is no preference; remove the row"
     return None

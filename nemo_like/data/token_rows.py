@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 NO_LABEL = -100
 """Label of a token without loss, as in the Hugging Face libraries."""
 _MAX_TOKEN_ID = 2**31 - 1
+_MASKS_OF_OTHER_TOOLS = ("assistant_masks", "completion_mask", "loss_mask")
+"""Names of a loss mask in TRL, transformers and others."""
 
 
 def token_row_problem(row: Row) -> str | None:
@@ -37,8 +39,31 @@ def token_row_problem(row: Row) -> str | None:
         problem = _mask_problem(ids, values, column)
         if problem:
             return problem
-    if not trained_tokens(row).any():
-        return "no token of 'input_ids' has a loss; set a label or a token_mask of 1"
+    # Nothing predicts the first token.
+    if not trained_tokens(row)[1:].any():
+        return (
+            "no token of 'input_ids' after the first has a loss; set a label or a token_mask of 1"
+        )
+    return _ignored_mask_problem(row)
+
+
+def _ignored_mask_problem(row: Row) -> str | None:
+    """Describe a mask of another tool that would be ignored, or return None."""
+    mask = row.get("attention_mask")
+    if isinstance(mask, list) and 0 in mask:
+        return (
+            f"attention_mask[{mask.index(0)}] is 0, so 'input_ids' has padding; remove it: rows are"
+            " padded or packed when a microbatch is formed"
+        )
+    if row.get("labels") is not None or row.get("token_mask") is not None:
+        return None
+    for column in _MASKS_OF_OTHER_TOOLS:
+        mask = row.get(column)
+        if isinstance(mask, list) and 0 in mask:
+            return (
+                f"column {column!r} has tokens without loss, but only 'labels' and 'token_mask' are"
+                f" read; set data.columns.token_mask to {column}"
+            )
     return None
 
 
@@ -70,11 +95,14 @@ def encode_token_row(encoder: ChatEncoder, row: Row) -> EncodedRow:
 def encode_text(encoder: ChatEncoder, text: str) -> EncodedRow:
     """Encode raw text with loss on all tokens.
 
-    The tokenizer adds its own special tokens, such as the beginning of a sequence; the
-    end-of-sequence token follows the text.
+    The tokenizer adds its own special tokens, such as the beginning of a sequence, unless the text
+    has it already, as a rendered conversation does; the end-of-sequence token follows the text.
     """
     encoded: Any = encoder.tokenizer(text)["input_ids"]
     ids = list(encoded)
+    bos_token_id = encoder.tokenizer.bos_token_id
+    if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id]:
+        del ids[0]
     if not ids or ids[-1] != encoder.eos_token_id:
         ids.append(encoder.eos_token_id)
     return EncodedRow(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.uint8))

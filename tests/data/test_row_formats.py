@@ -139,6 +139,25 @@ def test_preferences_of_other_tools(tmp_path: Path) -> None:
         assert (texts.prompt, texts.chosen, texts.rejected) == ([USER], [ASSISTANT], [other])
 
 
+@pytest.mark.parametrize("prompt", ["2+2=?", [USER]])
+@pytest.mark.parametrize("start", [[USER], [SYSTEM, USER], [USER, ASSISTANT, USER]])
+def test_conversations_beside_their_prompt_have_it_once(
+    tmp_path: Path, prompt: str | list[dict], start: list[dict]
+) -> None:
+    # As HuggingFaceH4/ultrafeedback_binarized.
+    other = {"role": "assistant", "content": "5"}
+    row = {"prompt": prompt, "chosen": [*start, ASSISTANT], "rejected": [*start, other]}
+    texts = preference(load_one(tmp_path, row, PREFERENCE_ROWS))
+    assert (texts.prompt, texts.chosen, texts.rejected) == (start, [ASSISTANT], [other])
+
+
+def test_conversations_of_another_prompt_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": "3+3=?", "chosen": [USER, ASSISTANT], "rejected": "5"}
+    message = "jsonl:1: column 'chosen' begins with a turn of the user, which does not follow"
+    with pytest.raises(ConfigError, match=message):
+        load_one(tmp_path, row, PREFERENCE_ROWS)
+
+
 def test_a_flag_of_a_preference_is_refused(tmp_path: Path) -> None:
     row = {"prompt": "a", "chosen": [{**ASSISTANT, "train": False}], "rejected": "5"}
     with pytest.raises(ConfigError, match="jsonl:1: a message of 'chosen' has a flag"):
@@ -251,6 +270,8 @@ TOKENS = {"input_ids": [5, 6, 7]}
     "row",
     [
         TOKENS,
+        {**TOKENS, "attention_mask": [1, 1, 1], "completion_mask": [1, 1, 1]},
+        {**TOKENS, "labels": [-100, 6, 7], "completion_mask": [0, 1, 1]},
         {**TOKENS, "labels": [-100, 6, 7]},
         {**TOKENS, "token_mask": [0, 0, 1]},
         {"text": "Once upon a time"},
@@ -275,7 +296,17 @@ def test_rows_without_turns_are_for_sft_only(tmp_path: Path, row: dict) -> None:
             r"labels\[0\] is 6 \(int\), neither the token id 5 at the same position nor -100",
         ),
         ({**TOKENS, "token_mask": [0, 2, 1]}, r"token_mask\[1\] is 2 \(int\), not 0 or 1"),
-        ({**TOKENS, "labels": [-100] * 3}, "no token of 'input_ids' has a loss"),
+        ({**TOKENS, "labels": [-100] * 3}, "no token of 'input_ids' after the first has a loss"),
+        ({**TOKENS, "labels": [5, -100, -100]}, "no token of 'input_ids' after the first has"),
+        ({"input_ids": [5]}, "no token of 'input_ids' after the first has a loss"),
+        (
+            {**TOKENS, "attention_mask": [1, 1, 0]},
+            r"attention_mask\[2\] is 0, so 'input_ids' has padding; remove it",
+        ),
+        (
+            {**TOKENS, "attention_mask": [1, 1, 1], "assistant_masks": [0, 1, 1]},
+            "'assistant_masks' has tokens without loss, .* data.columns.token_mask",
+        ),
         (
             {**TOKENS, "labels": [5, 6, 7], "token_mask": [1, 1, 1]},
             "both 'labels' and 'token_mask'",

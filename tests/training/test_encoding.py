@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.data.chat import ChatEncoder
@@ -129,6 +130,19 @@ def test_raw_text_ends_with_the_end_token() -> None:
     assert encoded.token_mask.all()
     ended = encode_sft_row(ENCODER, "last", {"text": "four<|eos|>"})
     assert ended.input_ids.tolist().count(TOKENIZER.eos_token_id) == 1
+
+
+def test_raw_text_begins_with_one_beginning_of_sequence() -> None:
+    tokenizer = tiny_tokenizer(CHATML)
+    # As Llama 3: the tokenizer puts the token in front of every text.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+    )
+    encoder = ChatEncoder(tokenizer)
+    for text in ("four and two", "<|bos|>four and two"):
+        ids = encode_sft_row(encoder, "assistant", {"text": text}).input_ids.tolist()
+        words = tokenizer("four and two", add_special_tokens=False)["input_ids"]
+        assert ids == [tokenizer.bos_token_id, *words, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(
