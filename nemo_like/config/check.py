@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from nemo_like.config.check_data import data_problems
 from nemo_like.config.check_optimization import optimization_problems
 from nemo_like.config.check_values import value_at, value_problems
+from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.parallel import (
     is_colocated,
@@ -59,6 +60,11 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_timeouts(config),
         *_cluster(config),
         *_environment(config),
+        *environment_problems(
+            config.environment,
+            config.policy.max_total_sequence_length,
+            generates=config.generates,
+        ),
         *optimization_problems(config),
         *data_problems(config),
         *_validation(config),

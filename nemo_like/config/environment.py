@@ -42,8 +42,22 @@ class EnvironmentConfig:
         return min(self.max_tokens, max_total_length)
 
 
-def environment_problems(config: EnvironmentConfig, max_total_length: int) -> Iterator[Problem]:
-    """Yield the problems of `environment`; `max_total_length` is that of the policy."""
+def environment_problems(
+    config: EnvironmentConfig,
+    max_total_length: int,
+    *,
+    generates: bool,
+) -> Iterator[Problem]:
+    """Yield the problems of `environment`.
+
+    `max_total_length` is that of the policy; `generates` is True if the run samples completions.
+    """
+    if config.path is not None and not generates:
+        yield Problem(
+            ("environment.path",),
+            f"environment.path is {config.path}, which has no effect: this run samples no"
+            " completions. Set it to null",
+        )
     if config.path is None and config.options:
         yield Problem(
             ("environment.options", "environment.path"),

@@ -58,6 +58,15 @@ def test_variables_that_workers_cannot_set_are_refused_without_their_value(name:
     assert "secret" not in text
 
 
+def test_keys_of_the_environment_need_completions_and_an_environment() -> None:
+    path = "nemo_like.environments.calculator.Calculator"
+    (text,) = problems(SFT, environment__path=path)
+    assert text.startswith(f"environment.path is {path}, which has no effect")
+    (text,) = problems(SFT, environment__max_tokens=12)
+    assert text.startswith("environment.max_tokens is 12, which has no effect")
+    assert problems(GRPO, environment__path=path) == []
+
+
 def test_the_defaults_are_fine() -> None:
     assert problems(SFT) == []
     assert problems(GRPO) == []

@@ -18,7 +18,6 @@ from nemo_like.algorithms.grpo.checks import (
 from nemo_like.algorithms.grpo.sampling_config import DynamicSamplingConfig, OverlongConfig
 from nemo_like.config.check import batching_section
 from nemo_like.config.constraints import AtLeast
-from nemo_like.config.environment import environment_problems
 from nemo_like.config.errors import Problem
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.config.parallel import is_colocated, policy_layout
@@ -188,7 +187,6 @@ class GrpoRunConfig(RunConfig):
         yield from epoch_problems(self)
         yield from reference_problems(self)
         yield from _reward_problems(self)
-        yield from environment_problems(self.environment, self.policy.max_total_sequence_length)
         yield from self.loss_fn.problems()
         yield from _asynchronous_problems(self)
 
