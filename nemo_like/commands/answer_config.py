@@ -284,7 +284,7 @@ def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "system_prompt": config.data.system_prompt,
         "prompt_template": config.data.prompt_template,
-        "environment": config.environment.path,
+        "environment": to_dict(config.environment),
         "weights": _weight_files(Path(config.policy.model_name)),
     }
     return settings

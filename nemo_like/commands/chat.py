@@ -173,8 +173,13 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             if not line.startswith("/"):
                 is_complete &= _answer(line, conversation)
-            elif not _obey(line, conversation):
+            elif line.strip() == "/exit":
                 break
+            elif not _obey(line, conversation):
+                is_complete = False
+                if not is_interactive:
+                    # As for a refused message: the pipe has one line for each.
+                    print(flush=True)
     finally:
         if hasattr(worker, "close"):
             worker.close()
@@ -206,11 +211,9 @@ def _lines(*, is_interactive: bool) -> Iterator[str]:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Run a command; return False for /exit."""
+    """Run a command; return False for an unknown one."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
-    if name == "/exit":
-        return False
     if name == "/reset":
         conversation.reset()
     elif name == "/system" and argument:
@@ -221,6 +224,7 @@ def _obey(line: str, conversation: Conversation) -> bool:
         _remark(f"saved to {argument}")
     else:
         _remark(f"unknown command; the commands are {_HELP}")
+        return False
     return True
 
 

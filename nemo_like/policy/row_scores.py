@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_like.data.planning.plan import RankPlan
+from nemo_like.distributed import activity
 from nemo_like.distributed.batched_data_dict import SlicedDataDict
 from nemo_like.policy.engine import Engine, TokenLogprobs
 from nemo_like.policy.model_inputs import ModelInputs, build_inputs
@@ -29,6 +30,7 @@ def shard_scores(
 
     def inputs() -> Iterable[ModelInputs]:
         for microbatch in plan.microbatches:
+            activity.note(f"scores of a microbatch of {len(microbatch.rows)} rows")
             yield build_inputs(
                 columns,
                 microbatch,
