@@ -12,7 +12,8 @@ from nemo_like.metrics import Metrics
 from nemo_like.training.dataset import ExampleSource, ExampleT
 from nemo_like.training.evaluation import is_due
 from nemo_like.training.loading import load_position
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.open_run import open_training_run
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import stop_if_too_many
 from nemo_like.training.throughput import StepWork
 

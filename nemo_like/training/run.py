@@ -6,12 +6,10 @@ The loops are in `algorithms`, one package per job.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +18,6 @@ import numpy as np
 
 from nemo_like.checkpoint import Checkpoint, Checkpointer, TrainingState
 from nemo_like.config.errors import ConfigError
-from nemo_like.config.load import to_dict
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.collate import EncodedRow
@@ -30,33 +27,25 @@ from nemo_like.data.planning.plan import BatchPlan
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from nemo_like.files import AppendedFile, write_text
 from nemo_like.metrics import Metrics, Timers, metric_values
-from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
-from nemo_like.policy.optim import resolve_decay_steps
 from nemo_like.policy.policy import Policy, ShardedBatch
 from nemo_like.progress import Progress, Sample
 from nemo_like.rollout.collector import RolloutCollector, RolloutJob
 from nemo_like.rollout.rollout import Rollout
 from nemo_like.run_directory import (
     RunDirectory,
-    log_config_changes,
-    open_run_directory,
     start_run_directory,
-    write_config,
 )
-from nemo_like.run_log import RunLog, run_log
-from nemo_like.tracking import Tracker, check_logger
+from nemo_like.run_log import RunLog
+from nemo_like.tracking import Tracker
 from nemo_like.training.collector import open_collector
 from nemo_like.training.export import export_model
 from nemo_like.training.loading import load_position, loader_metrics
-from nemo_like.training.lora_checks import check_resumed_lora
-from nemo_like.training.run_warnings import precision_warnings
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.selection import Selection
-from nemo_like.training.stopping import RunStopped, StopRequests, stop_requests
+from nemo_like.training.stopping import RunStopped, StopRequests
 from nemo_like.training.throughput import StepWork, throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
-from nemo_like.training.worker_checks import check_workers
-from nemo_like.training.workers import RunWorkers, start_workers
+from nemo_like.training.workers import RunWorkers
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -412,76 +401,3 @@ class TrainingRun:
             text += f", model {export}"
         self.progress.print_line(text)
         return RunResult(self.directory, step, self.last, self.first, export)
-
-
-@contextmanager
-def open_training_run(
-    config: RunConfig,
-    encoder: ChatEncoder,
-    *,
-    num_steps: int | None,
-    num_optimizer_steps: int | None,
-) -> Iterator[TrainingRun]:
-    """Lock the run directory, find the checkpoint, and start and check the workers.
-
-    The numbers of steps are None if the run does not know them in advance. Everything closes with
-    the block. Raises ConfigError or CheckpointError if the run cannot start; no file of an existing
-    run has changed then, because files change in `TrainingRun.resume`.
-    """
-    plain = to_dict(config)
-    # The directory keeps the config as the user wrote it, without the resolved steps.
-    config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
-    progress = Progress(num_steps=num_steps)
-    with (
-        stop_requests(config) as stop,
-        open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
-        run_log(directory.logs / "driver.log") as log_file,
-        ExitStack() as closing,
-    ):
-        host = socket.gethostname()
-        logger.info(
-            "process %d on host %s starts, resume=%s",
-            os.getpid(),
-            host,
-            config.resume,
-        )
-        checkpointer = Checkpointer(directory.path, config.checkpointing)
-        check_logger(config.logger)
-        for warning in precision_warnings(config):
-            logger.warning(warning)  # on the console and in driver.log
-        resumed = None
-        if config.resume:
-            resumed = checkpointer.find_latest(
-                lambda path: checkpoint_problem(policy_directory(path))
-            )
-            if resumed is not None:
-                check_resumed_lora(directory.config, config.policy.lora)
-            # config.yaml itself is replaced in `start_run_directory`, after the last check.
-            log_config_changes(directory, plain)
-        else:
-            write_config(directory, plain)
-        with start_workers(
-            config,
-            progress,
-            logs=directory.logs / "ray",
-            end_token_ids=encoder.end_token_ids,
-        ) as workers:
-            check_workers(config, encoder, workers, directory, progress)
-            run = TrainingRun(
-                config=config,
-                directory=directory,
-                checkpointer=checkpointer,
-                resumed=resumed,
-                progress=progress,
-                encoder=encoder,
-                workers=workers,
-                log_file=log_file,
-                closing=closing,
-                resolved=plain,
-                stop=stop,
-            )
-            try:
-                yield run
-            except Exception as error:
-                run.saver.finish_after_error(error)
-                raise

@@ -21,7 +21,8 @@ from nemo_like.rollout.prompt import Prompt
 from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import AnswerSampling, is_due, score_answers, show_rollout
 from nemo_like.training.loading import load_position
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.open_run import open_training_run
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import stop_if_too_many
 from nemo_like.training.throughput import StepWork
 from nemo_like.training.validation_sets import prompt_sets

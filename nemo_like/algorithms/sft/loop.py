@@ -22,7 +22,8 @@ from nemo_like.training.dataset import ExampleSource
 from nemo_like.training.evaluation import is_due, score_answers
 from nemo_like.training.loading import load_position
 from nemo_like.training.model_files import open_model_spec
-from nemo_like.training.run import RunResult, TrainingRun, open_training_run
+from nemo_like.training.open_run import open_training_run
+from nemo_like.training.run import RunResult, TrainingRun
 from nemo_like.training.skipped_steps import TrainedBatch, stop_if_too_many, train
 from nemo_like.training.throughput import StepWork, plan_metrics
 from nemo_like.training.validation_sets import PromptSet, named_metrics, prompt_sets

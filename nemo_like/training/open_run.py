@@ -1,0 +1,103 @@
+"""Opens a training run: its directory, checkpoint and workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from nemo_like.checkpoint import Checkpointer
+from nemo_like.config.load import to_dict
+from nemo_like.config.schema import RunConfig
+from nemo_like.data.chat import ChatEncoder
+from nemo_like.policy.checkpoint.sharded_reader import checkpoint_problem
+from nemo_like.policy.optim import resolve_decay_steps
+from nemo_like.progress import Progress
+from nemo_like.run_directory import log_config_changes, open_run_directory, write_config
+from nemo_like.run_log import run_log
+from nemo_like.tracking import check_logger
+from nemo_like.training.lora_checks import check_resumed_lora
+from nemo_like.training.run import TrainingRun
+from nemo_like.training.run_warnings import precision_warnings
+from nemo_like.training.saving import policy_directory
+from nemo_like.training.stopping import stop_requests
+from nemo_like.training.worker_checks import check_workers
+from nemo_like.training.workers import start_workers
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_training_run(
+    config: RunConfig,
+    encoder: ChatEncoder,
+    *,
+    num_steps: int | None,
+    num_optimizer_steps: int | None,
+) -> Iterator[TrainingRun]:
+    """Lock the run directory, find the checkpoint, and start and check the workers.
+
+    The numbers of steps are None if the run does not know them in advance. Everything closes with
+    the block. Raises ConfigError or CheckpointError if the run cannot start; no file of an existing
+    run has changed then, because files change in `TrainingRun.resume`.
+    """
+    plain = to_dict(config)
+    # The directory keeps the config as the user wrote it, without the resolved steps.
+    config = replace(config, policy=resolve_decay_steps(config.policy, num_optimizer_steps))
+    progress = Progress(num_steps=num_steps)
+    with (
+        stop_requests(config) as stop,
+        open_run_directory(config.output_dir, config.run_name, resume=config.resume) as directory,
+        run_log(directory.logs / "driver.log") as log_file,
+        ExitStack() as closing,
+    ):
+        host = socket.gethostname()
+        logger.info(
+            "process %d on host %s starts, resume=%s",
+            os.getpid(),
+            host,
+            config.resume,
+        )
+        checkpointer = Checkpointer(directory.path, config.checkpointing)
+        check_logger(config.logger)
+        for warning in precision_warnings(config):
+            logger.warning(warning)  # on the console and in driver.log
+        resumed = None
+        if config.resume:
+            resumed = checkpointer.find_latest(
+                lambda path: checkpoint_problem(policy_directory(path))
+            )
+            if resumed is not None:
+                check_resumed_lora(directory.config, config.policy.lora)
+            # config.yaml itself is replaced in `start_run_directory`, after the last check.
+            log_config_changes(directory, plain)
+        else:
+            write_config(directory, plain)
+        with start_workers(
+            config,
+            progress,
+            logs=directory.logs / "ray",
+            end_token_ids=encoder.end_token_ids,
+        ) as workers:
+            check_workers(config, encoder, workers, directory, progress)
+            run = TrainingRun(
+                config=config,
+                directory=directory,
+                checkpointer=checkpointer,
+                resumed=resumed,
+                progress=progress,
+                encoder=encoder,
+                workers=workers,
+                log_file=log_file,
+                closing=closing,
+                resolved=plain,
+                stop=stop,
+            )
+            try:
+                yield run
+            except Exception as error:
+                run.saver.finish_after_error(error)
+                raise
