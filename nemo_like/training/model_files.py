@@ -79,8 +79,12 @@ def load_encoder(
             name, local_files_only=local_files_only or not _is_hub_name(name)
         )
     except (OSError, ValueError) as error:
+        reason = str(error)
+        if not Path(name).expanduser().exists() and not _is_hub_name(name):
+            # transformers describes the form of a hub name instead.
+            reason = "there is no such directory"
         raise ConfigError(
-            f"{key}: no tokenizer can be loaded from {name!r} ({error}); give the directory of a"
+            f"{key}: no tokenizer can be loaded from {name!r} ({reason}); give the directory of a"
             " Hugging Face model with its tokenizer, or a hub name such as"
             " HuggingFaceTB/SmolLM2-135M-Instruct"
         ) from error

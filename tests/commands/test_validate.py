@@ -283,6 +283,8 @@ def test_an_incomplete_model_directory(model: Path, write: Write, tmp_path: Path
     )
     (problem, *_) = validate(sft(model, train, tokenizer_name="no/such")).problems
     assert "policy.tokenizer_name: no tokenizer can be loaded from 'no/such'" in problem
+    (problem, *_) = validate(sft(model, train, tokenizer_name="runs/no/such")).problems
+    assert "no tokenizer can be loaded from 'runs/no/such' (there is no such directory)" in problem
     (folder / "config.json").write_text("{}")
     assert "whose config.json cannot be used" in validate(sft(folder, train)).problems[0]
 

@@ -36,3 +36,6 @@ def test_a_teacher_has_its_weights_while_it_computes_and_its_embedding_during_tr
     assert weights == pytest.approx(2 * teacher.num_params / 4)
     note = teacher_note([teacher], megatron, keeps_embeddings=False)
     assert f"a teacher has {weights / GIB:.2f} GiB per worker" in note
+    small = replace(student, num_layers=1, windows=(None,), vocab_size=8, is_tied=True)
+    note = teacher_note([small], megatron, keeps_embeddings=False)
+    assert f"a teacher has {2 * small.num_params / 4 / 2**20:.1f} MiB per worker" in note
