@@ -6,6 +6,7 @@ methods become methods of vLLM's worker, so their names must not be methods of t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,14 @@ class VLLMWorkerExtension:
     model_runner: Any
     rank: int
     device: torch.device
+
+    def ignore_interrupts(self) -> None:
+        """Ignore SIGINT from now on, in a process that the worker of the replica has started.
+
+        Ctrl-C in a terminal reaches all processes of a command. The one that started this process
+        decides what it means: it finishes the step, or keeps the finished completions.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def weight_endpoint(self) -> Endpoint:
         """Return this process, for `WeightTarget.weight_endpoints`."""

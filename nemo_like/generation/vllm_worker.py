@@ -89,6 +89,8 @@ class VLLMGenerationWorker:
         )
         started = [child for child in active_children() if child not in others]
         self._children = ChildProcesses(started, owns_process=context.owns_process)
+        if started:
+            self._call_ranks("ignore_interrupts")
         self._engine = self._llm.llm_engine
         self._rank = context.rank
         self._is_updating = False

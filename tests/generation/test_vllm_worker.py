@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -467,6 +468,11 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
             engine.change_weights(seed=update)
             engine.update()
             assert engine.score_error() < TOLERANCE
+        ranks = [child for child in children if "Worker_TP" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        # Ctrl-C reaches all processes of a command; only the first of them decides what it means.
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
         prompts = _prompts(4)
         completions = generate(worker, prompts, _seeds(4), SAMPLINGS[0], MAX_LENGTH)
         for row, prompt in enumerate(prompts):
@@ -480,8 +486,7 @@ def test_tensor_parallel_ranks_load_their_shards_and_end_with_their_parent(
                 np.arange(4, dtype=np.int64), prompts, _seeds(4), SAMPLINGS[0], MAX_LENGTH
             )
         )
-        rank = next(child for child in children if "Worker_TP1" in " ".join(child.cmdline()))
-        rank.kill()
+        ranks[1].kill()
         with pytest.raises(EOFError):
             while True:
                 worker.poll(0.0)
