@@ -131,6 +131,9 @@ def guess_kind(tree: Mapping[str, Any]) -> str | None:
         return policy
     if grpo & set(tree):
         return "grpo"
+    is_reward_model = canonical(tree.get("lora_task_type")) == "seq_cls"
+    if is_reward_model or "center_rewards_coefficient" in tree:
+        return "rm"
     return "sft" if sft & set(tree) else None
 
 

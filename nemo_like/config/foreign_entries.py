@@ -135,10 +135,12 @@ LAST_ROWS = (
 KEEP_ALL = "null keeps all checkpoints; write a number in checkpointing.keep_latest"
 WARMUP_RATIO = "write the number of steps in policy.scheduler.warmup_steps"
 ONLY_ADAMW = "the optimizer is AdamW"
-# One foreign key for both jobs; the target that the job does not have is ignored.
-STEPS = ("grpo.max_num_steps", "sft.max_num_steps", "distill.max_num_steps")
-VAL_PERIOD = ("grpo.val_period", "sft.val_period", "distill.val_period")
-VAL_AT_START = ("grpo.val_at_start", "sft.val_at_start", "distill.val_at_start")
+# One foreign key for several jobs; the targets that the job does not have are ignored.
+_JOBS = ("grpo", "sft", "dpo", "rm", "distill")
+STEPS = tuple(f"{job}.max_num_steps" for job in _JOBS)
+EPOCHS = ("sft.max_num_epochs", "dpo.max_num_epochs", "rm.max_num_epochs")
+VAL_PERIOD = tuple(f"{job}.val_period" for job in _JOBS)
+VAL_AT_START = tuple(f"{job}.val_at_start" for job in _JOBS)
 ADAMW = ("adamw", "adam", "torch.optim.adamw", "adamw_torch", "adamw_torch_fused")
 OPTIMIZERS = {
     **dict.fromkeys(ADAMW, "adamw"),

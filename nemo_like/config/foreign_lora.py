@@ -14,7 +14,11 @@ _NO_DORA = "adapters are those of LoRA, not of DoRA"
 _NO_QUANTIZATION = (
     "frozen weights are stored in policy.precision and not quantized, so there is no QLoRA"
 )
-_ADAPTERS_ONLY = "only adapters of linear layers are trained, and no weights beside them"
+_ADAPTERS_ONLY = (
+    "only adapters of linear layers are trained, and no weights beside them but the score head of a"
+    " reward model"
+)
+_SCORE_HEAD = ("['score']",)
 _NAMED_LAYERS = "name the layers in policy.lora.target_modules"
 _INITIAL = "A is uniform in +-1/sqrt(inputs) and B is 0, as in PEFT, or both are read from a file"
 _FUSED = (
@@ -43,10 +47,10 @@ TRL_LORA: dict[str, Entry] = {
     **unsupported(
         _ADAPTERS_ONLY,
         "lora_modules_to_save",
-        "lora_target_parameters",
         "peft_config.modules_to_save",
-        "peft_config.target_parameters",
+        off=_SCORE_HEAD,
     ),
+    **unsupported(_ADAPTERS_ONLY, "lora_target_parameters", "peft_config.target_parameters"),
     **unsupported(_ADAPTERS_ONLY, "peft_config.bias", off=("none",)),
     **unsupported(_INITIAL, "peft_config.init_lora_weights", off=("true",)),
     **unsupported("LoRA is the only kind of adapter", "peft_config.peft_type", off=("lora",)),

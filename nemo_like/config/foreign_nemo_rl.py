@@ -1,4 +1,4 @@
-"""Keys of NeMo RL's GRPO and SFT configs that are not keys of the schema."""
+"""Keys of NeMo RL's GRPO, SFT and reward model configs that are not keys of the schema."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ from nemo_like.config.foreign_entries import (
 from nemo_like.config.foreign_generation import NEMO_RL_GENERATION
 from nemo_like.config.foreign_lora import NEMO_RL_LORA
 from nemo_like.config.foreign_reward import NEMO_RL_REWARD
+from nemo_like.config.foreign_reward_training import (
+    NEMO_RL_REWARD_TRAINING,
+    NEMO_RL_SAME_KEYS,
+)
 
 _SCHEDULER = (
     "write policy.scheduler as a section with kind, warmup_steps, decay_steps and min_ratio"
@@ -313,9 +317,11 @@ NEMO_RL: dict[str, Entry] = {
     **NEMO_RL_REWARD,
     **_REST,
     **NEMO_RL_DISTILLATION,
+    **NEMO_RL_REWARD_TRAINING,
 }
 
 SAME_KEYS: dict[str, tuple[type, Entry]] = {
+    **NEMO_RL_SAME_KEYS,
     "policy.scheduler": (list, Unsupported(_SCHEDULER)),
     "policy.optimizer.name": (
         str,

@@ -1,5 +1,5 @@
-"""Keys of TRL's GRPO and SFT scripts and of Cosmos-RL's configs (as YAML) that are not keys of the
-schema.
+"""Keys of TRL's GRPO, SFT and reward scripts and of Cosmos-RL's configs (as YAML) that are not
+keys of the schema.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from nemo_like.config.foreign_entries import (
     ADAMW,
     DATASET,
     DTYPES,
+    EPOCHS,
     KEEP_ALL,
     NO_OFFLOAD,
     ONLY_ADAMW,
@@ -32,6 +33,7 @@ from nemo_like.config.foreign_entries import (
 from nemo_like.config.foreign_generation import COSMOS_RL_GENERATION, TRL_GENERATION
 from nemo_like.config.foreign_lora import COSMOS_RL_LORA, TRL_LORA
 from nemo_like.config.foreign_reward import TRL_REWARD
+from nemo_like.config.foreign_reward_training import TRL_REWARD_TRAINING
 
 _OFF = {"-1": None, "*": "*"}
 
@@ -39,6 +41,7 @@ TRL: dict[str, Entry] = {
     **TRL_GENERATION,
     **TRL_DISTILLATION,
     **TRL_REWARD,
+    **TRL_REWARD_TRAINING,
     "model_name_or_path": to("policy.model_name"),
     "tokenizer_name_or_path": to("policy.tokenizer_name"),
     "chat_template_path": to("policy.chat_template"),
@@ -92,7 +95,7 @@ TRL: dict[str, Entry] = {
         },
     ),
     "max_steps": to(*STEPS, values=_OFF),
-    "num_train_epochs": to("sft.max_num_epochs", note="a whole number"),
+    "num_train_epochs": to(*EPOCHS, note="a whole number"),
     "eval_steps": to(*VAL_PERIOD),
     "eval_on_start": to(*VAL_AT_START),
     "save_steps": to("checkpointing.save_period"),

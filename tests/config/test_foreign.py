@@ -34,6 +34,8 @@ CASES: dict[str, str] = {
     "trl_grpo": "grpo",
     "trl_async_grpo": "grpo",
     "trl_sft": "sft",
+    "trl_rm": "rm",
+    "nemo_rl_rm": "rm",
     "cosmos_rl_sft": "sft",
 }
 NEEDED = {
@@ -44,7 +46,7 @@ NEEDED = {
     "reward.functions": {"answer": {"path": "nemo_like.environments.math.answer_reward"}},
 }
 OUR_KEY = re.compile(
-    r"\b(?:policy|grpo|sft|data|reward|cluster|parallel|checkpointing|logger|loss_fn)\.[a-z_0-9.]*[a-z_0-9]"
+    r"\b(?:policy|grpo|sft|dpo|rm|distill|data|reward|cluster|parallel|checkpointing|logger|loss_fn)\.[a-z_0-9.]*[a-z_0-9]"
 )
 
 
@@ -401,6 +403,24 @@ def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
             ],
         ),
         (
+            "rm",
+            "center_rewards_coefficient: 0.01\neval_steps: 5\nmodel_init_kwargs: {num_labels: 2}\n",
+            [
+                "center_rewards_coefficient -> rm.center_coefficient  ",
+                "eval_steps -> rm.val_period  ",
+                "own configuration is used: model_init_kwargs",
+            ],
+        ),
+        (
+            "dpo",
+            "learning_rate: 1.0e-6\nmax_steps: 4\nnum_train_epochs: 2\neval_on_start: true\n",
+            [
+                "max_steps -> dpo.max_num_steps  ",
+                "num_train_epochs -> dpo.max_num_epochs (a whole number)",
+                "eval_on_start -> dpo.val_at_start  ",
+            ],
+        ),
+        (
             "grpo",
             "grpo: {seed: 1}\ndata: {train: {data_path: a.jsonl, input_key: q, output_key: a}}\n",
             [
@@ -540,7 +560,7 @@ VALUES = st.sampled_from([None, True, False, *TEXTS, {}, {"enabled": False}, {"x
 
 @settings(max_examples=200, deadline=None)
 @given(
-    kind=st.sampled_from(["sft", "grpo"]),
+    kind=st.sampled_from(["sft", "grpo", "rm"]),
     chosen=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=40),
 )
 def test_every_unknown_key_is_in_exactly_one_finding(kind: str, chosen: dict[str, Any]) -> None:
