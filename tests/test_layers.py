@@ -40,6 +40,7 @@ HOMES = {
     "omegaconf": ("config/",),
     "flash_attn": ("policy/varlen_kernels.py",),
     "torchao": ("policy/adamw_8bit.py",),
+    "bitsandbytes": ("policy/nf4.py",),
     "vllm": ("generation/vllm_",),
     "megatron": ("policy/megatron/",),
     "numba": ("data/packing/", "data/planning/"),

@@ -197,6 +197,20 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
             "policy.lora.target_modules is empty, so nothing would be trained: name linear layers,"
             " e.g. [q_proj, v_proj], or set policy.lora.enabled to false",
         )
+    if lora.quantization != "none" and not lora.enabled:
+        yield Problem(
+            ("policy.lora.quantization", "policy.lora.enabled"),
+            f"policy.lora.quantization is {lora.quantization}, but policy.lora.enabled is false,"
+            " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
+            " or policy.lora.quantization to none",
+        )
+    if lora.is_quantized and config.policy.engine == "megatron":
+        yield Problem(
+            ("policy.lora.quantization", "policy.engine"),
+            f"policy.lora.quantization is {lora.quantization}, but policy.engine is megatron, and"
+            " the linear layers of Megatron-Core have no 4-bit weights: set policy.engine to"
+            " dtensor, or policy.lora.quantization to none",
+        )
     if lora.adapter_path is not None and not lora.enabled:
         yield Problem(
             ("policy.lora.adapter_path", "policy.lora.enabled"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from nemo_like.config.constraints import Above, AtLeast, NoEmptyTexts
 
@@ -40,6 +40,10 @@ class LoraConfig:
     """Linear layers with an adapter, by the end of their name, as in PEFT: `q_proj`, or
     `self_attn.q_proj`; `all-linear` are all linear layers. The output embedding, experts and
     routers have none."""
+    quantization: Literal["none", "nf4"] = "none"
+    """QLoRA: `nf4` stores the frozen linear layers in 4 bits per value, by bitsandbytes (extra
+    `qlora`); every data-parallel rank has all of them. Only with the DTensor engine, and for models
+    without experts."""
     adapter_path: str | None = None
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
     of another run. Its rank, alpha and layers must be those set here. null starts with new
@@ -51,6 +55,11 @@ class LoraConfig:
         if self.use_rslora:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if frozen linear layers are stored in 4 bits."""
+        return self.enabled and self.quantization != "none"
 
     def is_target(self, name: str) -> bool:
         """Return True if the layer `name`, e.g. `model.layers.0.self_attn.q_proj`, gets an adapter.

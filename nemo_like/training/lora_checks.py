@@ -4,6 +4,7 @@ from.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.peft_adapter import check_adapter
+from nemo_like.models.quantization import quantization_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_headers import read_shapes
 from nemo_like.policy.lora_state import can_have_adapter, check_targets
 from nemo_like.prediction.adapter_sizes import num_adapter_params
 
-_SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules")
+_SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quantization")
 """Keys of `policy.lora` on which the adapters of a checkpoint depend."""
 
 
@@ -37,6 +39,20 @@ def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
         check_targets(lora, layers)
     if lora.adapter_path is not None:
         check_adapter(lora, layers)
+
+
+def check_quantization(policy: PolicyConfig, spec: ModelSpec, tp: int) -> None:
+    """Raise ConfigError for a model that cannot be quantized over `tp` ranks, or without the
+    library.
+    """
+    problems = quantization_problems(policy, spec, tp)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if policy.lora.is_quantized and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"policy.lora.quantization is {policy.lora.quantization}, but bitsandbytes is not"
+            " installed: pip install 'nemo-like[qlora]', or set policy.lora.quantization to none"
+        )
 
 
 def linear_layers(directory: Path, spec: ModelSpec) -> list[str]:
@@ -96,6 +112,8 @@ def lora_line(lora: LoraConfig, spec: ModelSpec) -> str:
     Example: `LoRA: rank 16, scale 2, 4,884,480 of 139,400,000 parameters are trained (3.5 %)`.
     """
     line = f"LoRA: rank {lora.rank}, scale {lora.scale:g}"
+    if lora.is_quantized:
+        line += f", frozen linear layers in {lora.quantization}"
     num_trained = num_adapter_params(spec, lora)
     if num_trained > 0:
         total = spec.num_params + num_trained

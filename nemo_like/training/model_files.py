@@ -22,7 +22,7 @@ from nemo_like.models.weight_sizes import weight_sizes
 from nemo_like.policy.megatron.families import family_of
 from nemo_like.policy.megatron.freezing import frozen_parameters
 from nemo_like.policy.megatron.param_map import ModelSharding
-from nemo_like.training.lora_checks import check_lora
+from nemo_like.training.lora_checks import check_lora, check_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -156,6 +156,7 @@ def open_model_config(config: RunConfig, *, local_files_only: bool = False) -> P
     raise_problems(problems)
     _check_optimizer(config, spec)
     check_lora(config.policy, spec)
+    check_quantization(config.policy, spec, config.parallel.tensor)
     return model_config
 
 

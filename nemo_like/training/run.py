@@ -133,8 +133,9 @@ class TrainingRun:
         self.tracker = self.closing.enter_context(tracker)
         if self.workers.rollout_workers is not None and resumed_step is None:
             with self.workers.policy_onloaded():
-                if self.config.policy.lora.adapter_path is not None:
-                    # The generator has loaded the model without the adapter.
+                lora = self.config.policy.lora
+                if lora.adapter_path is not None or lora.is_quantized:
+                    # The generator has loaded the model without the adapter, and not in 4 bits.
                     self.sync_weights(0)
                 else:
                     # Both sides have loaded the same model; a resume checks the first update.

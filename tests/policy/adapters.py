@@ -36,12 +36,21 @@ SOME = LoraConfig(
     target_modules=("self_attn.q_proj", "v_proj", "mlp.up_proj", "down_proj"),
 )
 """Fused layers have adapters in a part of their rows."""
+NF4 = LoraConfig(
+    enabled=True,
+    rank=3,
+    alpha=4.0,
+    target_modules=("q_proj", "v_proj", "up_proj", "down_proj"),
+    quantization="nf4",
+)
+"""Layers with and without adapters are quantized."""
 LORA_OF = {
     "qwen2_tied": LORA,
     "qwen3": ALL_LINEAR,
     "llama": SOME,
     "qwen3_moe": ALL_LINEAR,
     "qwen3_moe_mixed": ALL_LINEAR,
+    "qwen2_blocks": NF4,
 }
 """Architecture -> its adapters in these tests."""
 

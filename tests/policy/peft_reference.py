@@ -14,8 +14,8 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
@@ -36,6 +36,9 @@ class Reference:
         plain = AutoModelForCausalLM.from_pretrained(
             model, attn_implementation="eager", dtype=torch.float64, **options
         )
+        self.is_quantized = lora.is_quantized
+        if self.is_quantized:
+            round_layers(plain)
         self.base_outputs = row_outputs(plain, self.batch)
         adapted: Any = get_peft_model(plain, _peft_config(lora, architecture)).double()
         self.matrices: dict[str, Tensor] = {}
@@ -74,6 +77,33 @@ def _peft_config(lora: LoraConfig, architecture: str) -> PeftLoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+# Appendix E of the paper (arXiv 2305.14314).
+NF4_VALUES = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+    + [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+    + [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+    + [0.7229568362236023, 1.0],
+    dtype=np.float32,
+)
+
+
+def nf4_rounded(weight: np.ndarray) -> np.ndarray:
+    """Round float32 [m, n] to NF4: each value of 64 to the nearest multiple of the largest."""
+    blocks = weight.reshape(-1, 64)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    codes = np.abs((blocks / largest)[..., None] - NF4_VALUES).argmin(axis=-1)
+    return (NF4_VALUES[codes] * largest).reshape(weight.shape)
+
+
+@torch.no_grad()
+def round_layers(model: Any) -> None:
+    """Round the weights of all linear layers but the output embedding to NF4."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            rounded = nf4_rounded(module.weight.float().numpy())
+            module.weight.copy_(torch.from_numpy(rounded))
 
 
 @torch.no_grad()
@@ -148,9 +178,16 @@ def assert_files(out: Path, reference: Reference) -> None:
     for name, matrix in reference.matrices.items():
         assert torch.equal(saved[name], matrix), name
     assert_same_keys(out / "half", saved)
-    base = AutoModelForCausalLM.from_pretrained(reference.model, attn_implementation="eager")
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    quantization = {}
+    if reference.is_quantized:
+        # As QLoRA is used: the base model in 4 bits by bitsandbytes.
+        quantization["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+    base = AutoModelForCausalLM.from_pretrained(reference.model, **options, **quantization)
     adapted = PeftModel.from_pretrained(base, str(out / "hf" / "adapter"))
-    merged = AutoModelForCausalLM.from_pretrained(out / "hf", attn_implementation="eager")
+    merged = AutoModelForCausalLM.from_pretrained(out / "hf", **options)
     for model in (adapted, merged):
         for ids, logits in row_logits(model, reference.batch).items():
             expected = reference.logits[ids].float()

@@ -60,6 +60,16 @@ WINDOWED: dict[str, tuple[type, Any]] = {
     "mistral": (MistralForCausalLM, MistralConfig(**_SIZES, head_dim=16, sliding_window=5)),
 }
 """A window in every layer. Kept apart: `qwen3_window` covers windows where it matters."""
+BLOCKS: dict[str, tuple[type, Any]] = {
+    "qwen2_blocks": (
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **_SIZES | {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1},
+            tie_word_embeddings=True,
+        ),
+    )
+}
+"""All inputs of layers are multiples of 64, the block of NF4, as halves over two ranks too."""
 _MIXTURE: dict[str, Any] = _SIZES | {
     "head_dim": 16,
     "num_experts": 4,
@@ -89,7 +99,7 @@ all rows together.
 def save_tiny_model(directory: Path, architecture: str) -> Path:
     """A random model with a tokenizer of numbered words, as a Hugging Face directory."""
     torch.manual_seed(0)
-    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES)[architecture]
+    model_class, config = (ARCHITECTURES | WINDOWED | MIXTURES | BLOCKS)[architecture]
     model: PreTrainedModel = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -25,6 +25,7 @@ from nemo_like.files import finish_library_file, reporting_write_errors, write_j
 from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
+from nemo_like.policy.nf4 import quantized_layers, require_library, rounded
 from nemo_like.policy.optim import NonFiniteError
 
 ADAPTER_DIRECTORY = "adapter"
@@ -128,13 +129,14 @@ def open_merged(
 ) -> Iterator[MergedWeights]:
     """Open the weights of `model_name` with the adapters of a checkpoint.
 
-    Raises ConfigError if a file of the model is missing or of another shape.
+    Weights that the run had in 4 bits are rounded in the same way. Raises ConfigError if a file of
+    the model is missing or of another shape.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     model.tie_weights()
     with open_model(model_name) as files:
-        yield MergedWeights(files, model, reader, lora.scale)
+        yield MergedWeights(files, model, reader, lora)
 
 
 def read_adapter(reader: CheckpointReader) -> dict[str, Tensor]:
@@ -153,12 +155,16 @@ class MergedWeights:
         files: ModelFiles,
         model: PreTrainedModel,
         reader: CheckpointReader,
-        scale: float,
+        lora: LoraConfig,
     ) -> None:
         """`model` may be on the meta device; only names and shapes of its weights are used."""
         self._files = files
         self._reader = reader
-        self._scale = scale
+        self._scale = lora.scale
+        self._quantized: set[str] = set()
+        if lora.is_quantized:
+            require_library()
+            self._quantized = {f"{layer}.weight" for layer in quantized_layers(model)}
         self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self._stored_names: dict[str, str] = {}
         by_weight: dict[nn.Parameter, list[str]] = {}
@@ -179,6 +185,8 @@ class MergedWeights:
             shape = self._shapes[name]
             start = (0,) * len(shape)
             weight = self._files.read(self._stored_names[name], start, shape).float()
+            if name in self._quantized:
+                weight = rounded(weight)
             pair = adapter_names(name)
             if pair.a in self._reader.shapes:
                 matrix_a, matrix_b = (self._read(each) for each in pair)

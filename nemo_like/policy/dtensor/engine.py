@@ -39,6 +39,7 @@ from nemo_like.policy.dtensor.parameters import (
     gather_parameters,
     local_shard,
 )
+from nemo_like.policy.dtensor.quantized import QuantizedParameter, quantized_parameters
 from nemo_like.policy.engine import ResultT, StepFunction
 from nemo_like.policy.engine_base import EngineBase
 from nemo_like.policy.model_inputs import ModelInputs
@@ -94,6 +95,8 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
             )
             for name, parameter in self._model.causal_lm.named_parameters()
         ]
+        self._quantized = list(quantized_parameters(self._model.causal_lm, specs, groups))
+        """Frozen weights in 4 bits, which are no parameters."""
         self._adapters = self._find_adapters()
         self._trained = [each for each in self.parameters if each.parameter.requires_grad]
         """Parameters with gradients."""
@@ -102,7 +105,10 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         self._weights = self.parameters
         if self._lora is not None:
             self._saved = self._trained
-            self._weights = [each for each in self.parameters if not each.parameter.requires_grad]
+            frozen = [each for each in self.parameters if not each.parameter.requires_grad]
+            by_name = {each.name: each for each in [*frozen, *self._quantized]}
+            # In the order of the model.
+            self._weights = [by_name[name] for name in specs if name in by_name]
             initialize(self._adapters.values(), config.lora, seed)
         load_weights(config.model_name, self._model.causal_lm, self._weights, initial_weights)
         self._fsdp_modules = fsdp_modules(self._model)
@@ -155,10 +161,17 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
     def local_weights(self) -> Iterator[Tensor]:
         """Yield this rank's shard of each weight, with the shape of the shard.
 
-        It is float32, or of a frozen model in compute precision.
+        It is float32, or of a frozen model in compute precision. Of a weight in NF4 it is both
+        tensors, which are not sharded by FSDP.
         """
         for sharded in self.parameters:
             yield local_shard(sharded.parameter)
+        yield from self._quantized_tensors()
+
+    def _quantized_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the weights in NF4: codes [m, n / 2] and scales [m, n / 64]."""
+        for quantized in self._quantized:
+            yield from quantized.stored
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
@@ -189,7 +202,10 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
 
         Every FSDP rank calls.
         """
-        shard = local_shard(sharded.parameter)
+        if isinstance(sharded, QuantizedParameter):
+            shard = sharded.dequantized()
+        else:
+            shard = local_shard(sharded.parameter)
         adapter = self._adapters.get(sharded.name)
         if adapter is not None:
             shard = adapter.merged(shard)
@@ -244,7 +260,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         """Return the adapter of each weight that has one, by the name of the weight."""
         by_name = {sharded.name: sharded for sharded in self.parameters}
         adapters = {}
-        for name in by_name:
+        for name in [*by_name, *(each.name for each in self._quantized)]:
             names = adapter_names(name)
             if names.a in by_name:
                 scale = self.config.lora.scale
@@ -275,6 +291,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         for sharded in self.parameters:
             if not sharded.parameter.requires_grad:
                 yield local_shard(sharded.parameter)
+        yield from self._quantized_tensors()
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """See `EngineBase`; the shards [m, ...] by Hugging Face name."""

@@ -18,6 +18,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.distributed import activity
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.quantized import QuantizedParameter
 from nemo_like.policy.dtensor.vocab_head import output_head
 
 _CHECKED_LOGIT_STD = 30.0
@@ -124,7 +125,7 @@ def load_weights(
     parameters: Sequence[ShardedParameter],
     initial: Mapping[str, Tensor],
 ) -> None:
-    """Read this rank's shard of every weight of `model_name`, converted to float32.
+    """Read this rank's shard of every weight of `model_name`, converted to float32 or to NF4.
 
     The weights `initial` [*shape] are not in the files. Raises ConfigError if the files lack a
     weight or have it in another shape, or if a buffer is neither in the files nor computed by
@@ -140,7 +141,7 @@ def load_weights(
     with open_model(model_name) as files:
         stored_names = {}
         for sharded in parameters:
-            candidates = names[sharded.parameter]
+            candidates = names.get(sharded.parameter, [sharded.name])
             # A tied weight may be stored under any of its names.
             stored = next((name for name in candidates if name in files), sharded.name)
             stored_names[sharded.name] = stored
@@ -148,6 +149,9 @@ def load_weights(
         files.check(shapes)
         for sharded in parameters:
             activity.note(f"reading {sharded.name}")
+            if isinstance(sharded, QuantizedParameter):
+                sharded.read(files, stored_names[sharded.name])
+                continue
             offset, _ = sharded.block()
             files.read_into(local_shard(sharded.parameter), stored_names[sharded.name], offset)
         _load_buffers(causal_lm, files)

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,6 +28,7 @@ from nemo_like.policy.checkpoint.adapter import adapter_names
 from nemo_like.policy.checkpoint.adapter_reader import open_initial
 from nemo_like.policy.dtensor.parallel import ShardSpec, TensorParallel
 from nemo_like.policy.dtensor.parameters import ShardedParameter, local_shard
+from nemo_like.policy.dtensor.quantized import base_product, local_shape
 from nemo_like.policy.lora_state import LoraState, can_have_adapter, check_targets
 
 _ReduceOutput = Callable[[Tensor], Tensor]
@@ -107,7 +107,7 @@ def add_adapters(
         name_a, name_b = adapter_names(weight_name)
         specs[name_a] = pair.a
         specs[name_b] = pair.b
-        num_outputs, num_inputs = module.weight.shape
+        num_outputs, num_inputs = local_shape(module)
         with torch.device("meta"):
             module.lora_A = nn.Linear(num_inputs, config.rank, bias=False)
             module.lora_B = nn.Linear(config.rank, num_outputs, bias=False)
@@ -166,7 +166,7 @@ def _adapted_linear(
     """
     bias = module.bias
     # The bias of a row-parallel layer is added once, after the reduction.
-    out = F.linear(hidden, module.weight, bias if reduce_output is None else None)
+    out = base_product(module, hidden, bias if reduce_output is None else None)
     if state.is_enabled:
         # Looked up in each call: FSDP replaces the parameters of its modules.
         update = module.lora_B(module.lora_A(hidden))

@@ -28,6 +28,7 @@ from nemo_like.policy.dtensor.loading import (
 )
 from nemo_like.policy.dtensor.lora import add_adapters
 from nemo_like.policy.dtensor.parallel import ShardSpec
+from nemo_like.policy.dtensor.quantized import quantize_layers
 from nemo_like.policy.dtensor.score_head import ScoreHead
 from nemo_like.policy.dtensor.vocab_head import VocabularyHead, is_tied
 from nemo_like.policy.engine import TokenLogprobs
@@ -138,6 +139,8 @@ def build_model(
             for name, weight in causal_lm.named_parameters(remove_duplicate=False)
         }
     has_adapters = trainable and config.lora.enabled
+    if has_adapters and config.lora.is_quantized:
+        quantize_layers(causal_lm, specs, groups.tensor, device)
     frozen = _frozen_parameters(causal_lm, config, trainable=trainable)
     if config.precision == "bfloat16":
         _store_in_bfloat16(frozen)
