@@ -11,8 +11,9 @@ _ALL_LINEAR = {"all-linear": "[all-linear]", "*": "*"}
 
 _NO_DROPOUT = "adapters have no dropout: the log-probs of one policy must agree between two passes"
 _NO_DORA = "adapters are those of LoRA, not of DoRA"
-_NO_QUANTIZATION = (
-    "frozen weights are stored in policy.precision and not quantized, so there is no QLoRA"
+_ONLY_NF4 = (
+    "frozen weights are stored in policy.precision, or as nf4: 4 bits per value, with a float32"
+    " scale per 64 values"
 )
 _ADAPTERS_ONLY = (
     "only adapters of linear layers are trained, and no weights beside them but the score head of a"
@@ -43,7 +44,14 @@ TRL_LORA: dict[str, Entry] = {
     "peft_config.use_rslora": to(f"{_LORA}.use_rslora"),
     **unsupported(_NO_DROPOUT, "lora_dropout", "peft_config.lora_dropout", off=("0",)),
     **unsupported(_NO_DORA, "use_dora", "peft_config.use_dora"),
-    **unsupported(_NO_QUANTIZATION, "load_in_4bit", "load_in_8bit"),
+    "load_in_4bit": to(
+        f"{_LORA}.quantization",
+        values={"true": "nf4", "false": None},
+        switch="use_peft",
+    ),
+    **unsupported(_ONLY_NF4, "load_in_8bit", "use_bnb_nested_quant"),
+    # Without `load_in_4bit` it has no effect, and NF4 is its default.
+    **unsupported(_ONLY_NF4, "bnb_4bit_quant_type", off=("nf4",)),
     **unsupported(
         _ADAPTERS_ONLY,
         "lora_modules_to_save",
@@ -54,14 +62,13 @@ TRL_LORA: dict[str, Entry] = {
     **unsupported(_ADAPTERS_ONLY, "peft_config.bias", off=("none",)),
     **unsupported(_INITIAL, "peft_config.init_lora_weights", off=("true",)),
     **unsupported("LoRA is the only kind of adapter", "peft_config.peft_type", off=("lora",)),
-    # Without `load_in_4bit` they have no effect.
+    # Dtypes of storage and products, which follow from policy.precision.
     **obsolete(
+        "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage",
-        "bnb_4bit_quant_type",
         "lora_task_type",
         "peft_config.inference_mode",
         "peft_config.task_type",
-        "use_bnb_nested_quant",
     ),
     **unsupported("this setting of the adapters has no counterpart", "peft_config"),
 }

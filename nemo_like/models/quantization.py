@@ -26,12 +26,13 @@ def quantization_problems(policy: PolicyConfig, spec: ModelSpec, tp: int) -> lis
     if not policy.lora.is_quantized:
         return []
     if spec.moe is not None:
-        return [
+        problem = (
             f"policy.lora.quantization is {policy.lora.quantization}, but"
             f" policy.model_name={policy.model_name} has experts: bitsandbytes quantizes linear"
             " layers, and the stacked matrices of experts, nearly all of the weights, are none; set"
             " policy.lora.quantization to none"
-        ]
+        )
+        return [problem]
     return list(_size_problems(policy, spec, tp))
 
 

@@ -74,7 +74,8 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounded(weight: Tensor) -> Tensor:
     """Return `weight`, floating point [m, n], as it is after quantization, in float32."""
-    return dequantize(*quantize(weight), torch.float32)
+    codes, scales = quantize(weight)
+    return dequantize(codes, scales, torch.float32)
 
 
 class _Linear(torch.autograd.Function):
@@ -97,7 +98,8 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (grad,) = grads
-        return grad @ dequantize(*ctx.saved_tensors, grad.dtype), None, None
+        codes, scales = ctx.saved_tensors
+        return grad @ dequantize(codes, scales, grad.dtype), None, None
 
 
 def nf4_linear(hidden: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
@@ -116,8 +118,7 @@ def quantized_layers(causal_lm: PreTrainedModel) -> dict[str, nn.Linear]:
     the output embedding.
     """
     head = causal_lm.get_output_embeddings()
-    layers = {}
-    for name, module in causal_lm.named_modules():
-        if type(module) is nn.Linear and module is not head:
-            layers[name] = module
-    return layers
+    modules = causal_lm.named_modules()
+    return {
+        name: module for name, module in modules if type(module) is nn.Linear and module is not head
+    }

@@ -66,7 +66,24 @@ def adapter_outputs(
     return total
 
 
+def linear_params(spec: ModelSpec) -> int:
+    """Return the values of all matrices of one layer, which `policy.lora.quantization` is about."""
+    return sum(layer.num_inputs * layer.num_outputs for layer in _layers(spec).values())
+
+
+def largest_linear_params(spec: ModelSpec) -> int:
+    """Return the values of the largest matrix of a layer."""
+    return max(layer.num_inputs * layer.num_outputs for layer in _layers(spec).values())
+
+
 def _targets(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Layer]:
+    for name, layer in _layers(spec).items():
+        if lora.is_target(name):
+            yield layer
+
+
+def _layers(spec: ModelSpec) -> dict[str, _Layer]:
+    """Return the linear layers of a decoder layer that can have an adapter."""
     hidden = spec.hidden_size
     query = spec.num_heads * spec.head_dim
     key = spec.num_kv_heads * spec.head_dim
@@ -82,6 +99,4 @@ def _targets(spec: ModelSpec, lora: LoraConfig) -> Iterator[_Layer]:
         layers["mlp.gate_proj"] = _Layer(hidden, width, False)
         layers["mlp.up_proj"] = _Layer(hidden, width, False)
         layers["mlp.down_proj"] = _Layer(width, hidden, True)
-    for name, layer in layers.items():
-        if lora.is_target(name):
-            yield layer
+    return layers

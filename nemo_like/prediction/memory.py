@@ -14,9 +14,16 @@ from typing import Literal
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import CUDA_CHUNK_TOKENS, ActivationCheckpointing
 from nemo_like.integer_math import ceil_div
+from nemo_like.models.quantization import BYTES_PER_VALUE
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import EngineName, ParallelLayout
-from nemo_like.prediction.adapter_sizes import adapter_activations, adapter_outputs, adapter_params
+from nemo_like.prediction.adapter_sizes import (
+    adapter_activations,
+    adapter_outputs,
+    adapter_params,
+    largest_linear_params,
+    linear_params,
+)
 from nemo_like.prediction.trained_state import TrainedState
 
 GIB = 1 << 30
@@ -218,6 +225,12 @@ class MemoryModel:
                 f"frozen weights {place.compute_bytes} P, and of the adapters Q float32 weights 4"
                 " Q, gradients 4 Q and AdamW 8 Q"
             )
+            if place.lora.is_quantized:
+                values = (
+                    f"matrices of layers {BYTES_PER_VALUE:g} per value (4 bits, and a float32"
+                    f" scale per block of 64) on every rank of dp x cp, one of them dequantized to"
+                    f" {place.compute_bytes} bytes per value at a time; other {values}"
+                )
         shards = "dp x cp x tp" if num_replicas == 1 else f"dp x cp x tp / {num_replicas} replicas"
         return [
             (
@@ -311,17 +324,25 @@ class MemoryModel:
                 "optimizer": (12 if size == 2 else 8) * shard,
                 **self._average(shard),
             }
+        # Weights in 4 bits are not sharded by FSDP.
+        quantized = self._quantized_params
+        params -= num_layers * quantized
         parts = {
-            "weights": size * params / place.num_shards + 4 * shard,
+            "weights": size * params / place.num_shards
+            + BYTES_PER_VALUE * num_layers * quantized
+            + 4 * shard,
             "gradients": 4 * shard,
             "optimizer": 8 * shard,
             **self._average(shard),
         }
+        if quantized:
+            matrix = largest_linear_params(self.spec) / place.parallel_layout.tp
+            parts["dequantized matrix"] = size * matrix
         if place.has_compute_copy and self.keeps_unsharded:
             parts["gathered weights"] = size * params + (size + 4) * adapters
         elif place.has_compute_copy:
-            layer = self.spec.layer_params / place.parallel_layout.tp + self._adapter_params
-            parts["gathered weights"] = size * (embedding + 2 * layer)
+            layer = self.spec.layer_params / place.parallel_layout.tp - quantized
+            parts["gathered weights"] = size * (embedding + 2 * (layer + self._adapter_params))
         return parts
 
     def _average(self, num_trained: float) -> dict[str, float]:
@@ -334,6 +355,13 @@ class MemoryModel:
         if self.placement.lora is None:
             return 0.0
         return adapter_params(self.spec, self.placement.lora, self.placement.parallel_layout.tp)
+
+    @property
+    def _quantized_params(self) -> float:
+        """Values in 4 bits of one layer on a tensor-parallel rank; 0 without quantization."""
+        if self.placement.lora is None or not self.placement.lora.is_quantized:
+            return 0.0
+        return linear_params(self.spec) / self.placement.parallel_layout.tp
 
     @property
     def _adapter_bytes(self) -> float:

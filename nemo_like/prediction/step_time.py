@@ -53,8 +53,11 @@ def comm_bound_tokens(placement: Placement) -> float:
 def min_microbatch_tokens(placement: Placement, num_params: int) -> float:
     """Return the microbatch size below which FSDP communication takes longer than compute.
 
-    It is 0 if weights are not communicated in every microbatch.
+    It is 0 if weights are not communicated in every microbatch. Weights in 4 bits never are, and
+    what remains, adapters and embeddings, is neglected.
     """
+    if placement.lora is not None and placement.lora.is_quantized:
+        return 0.0
     layout = placement.parallel_layout
     is_unsharded = layout.keeps_unsharded(placement.engine, num_params)
     if placement.engine == "megatron" or is_unsharded or placement.num_shards == 1:

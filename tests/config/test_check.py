@@ -481,3 +481,9 @@ def test_adapters_need_target_modules() -> None:
     (targets,) = problems(SFT, policy__lora__enabled=True, policy__lora__target_modules=())
     assert targets.startswith("policy.lora.target_modules is empty")
     assert problems(SFT, policy__lora__enabled=True) == []
+    (disabled,) = problems(SFT, policy__lora__quantization="nf4")
+    assert disabled.startswith("policy.lora.quantization is nf4, but policy.lora.enabled is false")
+    nf4 = {"policy__lora__enabled": True, "policy__lora__quantization": "nf4"}
+    assert problems(SFT, **nf4) == []
+    (engine,) = problems(SFT, **nf4, policy__engine="megatron")
+    assert "Megatron-Core have no 4-bit weights: set policy.engine to dtensor" in engine

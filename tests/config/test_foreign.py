@@ -283,7 +283,8 @@ LORA_LINES = {
         "lora_target_modules -> policy.lora.target_modules  ",
         "use_rslora -> policy.lora.use_rslora  ",
         "adapters have no dropout: the log-probs of one policy must agree",
-        "not quantized, so there is no QLoRA: load_in_4bit",
+        "load_in_4bit: true -> policy.lora.quantization: nf4",
+        "with a float32 scale per 64 values: use_bnb_nested_quant",
     ],
     "verl_sft": [
         "model.lora_rank -> policy.lora.rank (together with policy.lora.enabled: true)",

@@ -21,16 +21,19 @@ TARGETS = LoraConfig().target_modules
 
 
 @pytest.mark.parametrize(
-    ("architecture", "targets"),
+    ("architecture", "targets", "quantization"),
     [
-        ("llama_tied", ("q_proj", "v_proj", "down_proj")),
-        ("qwen3", ("all-linear",)),
-        ("qwen3_moe", ("all-linear",)),
+        ("llama_tied", ("q_proj", "v_proj", "down_proj"), "none"),
+        ("qwen3", ("all-linear",), "none"),
+        ("qwen3_moe", ("all-linear",), "none"),
+        ("qwen2_blocks", ("v_proj",), "nf4"),
     ],
 )
-def test_state_is_the_bytes_of_a_real_engine(architecture, targets, tmp_path):
+def test_state_is_the_bytes_of_a_real_engine(architecture, targets, quantization, tmp_path):
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     model = save_tiny_model(tmp_path, architecture)
-    lora = LoraConfig(enabled=True, rank=3, target_modules=targets)
+    lora = LoraConfig(enabled=True, rank=3, target_modules=targets, quantization=quantization)
     config = PolicyConfig(model_name=str(model), lora=lora)
     worker = DTensorPolicyWorker(context(), config=config, needs_reference=True)
     engine: Any = worker._policy
@@ -38,7 +41,7 @@ def test_state_is_the_bytes_of_a_real_engine(architecture, targets, tmp_path):
     weights = [each.parameter for each in engine.parameters]
     trained = [weight for weight in weights if weight.requires_grad]
     num_trained = sum(weight.numel() for weight in trained)
-    assert parts["weights"] == sum(weight.nbytes for weight in weights)
+    assert parts["weights"] == sum(weight.nbytes for weight in engine.local_weights())
     assert parts["gradients"] == 4 * num_trained
     assert parts["optimizer"] == 8 * num_trained
     assert "reference" not in parts

@@ -50,7 +50,8 @@ def quantize_layers(
     blocks, and without bitsandbytes.
     """
     require_library()
-    for name, module in quantized_layers(causal_lm).items():
+    layers: dict[str, Any] = {**quantized_layers(causal_lm)}
+    for name, module in layers.items():
         num_outputs, num_inputs = module.weight.shape
         if num_inputs % BLOCK_SIZE:
             raise ConfigError(

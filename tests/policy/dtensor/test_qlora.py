@@ -4,38 +4,25 @@ ranks. The reference is rounded by NumPy, and the adapter is loaded on a model o
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch._dynamo.utils import counters as torch_counters
-from transformers import AutoModelForCausalLM
 
-from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from nemo_like.policy import logprobs
-from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
-from nemo_like.prediction.memory import MemoryModel, Placement
 from tests.policy.adapters import (
-    NF4,
-    PACKED,
     TRAINED,
     look,
     of_architecture,
-    step_gradients,
     train,
     use,
 )
 from tests.policy.dtensor.adapter_ranks import DTensorSide
-from tests.policy.peft_reference import Reference, assert_look, assert_use, nf4_rounded
-from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE, fixed
-from tests.policy.tiny import context, random_batch, run_ranks
+from tests.policy.peft_reference import Reference, assert_look, assert_use
+from tests.policy.test_gradient_equality import TOLERANCE
+from tests.policy.tiny import context, run_ranks
 
 nf4 = pytest.importorskip("nemo_like.policy.nf4")
 pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
