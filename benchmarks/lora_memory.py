@@ -1,4 +1,4 @@
-r"""Peak memory of a GRPO-like step with a reference policy: LoRA against full fine-tuning.
+r"""Peak memory of a GRPO-like step with a reference: LoRA and QLoRA against full fine-tuning.
 
     python benchmarks/lora_memory.py --model models/SmolLM2-135M-Instruct
     python benchmarks/lora_memory.py --model DIR --tokens 512,2048 --precisions bfloat16 \
@@ -43,6 +43,9 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.prediction.memory import MemoryModel, Placement
 
+_CASES = ("full", "lora", "nf4")
+"""All weights, adapters, and adapters beside frozen weights in 4 bits; the first is compared with.
+"""
 _NUM_STEPS = 2
 """The moments of AdamW are allocated in the first step, so the second has the peak."""
 
@@ -92,19 +95,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure every case in a process of its own and print the table."""
     arguments = _parser().parse_args(argv)
     if arguments.case is not None:
-        print(json.dumps(measure(arguments, is_lora=arguments.case == "lora")))
+        print(json.dumps(measure(arguments, arguments.case)))
         return
     print(f"{'precision':<10}{'tokens':>7}  {'case':<5}{'live MB':>9}{'state MB':>9}", end="")
     print(f"{'RSS MB':>9}{'plan MB':>9}{'of full: live':>15}{'RSS':>7}{'plan':>7}")
     for precision in arguments.precisions.split(","):
         for tokens in arguments.tokens.split(","):
-            full = _measure_apart(arguments, precision, tokens, "full")
-            lora = _measure_apart(arguments, precision, tokens, "lora")
-            for case, row in (("full", full), ("lora", lora)):
+            full: dict[str, float] = {}
+            for case in _CASES:
+                row = _measure_apart(arguments, precision, tokens, case)
+                full = full or row
                 line = f"{precision:<10}{tokens:>7}  {case:<5}{row['live']:>9.0f}"
                 line += f"{row['state']:>9.0f}{row['rss']:>9.0f}{row['plan']:>9.0f}"
-                if case == "lora":
-                    shares = [lora[name] / full[name] for name in ("live", "rss", "plan")]
+                if case != "full":
+                    shares = [row[name] / full[name] for name in ("live", "rss", "plan")]
                     line += f"{shares[0]:>15.3f}{shares[1]:>7.3f}{shares[2]:>7.3f}"
                 print(line, flush=True)
 
@@ -130,10 +134,15 @@ def _measure_apart(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(arguments: argparse.Namespace, *, is_lora: bool) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, case: str) -> dict[str, float]:
     """Take the steps of one case in this process; return its peaks in MB."""
     num_tokens = int(arguments.tokens)
-    lora = LoraConfig(enabled=is_lora, rank=arguments.rank)
+    is_lora = case != "full"
+    lora = LoraConfig(
+        enabled=is_lora,
+        rank=arguments.rank,
+        quantization="nf4" if case == "nf4" else "none",
+    )
     config = PolicyConfig(
         model_name=str(arguments.model),
         precision=arguments.precisions,
@@ -219,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--activation-checkpointing", choices=("none", "selective", "full"), default="none"
     )
-    parser.add_argument("--case", choices=("full", "lora"), help="measure one case in this process")
+    parser.add_argument("--case", choices=_CASES, help="measure one case in this process")
     return parser
 
 

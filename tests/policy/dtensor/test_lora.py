@@ -169,10 +169,15 @@ def test_only_target_layers_have_adapters(model_dir):
     assert not spec_names & trained
 
 
-def test_compiled_layers_have_the_gradients_of_peft(reference, model_dir, monkeypatch):
+@pytest.mark.parametrize("architecture", [USED, "qwen2_blocks"])
+def test_compiled_layers_have_the_gradients_of_peft(
+    architecture, reference, model_dir, monkeypatch
+):
     """The number of graphs does not depend on the backend, and `eager` is fast. Rows are padded:
     the attention of packed rows on CPU cannot be traced.
     """
+    if LORA_OF[architecture].is_quantized:
+        pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
     compile_module = nn.Module.compile
     monkeypatch.setattr(
         nn.Module,
@@ -183,11 +188,11 @@ def test_compiled_layers_have_the_gradients_of_peft(reference, model_dir, monkey
     torch_counters["graph_break"].clear()
     side = DTensorSide(context(), ParallelConfig())
     plain = dataclasses.replace(fixed(4), activation_checkpointing="selective", compile="layers")
-    config = of_architecture(plain, USED, model_dir(USED))
+    config = of_architecture(plain, architecture, model_dir(architecture))
     worker = side.worker(config)
     shard = side.shard(config, random_batch(LENGTHS))
     found, metrics = step_gradients(side, worker, shard)
-    for name, gradient in reference(USED).gradient.items():
+    for name, gradient in reference(architecture).gradient.items():
         error = float((torch.from_numpy(found[name]) - gradient).norm() / gradient.norm())
         assert error < TOLERANCE, name
     assert not torch_counters["graph_break"]
@@ -195,7 +200,7 @@ def test_compiled_layers_have_the_gradients_of_peft(reference, model_dir, monkey
     assert metrics["policy/recompilations"] == 2
     outputs = compute_and_fetch(worker, shard)
     for ids, row in zip(shard["input_ids"], outputs["reference_logprobs"], strict=True):
-        expected = reference(USED).base_outputs[np.asarray(ids).tobytes()]
+        expected = reference(architecture).base_outputs[np.asarray(ids).tobytes()]
         np.testing.assert_allclose(np.asarray(row), expected, rtol=1e-5, atol=1e-5)
     # Forward passes alone have graphs of their own, with adapters and without.
     _, metrics = step_gradients(side, worker, shard)

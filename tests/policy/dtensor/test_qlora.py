@@ -4,27 +4,29 @@ ranks. The reference is rounded by NumPy, and the adapter is loaded on a model o
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoConfig
 
+from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import ParallelConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.worker_group import WorkerContext
-from tests.policy.adapters import (
-    TRAINED,
-    look,
-    of_architecture,
-    train,
-    use,
-)
+from nemo_like.models.quantization import BYTES_PER_VALUE
+from nemo_like.policy.checkpoint.adapter import open_merged
+from nemo_like.policy.checkpoint.sharded_reader import open_checkpoint
+from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
+from tests.policy.adapters import NF4, PACKED, TRAINED, look, of_architecture, train, use
 from tests.policy.dtensor.adapter_ranks import DTensorSide
 from tests.policy.peft_reference import Reference, assert_look, assert_use
 from tests.policy.test_gradient_equality import TOLERANCE
 from tests.policy.tiny import context, run_ranks
 
-nf4 = pytest.importorskip("nemo_like.policy.nf4")
 pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
 
 MODEL = "qwen2_blocks"
@@ -87,3 +89,39 @@ def test_a_layout_changes_nothing(
     alone = side.worker(of_architecture(TRAINED, MODEL, model_dir(MODEL)))
     alone.load(tmp_path / "half")
     assert train(side, alone, range(2, 4)) == pytest.approx(losses[2:], rel=TOLERANCE)
+
+
+def test_an_export_merges_what_the_run_sends(straight, model_dir):
+    found, out = straight
+    model = model_dir(MODEL)
+    model_config = AutoConfig.from_pretrained(model)
+    with (
+        open_checkpoint(out / "start") as reader,
+        open_merged(model, model_config, NF4, reader) as merged,
+    ):
+        exported = dict(merged.full_weights(list(merged.weight_shapes())))
+    sent = found["use"]["weights"]
+    assert exported.keys() == sent.keys()
+    for name, weight in exported.items():
+        np.testing.assert_allclose(weight.numpy(), sent[name], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_4_bits_are_no_parameters_and_take_their_bytes(model_dir):
+    model = model_dir(MODEL)
+    worker = DTensorPolicyWorker(context(), config=of_architecture(PACKED, MODEL, model))
+    engine: Any = worker._policy
+    names = {each.name for each in engine.parameters}
+    assert not any("_proj.weight" in name for name in names)
+    stored = {each.name: each.stored for each in engine._quantized}
+    assert len(stored) == 14
+    for name, shape in engine.weight_shapes().items():
+        if name in stored:
+            codes, scales = stored[name]
+            num_values = math.prod(shape)
+            assert codes.nbytes + scales.nbytes == BYTES_PER_VALUE * num_values
+
+
+def test_incomplete_blocks_are_refused_by_the_engine(model_dir):
+    config = dataclasses.replace(PACKED, model_name=model_dir("llama"), lora=NF4)
+    with pytest.raises(ConfigError, match=r"q_proj has 32 on a tensor-parallel rank"):
+        DTensorPolicyWorker(context(), config=config)
