@@ -67,6 +67,9 @@ def rows_at_once(num_columns: int) -> int:
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [m, n] of codes [m, n / 2] and scales [m, n / 64] in `dtype`."""
     shape = (codes.shape[0], 2 * codes.shape[1])
+    if codes.shape[0] == 0:
+        # A kernel is not started without rows; FSDP leaves ranks without some.
+        return torch.empty(shape, dtype=dtype, device=codes.device)
     return torch.ops.bitsandbytes.dequantize_4bit.default(
         codes, scales, BLOCK_SIZE, _FORMAT, shape, dtype
     )

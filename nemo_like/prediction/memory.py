@@ -227,9 +227,11 @@ class MemoryModel:
             )
             if place.lora.is_quantized:
                 values = (
-                    f"matrices of layers {BYTES_PER_VALUE:g} per value (4 bits, and a float32"
-                    f" scale per block of 64) on every rank of dp x cp, one of them dequantized to"
-                    f" {place.compute_bytes} bytes per value at a time; other {values}"
+                    f"matrices of layers {BYTES_PER_VALUE:g} bytes per value (4 bits, and a float32"
+                    " scale per block of 64) on every rank of dp x cp, one matrix at a time"
+                    f" dequantized to {place.compute_bytes} bytes per value; embeddings and norms"
+                    f" {place.compute_bytes} bytes per value, and of the adapters Q float32 weights"
+                    " 4 Q, gradients 4 Q and AdamW 8 Q"
                 )
         shards = "dp x cp x tp" if num_replicas == 1 else f"dp x cp x tp / {num_replicas} replicas"
         return [
