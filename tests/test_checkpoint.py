@@ -25,11 +25,11 @@ from nemo_like.checkpoint import (
     Checkpointer,
     CheckpointError,
     OpenCheckpoint,
-    TrainingState,
     incomplete_reason,
 )
 from nemo_like.config.schema import CheckpointingConfig
 from nemo_like.files import FileRecord, file_record, write_json
+from nemo_like.training_state import TrainingState
 
 FILES = {
     "policy/model.safetensors": b"\x00weights" * 40,

@@ -26,6 +26,7 @@ LEVELS = {
     "distributed": 5, "run_directory": 5, "progress": 5, "checkpoint": 5,
     "data": 4, "losses": 4, "sampling_filter": 4, "models": 3,
     "device_transfer": 3,
+    "training_state": 4,
     "checkpoint_manifest": 3, "run_lock": 3, "run_log": 3, "shared_directory": 3,
     "config": 2, "metrics": 2, "files": 2,
     "sandbox": 3,

@@ -13,11 +13,10 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.output_head import OutputHead
-from nemo_like.config.text import shown_value
+from nemo_like.models.config_fields import ConfigFields
 
 SCORE_WEIGHT = "score.weight"
 """Name of the score head of a reward model, [1, hidden size]."""
-_REQUIRED = object()
 _SOFTMAX_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of `layer_types` with softmax attention; any other is linear in the length."""
 
@@ -131,7 +130,7 @@ class ModelSpec:
 
         Raises ConfigError for a size that is missing or not a positive integer.
         """
-        fields = _Fields(config, name)
+        fields = ConfigFields(config, name)
         try:
             return cls._from_fields(fields)
         except ConfigError:
@@ -142,7 +141,7 @@ class ModelSpec:
             ) from error
 
     @classmethod
-    def _from_fields(cls, fields: _Fields) -> ModelSpec:
+    def _from_fields(cls, fields: ConfigFields) -> ModelSpec:
         model_type = str(fields.get("model_type", default=""))
         hidden_size = fields.size("hidden_size", "n_embd", "d_model")
         num_layers = fields.size("num_hidden_layers", "n_layer", "num_layers")
@@ -329,58 +328,8 @@ class ModelSpec:
         return self.num_layers * per_layer + final_norm
 
 
-class _Fields:
-    """Reads a configuration by any of the names that architectures use for one property."""
-
-    def __init__(self, config: Mapping[str, Any] | object, name: str) -> None:
-        if config is None or isinstance(config, (str, bytes)):
-            raise ConfigError(
-                "a model configuration is a mapping or an object with its attributes; got"
-                f" {shown_value(config)}"
-            )
-        self._config = config
-        own_name = self._lookup("_name_or_path") or self._lookup("model_type") or ""
-        self.name = name or str(own_name)
-        text_config = self._lookup("text_config")
-        # Multimodal configurations nest the language model.
-        if text_config is not None:
-            self._config = text_config
-
-    def get(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The first of `names` that is set, else `default`. Raises ConfigError without either."""
-        for name in names:
-            value = self._lookup(name)
-            if value is not None:
-                return value
-        if default is _REQUIRED:
-            spellings = " / ".join(names)
-            raise ConfigError(f"{self.model} has no {spellings} in its config.json")
-        return default
-
-    def size(self, *names: str, default: Any = _REQUIRED) -> int:
-        """As `get`. Raises ConfigError for a value that is not a positive integer."""
-        value = self.get(*names, default=default)
-        # bool is a subclass of int.
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or value < 1:
-            raise ConfigError(
-                f"{self.model} gives {names[0]} {shown_value(value)} in its config.json; it must"
-                " be a positive integer"
-            )
-        return value
-
-    @property
-    def model(self) -> str:
-        return f"the model {self.name}" if self.name else "the model"
-
-    def _lookup(self, name: str) -> Any:
-        if isinstance(self._config, Mapping):
-            return self._config.get(name)
-        return getattr(self._config, name, None)
-
-
 def _windows(
-    fields: _Fields,
+    fields: ConfigFields,
     traits: _FamilyTraits,
     num_layers: int,
 ) -> tuple[int | None, ...]:
@@ -411,19 +360,19 @@ def _windows(
     return tuple(windows)
 
 
-def _output_head(fields: _Fields) -> OutputHead:
+def _output_head(fields: ConfigFields) -> OutputHead:
     """Return the head of the architecture that the configuration names."""
     architectures = fields.get("architectures", default=None) or ("",)
     return "scores" if str(architectures[0]).endswith("ForSequenceClassification") else "vocabulary"
 
 
-def _linear_attention_layers(fields: _Fields) -> frozenset[int]:
+def _linear_attention_layers(fields: ConfigFields) -> frozenset[int]:
     kinds = fields.get("layer_types", default=None) or ()
     linear_layers = [layer for layer, kind in enumerate(kinds) if kind not in _SOFTMAX_KINDS]
     return frozenset(linear_layers)
 
 
-def _latent(fields: _Fields) -> LatentAttention | None:
+def _latent(fields: ConfigFields) -> LatentAttention | None:
     if fields.get("kv_lora_rank", default=None) is None:
         return None
     return LatentAttention(
@@ -435,7 +384,7 @@ def _latent(fields: _Fields) -> LatentAttention | None:
     )
 
 
-def _moe(fields: _Fields, num_layers: int) -> MoeSpec | None:
+def _moe(fields: ConfigFields, num_layers: int) -> MoeSpec | None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     # 0 experts mean a dense model.
     if not fields.get(*names, default=0):
@@ -455,7 +404,7 @@ def _moe(fields: _Fields, num_layers: int) -> MoeSpec | None:
     )
 
 
-def _moe_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
+def _moe_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
     first = fields.get("first_k_dense_replace", default=0)
     period = fields.get("decoder_sparse_step", "moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers", default=()))

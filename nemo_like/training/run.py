@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_like.checkpoint import Checkpoint, Checkpointer, TrainingState
+from nemo_like.checkpoint import Checkpoint, Checkpointer
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.data.chat import ChatEncoder
@@ -46,6 +46,7 @@ from nemo_like.training.stopping import RunStopped, StopRequests
 from nemo_like.training.throughput import StepWork, throughput_metrics
 from nemo_like.training.weights import GeneratorWeights
 from nemo_like.training.workers import RunWorkers
+from nemo_like.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")

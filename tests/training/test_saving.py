@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_like.checkpoint import Checkpointer, CheckpointError, TrainingState, incomplete_reason
+from nemo_like.checkpoint import Checkpointer, CheckpointError, incomplete_reason
 from nemo_like.config.schema import (
     CheckpointingConfig,
     OptimizerConfig,
@@ -30,6 +30,7 @@ from nemo_like.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_like.policy.policy import Policy
 from nemo_like.training.saving import CheckpointSaver, policy_directory
 from nemo_like.training.workers import RunWorkers
+from nemo_like.training_state import TrainingState
 from tests.policy.tiny import random_batch, save_tiny_model, saved_tensors
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
