@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nemo_like.models.spec import ModelSpec
     from nemo_like.prediction.grpo_request import ScoringModel
 
-_GIB = 1024**3
-
 
 def reward_model_notes(config: RunConfig) -> tuple[str, ...]:
     """Return a line about the weights of each reward model and where they are."""
@@ -57,6 +55,8 @@ def _spec(name: str, model: RewardModelConfig) -> ModelSpec:
 
 
 def _note(config: RunConfig, name: str, model: RewardModelConfig) -> str:
+    from nemo_like.prediction.memory import shown_bytes
+
     try:
         spec = _spec(name, model)
     except ConfigError as error:
@@ -64,10 +64,10 @@ def _note(config: RunConfig, name: str, model: RewardModelConfig) -> str:
         return f"reward model {name} is not counted: {error}"
     num_workers = model.num_workers or num_policy_workers(config.cluster)
     num_value_bytes = 2 if model.precision == "bfloat16" else 4
-    gib = spec.num_params * num_value_bytes / num_workers / _GIB
+    shown = shown_bytes(spec.num_params * num_value_bytes / num_workers)
     where = f"on {num_workers} workers of its own"
     if model.num_workers == 0:
         where = "on each policy worker"
         if config.cluster.gpus_per_node > 0:
             where += ", in host memory while it does not score"
-    return f"reward model {name}: {gib:.2g} GiB of weights {where}, not part of the memory above"
+    return f"reward model {name}: {shown} of weights {where}, not part of the predicted memory"

@@ -72,6 +72,13 @@ class Placement:
         return self.num_shards > 1 or self.precision == "bfloat16"
 
 
+def shown_bytes(num_bytes: float) -> str:
+    """Format bytes. Examples: `2.50 GiB`, `1.6 MiB`."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
 def usable_bytes(device_gib: float) -> float:
     """Return the bytes of a device that a plan may use."""
     return max(0.0, (device_gib * GIB - CONTEXT_BYTES) * (1.0 - SAFETY_SHARE))
@@ -181,12 +188,7 @@ class MemoryModel:
                 " context parallelism divides the tokens, but keys and values are all-gathered (cp"
                 " + 1/2 shares); the first pipeline stage has pp microbatches in flight."
             ),
-            (
-                "the peak is the larger of logits and one layer's backward pass:"
-                f" {place.chunk_size} tokens x vocabulary x {self._logit_bytes} bytes of logits"
-                " and the output embedding's gradient, or 2 c (width + hidden) bytes per token and"
-                " a layer's gradients before they are reduced."
-            ),
+            self._peak_assumption(),
             (
                 f"usable memory: device - {CONTEXT_BYTES / GIB:.0f} GiB (CUDA context, NCCL) -"
                 f" {SAFETY_SHARE:.0%} of the rest (fragmentation). Generation is not included: a"
@@ -418,6 +420,19 @@ class MemoryModel:
         hidden = self.spec.hidden_size
         norm = ((4 + size) * hidden + 4) / self._token_shares
         return norm + 2 * size * hidden
+
+    def _peak_assumption(self) -> str:
+        """Return what has the peak beside state and activations, as a sentence."""
+        backward = (
+            "2 c (width + hidden) bytes per token and a layer's gradients before they are reduced"
+        )
+        if self.spec.head == "scores":
+            return f"the peak is one layer's backward pass: {backward}; there are no logits."
+        return (
+            "the peak is the larger of logits and one layer's backward pass:"
+            f" {self.placement.chunk_size} tokens x vocabulary x {self._logit_bytes} bytes of"
+            f" logits and the output embedding's gradient, or {backward}."
+        )
 
     @property
     def _logit_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_like.models.spec import ModelSpec
-from nemo_like.prediction.memory import GIB, MemoryModel, Placement
+from nemo_like.prediction.memory import MemoryModel, Placement, shown_bytes
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,12 @@ def teacher_note(
     memory = teacher_memory(teachers, place, keeps_embeddings=keeps_embeddings)
     text = (
         "the memory is that of the policy; a teacher has"
-        f" {_shown(memory.computing)} per worker beside the state of the policy while it"
+        f" {shown_bytes(memory.computing)} per worker beside the state of the policy while it"
         " computes, and none of the activations"
     )
     if keeps_embeddings:
-        text += f"; during training {_shown(memory.embeddings)} of output embeddings stay"
+        text += f"; during training {shown_bytes(memory.embeddings)} of output embeddings stay"
     return text
-
-
-def _shown(num_bytes: float) -> str:
-    """Format bytes. Examples: `2.50 GiB`, `1.6 MiB`."""
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _weights(
