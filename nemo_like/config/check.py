@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from nemo_like.config.check_data import data_problems
+from nemo_like.config.check_lora import lora_problems
 from nemo_like.config.check_optimization import optimization_problems
 from nemo_like.config.check_values import value_at, value_problems
 from nemo_like.config.environment import environment_problems
@@ -56,7 +57,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *value_problems(config),
         *_batching_modes(config),
         *_compilation(config),
-        *_lora(config),
+        *lora_problems(config),
         *_timeouts(config),
         *_cluster(config),
         *_environment(config),
@@ -186,37 +187,6 @@ def _compilation(config: RunConfig) -> Iterator[Problem]:
             ("policy.compile", "policy.engine"),
             f"policy.compile is {config.policy.compile}, but policy.engine megatron has fused"
             " functions of its own: set policy.compile to none, or policy.engine to dtensor",
-        )
-
-
-def _lora(config: RunConfig) -> Iterator[Problem]:
-    lora = config.policy.lora
-    if lora.enabled and not lora.target_modules:
-        yield Problem(
-            ("policy.lora.target_modules",),
-            "policy.lora.target_modules is empty, so nothing would be trained: name linear layers,"
-            " e.g. [q_proj, v_proj], or set policy.lora.enabled to false",
-        )
-    if lora.quantization != "none" and not lora.enabled:
-        yield Problem(
-            ("policy.lora.quantization", "policy.lora.enabled"),
-            f"policy.lora.quantization is {lora.quantization}, but policy.lora.enabled is false,"
-            " and quantized weights cannot be trained themselves: set policy.lora.enabled to true,"
-            " or policy.lora.quantization to none",
-        )
-    if lora.is_quantized and config.policy.engine == "megatron":
-        yield Problem(
-            ("policy.lora.quantization", "policy.engine"),
-            f"policy.lora.quantization is {lora.quantization}, but policy.engine is megatron, and"
-            " the linear layers of Megatron-Core have no 4-bit weights: set policy.engine to"
-            " dtensor, or policy.lora.quantization to none",
-        )
-    if lora.adapter_path is not None and not lora.enabled:
-        yield Problem(
-            ("policy.lora.adapter_path", "policy.lora.enabled"),
-            f"policy.lora.adapter_path is {lora.adapter_path!r}, but policy.lora.enabled is false,"
-            " so the adapter would not be used: set policy.lora.enabled to true, or"
-            " policy.lora.adapter_path to null",
         )
 
 

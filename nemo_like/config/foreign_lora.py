@@ -143,7 +143,11 @@ def verl_lora(prefix: str) -> dict[str, Entry]:
         **unsupported(_FUSED, f"{section}.target_modules"),
         **unsupported(_NAMED_LAYERS, f"{section}.exclude_modules"),
         **unsupported(_NO_DROPOUT, f"{section}.dropout", off=("0",)),
-        # The generator gets merged weights in any case.
-        **obsolete(f"{section}.merge", f"{section}.dropout_position"),
+        f"{section}.merge": to(
+            f"{_LORA}.weight_sync",
+            values={"true": "merged", "false": "adapter"},
+            switch=f"{section}.rank",
+        ),
+        **obsolete(f"{section}.dropout_position"),
         **unsupported("this setting of the adapters has no counterpart", section),
     }

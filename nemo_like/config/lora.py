@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from nemo_like.config.constraints import Above, AtLeast, NoEmptyTexts
 
+MAX_VLLM_RANK = 512
+"""The largest rank of an adapter in vLLM."""
+
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer that can have an adapter, as in PEFT."""
 
@@ -48,6 +51,17 @@ class LoraConfig:
     """Directory of an adapter in the format of PEFT with which training starts, e.g. `hf/adapter`
     of another run. Its rank, alpha and layers must be those set here. null starts with new
     adapters."""
+
+    weight_sync: Literal["merged", "adapter"] = "merged"
+    """What the generator receives after each step. `merged`: all weights, W + scale B A, rounded to
+    `policy.precision`. `adapter`: A and B alone, and the generator computes W x + scale B A x like
+    the policy. An update then has far fewer bytes, and small changes are not lost in the rounding
+    of bfloat16 weights; decoding computes the adapters as well."""
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True if weight updates of the generator have the adapters alone."""
+        return self.enabled and self.weight_sync == "adapter"
 
     @property
     def scale(self) -> float:

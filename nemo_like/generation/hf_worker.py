@@ -18,10 +18,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.generation.adapters import Shapes, adapter_shapes, add_adapters
 from nemo_like.generation.end_tokens import declared_end_token_ids
 from nemo_like.generation.hf_decoding import DecodedRow, DecodingBatch
 from nemo_like.generation.host_weights import HostWeights
@@ -48,9 +50,12 @@ class HFGenerationWorker:
         precision: str = "float32",
         batch_size: int = 64,
         end_token_ids: Sequence[int] = (),
+        lora: LoraConfig | None = None,
     ) -> None:
         """Load model and tokenizer.
 
+        With `lora` a weight update has either all weights or the adapters alone, which are 0 until
+        the first.
         `end_token_ids` end a completion in addition to those that model and tokenizer declare. The
         chat template may end a turn with a token that neither declares, such as `<|im_end|>` of
         Qwen2.5 base models.
@@ -75,6 +80,11 @@ class HFGenerationWorker:
         # Not the model's own `to`, which only adds checks for quantised models and has a signature
         # that type checkers reject.
         torch.nn.Module.to(self._model, self._device)
+        self._adapter_shapes: Shapes = {}
+        """Shapes of the adapters by name; empty without adapters."""
+        if lora is not None:
+            self._adapter_shapes = adapter_shapes(self._model, lora)
+            add_adapters(self._model, lora)
         self._host_weights = HostWeights(
             self._model, self._device, pinned=self._device.type == "cuda"
         )
@@ -190,12 +200,19 @@ class HFGenerationWorker:
     def begin_update(self, names: Sequence[str]) -> None:
         """See `WeightTarget.begin_update`."""
         self._host_weights.note_change()
-        weights = dict(self._model.named_parameters())
+        adapters = self._adapter_shapes
+        if any(name in adapters for name in names):
+            self._coverage = UpdateCoverage(adapters, names)
+            return
+        named = self._model.named_parameters()
+        weights = {name: weight for name, weight in named if name not in adapters}
         # Tied weights (embedding and output) are one parameter under two names; the policy sends
         # one of them.
         first_names = {id(weight): name for name, weight in weights.items()}
         tied = {}
         for name, weight in self._model.state_dict(keep_vars=True).items():
+            if name in adapters:
+                continue
             first_name = first_names.get(id(weight), name)
             if first_name != name:
                 tied[name] = first_name

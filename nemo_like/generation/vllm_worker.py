@@ -16,10 +16,12 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.paths import is_local, require_model_directory
 from nemo_like.data.jagged import Jagged
 from nemo_like.distributed import activity
 from nemo_like.distributed.worker_group import WorkerContext
+from nemo_like.generation.adapters import AdapterSettings
 from nemo_like.generation.end_tokens import declared_end_token_ids
 from nemo_like.generation.requests import GenerationProgress, GenerationRequests, check_room
 from nemo_like.generation.vllm_engine import ChildProcesses, start_engine
@@ -35,6 +37,7 @@ from nemo_like.weight_sync.channel import BucketMessage, ChannelSpec, Endpoint, 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.lora.request import LoRARequest
 
 _SCORE_PRIORITY = -1
 """vLLM runs requests with lower numbers first; the requests of the driver have 0."""
@@ -59,13 +62,15 @@ class VLLMGenerationWorker:
         precision: str = "float32",
         end_token_ids: Sequence[int] = (),
         can_sleep: bool = False,
+        lora: LoraConfig | None = None,
         seed: int = 0,
     ) -> None:
         """Start the engine.
 
         `end_token_ids` end a completion in addition to those that model and tokenizer declare.
-        `can_sleep` allows `offload` on a GPU that is shared with the policy. Raises ConfigError if
-        vLLM is not installed.
+        `can_sleep` allows `offload` on a GPU that is shared with the policy. With `lora` a weight
+        update has either all weights or the adapters alone, which are 0 until the first. Raises
+        ConfigError if vLLM is not installed, or has no adapters for the model.
         """
         require_model_directory("policy.model_name", model_name)
         torch.set_num_threads(context.num_threads)
@@ -76,9 +81,11 @@ class VLLMGenerationWorker:
         tokenizer_name = tokenizer_name or model_name
         self._end_ids = sorted({*end_token_ids, *_declared_end_ids(model_name, tokenizer_name)})
         others = active_children()
+        adapters = None if lora is None else AdapterSettings.of_files(lora, model_name)
         self._llm = start_engine(
             config,
             is_cpu=self._is_cpu,
+            adapters=adapters,
             model=model_name,
             tokenizer=tokenizer_name,
             dtype=precision,
@@ -92,6 +99,8 @@ class VLLMGenerationWorker:
         if started:
             self._call_ranks("ignore_interrupts")
         self._engine = self._llm.llm_engine
+        self._lora_request = None if adapters is None else self._start_adapter(adapters)
+        """With which every request is computed."""
         self._rank = context.rank
         self._is_updating = False
         self._is_cache_old = False
@@ -117,7 +126,12 @@ class VLLMGenerationWorker:
                 stop_token_ids=self._end_ids,
             )
             prompt = vllm_prompt(requests.prompt_ids[row])
-            self._engine.add_request(str(request_id), prompt, params)
+            self._engine.add_request(
+                str(request_id),
+                prompt,
+                params,
+                lora_request=self._lora_request,
+            )
 
     def poll(self, max_seconds: float) -> GenerationProgress:
         """See `GenerationWorkerProtocol.poll`."""
@@ -222,7 +236,7 @@ class VLLMGenerationWorker:
             with self._children.explaining():
                 self._llm.wake_up(tags=["weights"])
             self._sleeping.remove("weights")
-        self._call_ranks("begin_update")
+        self._call_ranks("begin_update", tuple(names))
 
     def load_bucket(self, message: BucketMessage) -> LoadedBucket:
         """See `WeightTarget.load_bucket`."""
@@ -244,6 +258,14 @@ class VLLMGenerationWorker:
         """End the engine, which uses process groups that others in this process may end."""
         self._children.close()
         self._engine.engine_core.shutdown()
+
+    def _start_adapter(self, adapters: AdapterSettings) -> LoRARequest:
+        """Set an adapter that is 0; return the option of the requests that use it."""
+        # Imported on demand: vLLM is an optional dependency.
+        from nemo_like.generation.vllm_adapter import adapter_request
+
+        self._call_ranks("start_adapter", adapters)
+        return adapter_request()
 
     def _call_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension on every tensor-parallel rank; results in rank order."""
@@ -284,6 +306,7 @@ class VLLMGenerationWorker:
                 names[-1],
                 vllm_prompt(row),
                 params,
+                lora_request=self._lora_request,
                 priority=_SCORE_PRIORITY,
             )
         outputs: dict[str, RequestOutput] = {}

@@ -165,10 +165,18 @@ class Engine(Protocol):
         """
         ...
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> full shape of both matrices of each LoRA adapter, in a fixed order.
+
+        The names are those of `adapter_names`. Empty for a model without adapters.
+        """
+        ...
+
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named weights in compute precision, one at a time.
 
-        On rank 0 they are [*shape] as in `weight_shapes`; elsewhere a tensor may be smaller or
+        `names` are of `weight_shapes`, whose weights have their adapters merged, or all of
+        `adapter_shapes`. On rank 0 the tensors are [*shape]; elsewhere a tensor may be smaller or
         empty.
         """
         ...
@@ -181,8 +189,8 @@ class Engine(Protocol):
     ) -> None:
         """Gather the named weights, in compute precision, into `targets` of rank 0.
 
-        `targets` are [*shape] as in `weight_shapes` and of `dtype`; None on all other ranks. Every
-        rank calls.
+        The names are those of `full_weights`. `targets` are [*shape] each, of `dtype`; None on all
+        other ranks. Every rank calls.
         """
         ...
 

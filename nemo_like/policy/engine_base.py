@@ -126,8 +126,11 @@ class EngineBase(ABC, Generic[OptimizerT]):
     def weight_shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     @abstractmethod
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
+        """See `Engine.full_weights`; on rank 0 each has its full shape."""
         ...
 
     def gather_weights(

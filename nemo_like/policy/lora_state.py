@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
-from nemo_like.models.spec import ModelSpec
 
 
 class LoraState:
@@ -26,16 +25,6 @@ class LoraState:
             yield
         finally:
             self.is_enabled = before
-
-
-def can_have_adapter(layer: str, spec: ModelSpec) -> bool:
-    """Return True if the linear layer of this name, inside a decoder layer, can have an adapter.
-
-    In an MoE model these are the projections of attention only. PEFT maps the names of
-    feed-forward layers of such a model to its experts, so adapters of its dense layers could not
-    be loaded.
-    """
-    return spec.moe is None or ".self_attn." in layer
 
 
 def check_targets(config: LoraConfig, layers: Iterable[str]) -> None:

@@ -157,6 +157,10 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
     prefix = "once per group and replica" if batching.shares_prefix else "once per row"
     num_simulated = min(len(request.rollouts), MAX_ROLLOUTS)
     rollouts = "1 rollout" if num_simulated == 1 else f"the mean of {num_simulated} rollouts"
+    lora = request.placement.lora
+    sent = "weights"
+    if lora is not None and lora.sends_adapters:
+        sent = "LoRA adapters"
     lines = [
         (
             f"GRPO step: {rollouts}; completions of {request.source}, mean"
@@ -180,7 +184,7 @@ def assumptions(request: GrpoStepRequest, calibration: Calibration) -> list[str]
             " included; the optimizer's own time is not."
         ),
         (
-            "weight synchronization: one copy of the weights over the link, whatever the number of"
+            f"weight synchronization: one copy of the {sent} over the link, whatever the number of"
             " replicas is. Synchronous: the sum of all phases. Staleness 1: the slower of rollout"
             " with rewards and of log-probs with training, plus the synchronization; it needs"
             " separate devices."

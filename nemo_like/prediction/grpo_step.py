@@ -17,6 +17,7 @@ from statistics import fmean
 import numpy as np
 
 from nemo_like.data.planning.plan import PlanSpec, plan_batch
+from nemo_like.prediction.adapter_sizes import num_adapter_params
 from nemo_like.prediction.grpo_request import (
     MAX_ROLLOUTS,
     Calibration,
@@ -285,6 +286,11 @@ def _scoring_times(
 
 
 def _weight_sync_s(request: GrpoStepRequest) -> float:
-    """Return the seconds of one copy of the weights over the link."""
-    num_bytes = request.model.num_params * request.placement.compute_bytes
+    """Return the seconds of one copy of the weights, or of the LoRA adapters, over the link."""
+    num_params = request.model.num_params
+    lora = request.placement.lora
+    if lora is not None and lora.sends_adapters:
+        # The sizes of the adapters of some models are not known.
+        num_params = num_adapter_params(request.model, lora) or num_params
+    num_bytes = num_params * request.placement.compute_bytes
     return num_bytes / request.rates.link_bytes_per_s

@@ -8,6 +8,7 @@ from typing import Literal
 
 from nemo_like.config.schema import RunConfig
 from nemo_like.models.spec import ModelSpec
+from nemo_like.prediction.adapter_sizes import num_adapter_params
 from nemo_like.prediction.memory import CONTEXT_BYTES, GIB, SAFETY_SHARE, MemoryModel
 from nemo_like.prediction.placement import placement_of
 from nemo_like.prediction.teacher_memory import teacher_memory
@@ -72,9 +73,9 @@ def generator_peak_bytes(
 ) -> float:
     """Return the predicted peak of a generation worker on a GPU of `device_bytes`.
 
-    vLLM takes its configured share of the GPU. The Hugging Face generator has the weights, the KV
-    cache of a batch of rows of the maximum length (a layer's cache twice while it grows), and the
-    logits of one step in float32, twice for sampling.
+    vLLM takes its configured share of the GPU. The Hugging Face generator has the weights, LoRA
+    adapters that are not merged into them, the KV cache of a batch of rows of the maximum length (a
+    layer's cache twice while it grows), and the logits of one step in float32, twice for sampling.
     """
     generation = config.policy.generation
     if generation.backend == "vllm":
@@ -87,4 +88,8 @@ def generator_peak_bytes(
     num_positions = num_rows * config.policy.max_total_sequence_length
     cache = (spec.num_layers + 1) * kv_values * num_value_bytes * num_positions
     logits = 2 * 4 * num_rows * spec.vocab_size
-    return float(spec.num_params * num_value_bytes + cache + logits)
+    num_params = spec.num_params
+    lora = config.policy.lora
+    if lora.sends_adapters:
+        num_params += num_adapter_params(spec, lora)
+    return float(num_params * num_value_bytes + cache + logits)

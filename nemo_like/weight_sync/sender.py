@@ -35,10 +35,13 @@ class WeightOwner(Protocol):
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its weight, [*shape] as in `weight_shapes` on rank 0.
+    def adapter_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-        Elsewhere a tensor may be smaller or empty; every rank iterates to the end.
+    def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each name with its tensor, [*shape] on rank 0.
+
+        The names are all of `weight_shapes` or all of `adapter_shapes`. On other ranks a tensor may
+        be smaller or empty; every rank iterates to the end.
         """
         ...
 
@@ -58,8 +61,10 @@ class WeightOwner(Protocol):
 class WeightSender:
     """Implements `WeightSource` for one rank of the policy."""
 
-    def __init__(self, owner: WeightOwner) -> None:
+    def __init__(self, owner: WeightOwner, *, adapters_only: bool = False) -> None:
+        """With `adapters_only` an update has the LoRA adapters and no other weight."""
         self._owner = owner
+        self._adapters_only = adapters_only
         self._layouts: tuple[BucketLayout, ...] = ()
         self._transport = ""
         self._channel: _Channel | None = None
@@ -71,6 +76,8 @@ class WeightSender:
         if not isinstance(wire_dtype, torch.dtype):
             raise ValueError(f"dtype {dtype!r} is no dtype of torch; use float32 or bfloat16")
         shapes = self._owner.weight_shapes()
+        if self._adapters_only:
+            shapes = self._owner.adapter_shapes()
         self._layouts = plan_layouts(shapes, wire_dtype, max_bytes)
         return WeightPlan(
             names=tuple(shapes),

@@ -50,6 +50,8 @@ SHORT = {
         "policy.train_global_batch_size=8",
         "policy.generation.max_new_tokens=8",
         "logger.keep_rollout_tokens=1",
+        # The run that continues sends merged weights.
+        "policy.lora.weight_sync=adapter",
     ),
 }
 RUNS: dict[str, Any] = {"sft": run_sft, "dpo": run_dpo, "grpo": run_grpo}
@@ -76,6 +78,9 @@ def test_a_lora_run_from_its_start_to_a_run_that_continues_from_its_adapter(
     adapter = check_exports(recipe.demo / "model", directory, tmp_path)
     if job == "grpo":
         check_replay(directory)
+        # Float32 matrices; the completions of the second step are from the adapters of the first.
+        assert sent_bytes(directory) == [4 * 20_480] * 2
+        assert max(line["mismatch/gen_kl_k3"] for line in expected) < 1e-6
     check_changed_settings(directory, run)
 
     interrupt_at(directory.path, 1)
@@ -83,7 +88,9 @@ def test_a_lora_run_from_its_start_to_a_run_that_continues_from_its_adapter(
     assert read_metrics(resumed.path) == expected
     assert contents(resumed.hf) == files
 
-    continued = run(run_name="continued", adapter_path=f"{resumed.hf}/adapter")
+    continued = run(
+        run_name="continued", adapter_path=f"{resumed.hf}/adapter", weight_sync="merged"
+    )
     check_continued(job, continued, expected)
     before = adapter["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
     after = adapter_of(continued.hf)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
@@ -156,6 +163,12 @@ def check_replay(directory: RunDirectory) -> None:
     assert report.replayed["policy/reference_kl_k3"] > 0
 
 
+def sent_bytes(directory: RunDirectory) -> list[float]:
+    """Bytes that the generator received in each step."""
+    lines = directory.metrics.read_text().splitlines()
+    return [json.loads(line)["weight_sync/bytes"] for line in lines]
+
+
 def check_changed_settings(directory: RunDirectory, run: Any) -> None:
     """A resume with other adapters is refused before any worker starts, and changes no file."""
     before = directory.metrics.read_bytes()
@@ -179,6 +192,7 @@ def check_continued(job: str, continued: RunDirectory, first: list[dict[str, flo
     if job == "grpo":
         # The generator has the merged weights in the first rollout already.
         assert line["mismatch/gen_kl_k3"] < 1e-6
+        assert sent_bytes(continued)[0] > 4 * 400_000
         assert line["policy/reference_kl_k3"] > first[0]["policy/reference_kl_k3"]
     else:
         assert line["policy/loss"] < 0.95 * first[0]["policy/loss"]

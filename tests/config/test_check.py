@@ -480,6 +480,16 @@ def test_every_kind_of_importance_correction_has_legal_defaults() -> None:
 def test_adapters_need_target_modules() -> None:
     (targets,) = problems(SFT, policy__lora__enabled=True, policy__lora__target_modules=())
     assert targets.startswith("policy.lora.target_modules is empty")
+    (sync,) = problems(SFT, policy__lora__weight_sync="adapter")
+    assert sync.startswith("policy.lora.weight_sync is adapter, but policy.lora.enabled is false")
+    large = {"policy__lora__enabled": True, "policy__lora__rank": 600}
+    large["policy__generation__backend"] = "vllm"
+    assert problems(GRPO, **large) == []
+    (rank,) = problems(GRPO, **large, policy__lora__weight_sync="adapter")
+    assert "vLLM has adapters up to rank 512: lower policy.lora.rank" in rank
+    quantized = {"policy__lora__enabled": True, "policy__lora__quantization": "nf4"}
+    (sync,) = problems(GRPO, **quantized, policy__lora__weight_sync="adapter")
+    assert "the policy those in 4 bits. Set policy.lora.weight_sync to merged" in sync
     assert problems(SFT, policy__lora__enabled=True) == []
     (disabled,) = problems(SFT, policy__lora__quantization="nf4")
     assert disabled.startswith("policy.lora.quantization is nf4, but policy.lora.enabled is false")

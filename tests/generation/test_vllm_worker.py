@@ -26,6 +26,7 @@ from transformers import (
 
 from nemo_like.config.environment import EnvironmentConfig
 from nemo_like.config.generation import VLLMGenerationConfig
+from nemo_like.config.lora import LoraConfig
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.data.chat import ChatEncoder
 from nemo_like.data.jagged import Jagged
@@ -49,7 +50,7 @@ from nemo_like.rollout.conversations import ConversationLimits
 from nemo_like.rollout.prompt import Prompt
 from nemo_like.sampling_filter import filter_logits
 from nemo_like.weight_sync.check import LogprobCheck
-from nemo_like.weight_sync.sync import WeightSync
+from nemo_like.weight_sync.sync import SyncReport, WeightSync
 from tests.generation.driven import generate
 from tests.generation.faulty_vllm import FaultyVLLMWorker
 from tests.generation.test_hf_worker import byte_level_tokenizer
@@ -89,6 +90,7 @@ class Engine:
     worker: Any
     model: PreTrainedModel
     folder: str
+    has_adapters: bool = False
     version: int = 0
 
     def change_weights(self, seed: int, scale: float = 0.02) -> None:
@@ -140,12 +142,26 @@ def _save(model: PreTrainedModel, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=["llama, tied head", "qwen2, untied head"])
+ADAPTERS = LoraConfig(
+    enabled=True,
+    rank=5,
+    alpha=7.0,
+    use_rslora=True,
+    weight_sync="adapter",
+    target_modules=("q_proj", "v_proj", "o_proj", "mlp.up_proj", "down_proj"),
+)
+"""A part of vLLM's fused layers, a scale that no float represents, and a rank that vLLM pads."""
+
+
+@pytest.fixture(scope="module", params=["llama, tied head", "qwen2, untied head, adapters"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     torch.manual_seed(0)
+    lora = None
     if request.param == "llama, tied head":
         model: Any = LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True))
     else:
+        # All tests run with adapters too, which are 0 except in the test of their updates.
+        lora = ADAPTERS
         model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=False))
     folder = _save(model, tmp_path_factory.mktemp("model"))
     worker = VLLMProcess(
@@ -154,8 +170,10 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_total_length=MAX_LENGTH,
         config=VLLMGenerationConfig(kv_cache_gib=0.125, max_num_seqs=MAX_ROWS),
         end_token_ids=(2,),
+        lora=lora,
     )
-    yield Engine(worker, AutoModelForCausalLM.from_pretrained(folder), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    yield Engine(worker, model, folder, has_adapters=lora is not None)
     worker.stop()
 
 
@@ -244,6 +262,91 @@ def test_scores_are_those_of_a_policy_of_either_engine_after_every_update(
         assert values["weight_sync/check_max_error"] < TOLERANCE
     group.shutdown()
     engine.update()
+
+
+class AdaptedPolicy:
+    """A policy with adapters on the weights that the engine has loaded."""
+
+    def __init__(self, engine: Engine, worker_class: type[PolicyWorker]) -> None:
+        config = PolicyConfig(
+            model_name=engine.folder, optimizer=OptimizerConfig(lr=1e-3), lora=ADAPTERS
+        )
+        self.group = LocalGroup(worker_class, {"config": config}, local_context(num_threads=1))
+        self._policy = Policy(self.group, config, load_spec(engine.folder))
+        self._sync = WeightSync(self.group, dtype="float32", max_bucket_bytes=3000)
+        self._engine = engine
+
+    def push(self, scale: float) -> SyncReport:
+        """Set random adapters and send them."""
+        worker: Any = self.group._worker
+        trained: Any = worker._policy._trained
+        if isinstance(trained, dict):
+            matrices = list(trained.values())
+        else:
+            matrices = [each.parameter for each in trained]
+        for matrix in matrices:
+            matrix.data.copy_(scale * torch.randn(matrix.shape))
+        self._engine.version += 1
+        return self._sync.push([self._engine.worker.as_group()], self._engine.version)
+
+    def logprobs(self, rows: Jagged) -> Jagged:
+        batch = BatchedDataDict(
+            input_ids=rows,
+            token_mask=Jagged(np.ones(len(rows.values), dtype=np.uint8), rows.offsets),
+            length=rows.lengths,
+            row_mask=np.ones(len(rows), dtype=bool),
+        )
+        sharded = self._policy.shard(batch, self._policy.plan(rows.lengths, "evaluate"))
+        handle = self._policy.compute_logprobs(sharded, ("prev_logprobs",), as_sampled=False)
+        return self._policy.fetch_logprobs(handle)["prev_logprobs"]
+
+    def score_error(self) -> float:
+        """Largest difference of the log-probs of the probe rows."""
+        expected = self.logprobs(PROBE)
+        scored = self._engine.worker.score(PROBE)
+        return float(np.abs(scored.values - expected.values).max())
+
+
+@pytest.mark.parametrize("worker_class", [DTensorPolicyWorker, MegatronPolicyWorker])
+def test_updates_of_adapters_alone_give_the_log_probs_of_the_policy(
+    engine: Engine, worker_class: type[PolicyWorker]
+) -> None:
+    """Also in completions that are sampled before and after an update."""
+    if not engine.has_adapters:
+        pytest.skip("the engine has no adapters")
+    # The frozen weights of the policy.
+    engine.model = AutoModelForCausalLM.from_pretrained(engine.folder)
+    engine.update()
+    policy = AdaptedPolicy(engine, worker_class)
+    num_values = 5 * ((64 + 64) + (64 + 32) + (64 + 64) + (64 + 96) + (96 + 64))
+    for _ in range(2):
+        report = policy.push(scale=0.2)
+        assert report.num_bytes == 2 * 4 * num_values
+        assert report.num_buckets > 4
+        assert policy.score_error() < TOLERANCE
+
+    prompt = np.arange(3, 90, dtype=np.int32)
+    prompts = Jagged.from_rows([prompt, prompt], np.int32)
+    ids = np.arange(2, dtype=np.int64)
+    sampling = SamplingParams(max_new_tokens=24)
+    engine.worker.submit(GenerationRequests(ids, prompts, _seeds(2), sampling, MAX_LENGTH))
+    for _ in range(4):
+        engine.worker.poll(0.0)
+    partial = engine.worker.partial_tokens()
+    old = policy.logprobs(Jagged.from_rows([np.r_[prompt, partial[row]] for row in ids], np.int32))
+    policy.push(scale=0.2)
+    progress = engine.worker.poll(60.0)
+    completions = progress.completions.take(np.argsort(progress.request_ids))
+    rows = [np.r_[prompt, token_ids] for token_ids in completions.token_ids]
+    new = policy.logprobs(Jagged.from_rows(rows, np.int32))
+    for row in range(2):
+        num_old = len(partial[row])
+        assert 0 < num_old < len(completions.token_ids[row])
+        expected = np.r_[old[row][len(prompt) :], new[row][len(prompt) + num_old :]]
+        np.testing.assert_allclose(completions.logprobs[row], expected, atol=TOLERANCE)
+    policy.push(scale=0.0)
+    policy.group.shutdown()
+    assert engine.score_error() < TOLERANCE, "the weights are as they were"
 
 
 def test_a_rollout_is_repeated_bit_by_bit(engine: Engine) -> None:

@@ -163,6 +163,7 @@ def use(side: Side, architecture: str, model: str, straight: Path, out: Path) ->
     worker.export_hf(out / "hf")
     _, weights = received_weights(worker, "float32", 4000)
     found: dict[str, Any] = {"weights": {name: each.numpy() for name, each in weights.items()}}
+    check_sent_adapters(worker, torch.float32)
     worker.save(out / "start")
     losses = train(side, worker, range(2))
     worker.save(out / "half")
@@ -179,6 +180,22 @@ def use(side: Side, architecture: str, model: str, straight: Path, out: Path) ->
     if dist.is_initialized():
         check_bfloat16(side, architecture, model)
     return found
+
+
+def check_sent_adapters(worker: PolicyWorker, dtype: torch.dtype) -> None:
+    """A generator that receives the adapters alone gets those of `adapter_values`, and all."""
+    engine: Any = worker._policy
+    lora = dataclasses.replace(worker.config.lora, weight_sync="adapter")
+    sending = PolicyWorker(dataclasses.replace(worker.config, lora=lora), engine, engine)
+    _, received = received_weights(sending, str(dtype).removeprefix("torch."), 1000)
+    wanted = {}
+    for name, shape in engine.adapter_shapes().items():
+        wanted[name] = adapter_values(name, shape).to(dtype)
+    adapted = [name for name in engine.weight_shapes() if f"{name[:-7]}.lora_A.weight" in wanted]
+    assert 2 * len(adapted) == len(wanted) > 0
+    assert worker._policy.rank > 0 or received.keys() == wanted.keys()
+    for name, tensor in received.items():
+        assert torch.equal(tensor, wanted[name]), name
 
 
 def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:
@@ -231,6 +248,7 @@ def check_bfloat16(side: Side, architecture: str, model: str) -> None:
     assert {each.dtype for each in side.frozen(engine)} == {torch.bfloat16}
     masters = list(side.masters(engine))
     assert {each.dtype for each in masters} == {torch.float32}
+    check_sent_adapters(worker, torch.bfloat16)
     shard = side.shard(config, random_batch(LENGTHS))
     before = outputs_of(worker, shard)
     losses = train(side, worker, range(2))

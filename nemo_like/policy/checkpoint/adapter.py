@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
+from nemo_like.models.adapters import adapter_names
 from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
@@ -30,22 +30,6 @@ from nemo_like.policy.optim import NonFiniteError
 
 ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""
-
-
-class AdapterNames(NamedTuple):
-    """Names of the matrices of one adapter, as parameters of the model."""
-
-    a: str
-    b: str
-
-
-def adapter_names(weight_name: str) -> AdapterNames:
-    """Return the names of A and B of a layer's weight.
-
-    Example: `layers.0.q_proj.weight` has `layers.0.q_proj.lora_A.weight` and `...lora_B.weight`.
-    """
-    layer = weight_name.removesuffix(".weight")
-    return AdapterNames(f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
 
 
 def initial_matrix(

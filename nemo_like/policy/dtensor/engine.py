@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.adapters import adapter_names
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.adapter import (
     ADAPTER_DIRECTORY,
-    adapter_names,
     write_adapter,
 )
 from nemo_like.policy.checkpoint.sharded import PendingSave
@@ -177,9 +177,15 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         """See `Engine.weight_shapes`."""
         return {sharded.name: sharded.spec.full_shape for sharded in self._weights}
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Engine.adapter_shapes`."""
+        if self._lora is None:
+            return {}
+        return {sharded.name: sharded.spec.full_shape for sharded in self._trained}
+
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
-        by_name = {sharded.name: sharded for sharded in self._weights}
+        by_name = {sharded.name: sharded for sharded in self.parameters}
         for name in names:
             sharded = by_name[name]
             yield name, sharded.gather_full(self._compute_shard(sharded))
@@ -191,14 +197,14 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         targets: Sequence[Tensor] | None,
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
-        by_name = {sharded.name: sharded for sharded in self._weights}
+        by_name = {sharded.name: sharded for sharded in self.parameters}
         parameters = [by_name[name] for name in names]
         # Cast before the transfer, which then moves no more bytes than the targets have.
         shards = [self._compute_shard(sharded).to(dtype) for sharded in parameters]
         gather_parameters(parameters, shards, targets)
 
     def _compute_shard(self, sharded: ShardedParameter) -> Tensor:
-        """Return this rank's shard, [m, ...], in compute precision, with its adapter merged.
+        """Return this rank's shard, [m, ...], in compute precision; of a weight with its adapter.
 
         Every FSDP rank calls.
         """

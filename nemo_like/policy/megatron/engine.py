@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
+from nemo_like.models.adapters import adapter_names
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.adapter import (
     ADAPTER_DIRECTORY,
-    adapter_names,
     write_adapter,
 )
 from nemo_like.policy.checkpoint.adapter_reader import open_initial
@@ -246,8 +246,15 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             name: tuple(parameter.shape) for name, parameter in self._causal_lm.named_parameters()
         }
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Engine.adapter_shapes`."""
+        return {} if self._adapter_gatherer is None else self._saved_shapes()
+
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
+        """See `Engine.full_weights`; on rank 0 each has its full shape."""
+        adapters = self.adapter_shapes()
+        if names and names[0] in adapters:
+            return self._full_adapters(names, self._dtype)
 
         def local(name: str) -> Tensor:
             """Return this rank's parameter without gradient, in the shape of its spec."""
@@ -262,6 +269,20 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
             self.weight_shapes(),
             self._dtype,
             local,
+        )
+
+    def _full_adapters(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named matrices of adapters, on rank 0 each with its full shape."""
+        assert self._adapter_gatherer is not None, "the model has adapters"
+        return self._adapter_gatherer.gather(
+            names,
+            self._saved_shapes(),
+            dtype,
+            lambda name: self._trained[name].detach(),
         )
 
     def save(self, directory: Path, *, in_background: bool) -> PendingSave:
@@ -316,14 +337,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         super().export_hf(directory)
         if self._adapter_gatherer is None:
             return
-        shapes = self._saved_shapes()
-        gathered = self._adapter_gatherer.gather(
-            list(shapes),
-            shapes,
-            torch.float32,
-            lambda name: self._trained[name].detach(),
-        )
-        tensors = dict(gathered)
+        tensors = dict(self._full_adapters(list(self._saved_shapes()), torch.float32))
         if self.rank == 0:
             write_adapter(
                 directory / ADAPTER_DIRECTORY,

@@ -1,0 +1,94 @@
+"""LoRA adapters of a generator that receives them without merged weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nemo_like.config.lora import LoraConfig
+from nemo_like.config.paths import is_local
+from nemo_like.models.adapters import adapter_names, can_have_adapter
+from nemo_like.models.spec import ModelSpec
+
+_INNER = re.compile(r"\.\d+\.")
+"""Part of the name of every layer inside a decoder layer."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The adapters of a model."""
+
+    lora: LoraConfig
+    shapes: Shapes
+
+    @classmethod
+    def of_files(cls, lora: LoraConfig, model_name: str) -> AdapterSettings:
+        """Return the adapters of the model `model_name`, of which only config.json is read."""
+        config = AutoConfig.from_pretrained(
+            model_name, trust_remote_code=False, local_files_only=is_local(model_name)
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return cls(lora, adapter_shapes(model, lora))
+
+
+def adapter_shapes(model: PreTrainedModel, lora: LoraConfig) -> Shapes:
+    """Return the shapes of A and B of all adapters by name; `model` may be on the meta device."""
+    shapes: Shapes = {}
+    for name, module in _targets(model, lora):
+        num_outputs, num_inputs = module.weight.shape
+        names = adapter_names(f"{name}.weight")
+        shapes[names.a] = (lora.rank, num_inputs)
+        shapes[names.b] = (num_outputs, lora.rank)
+    return shapes
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Let all target layers of `model` compute W x + scale B A x; A and B are 0 at first.
+
+    They have the device and the dtype of the weight, and are frozen.
+    """
+    for _, module in list(_targets(model, lora)):
+        num_outputs, num_inputs = module.weight.shape
+        options: dict[str, Any] = {
+            "bias": False,
+            "device": module.weight.device,
+            "dtype": module.weight.dtype,
+        }
+        adapted: Any = module
+        adapted.lora_A = nn.Linear(num_inputs, lora.rank, **options).requires_grad_(False)
+        adapted.lora_B = nn.Linear(lora.rank, num_outputs, **options).requires_grad_(False)
+        torch.nn.init.zeros_(adapted.lora_A.weight)
+        torch.nn.init.zeros_(adapted.lora_B.weight)
+        adapted.forward = partial(_adapted_linear, adapted, lora.scale)
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the layers with an adapter by name; these are the layers of the policy."""
+    spec = ModelSpec.from_config(model.config)
+    modules: Iterator[tuple[str, nn.Module]] = model.named_modules()
+    for name, module in modules:
+        is_inner = _INNER.search(name) is not None
+        if not isinstance(module, nn.Linear) or not is_inner:
+            continue
+        if can_have_adapter(name, spec) and lora.is_target(name):
+            yield name, module
+
+
+def _adapted_linear(module: Any, scale: float, hidden: Tensor) -> Tensor:
+    """Return the output [..., outputs] of `module` with its adapter for `hidden` [..., inputs].
+
+    The operations are those of the policy, so that both round alike.
+    """
+    out = F.linear(hidden, module.weight, module.bias)
+    return torch.add(out, module.lora_B(module.lora_A(hidden)), alpha=scale)
