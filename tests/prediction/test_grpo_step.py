@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_like.config.lora import LoraConfig
 from nemo_like.data.planning.cost import CostModel
 from nemo_like.data.planning.plan import PlanSpec
 from nemo_like.models.presets import load_spec
@@ -114,6 +115,25 @@ def test_at_most_eight_separate_splits_are_shown_and_the_configured_one_is_among
     assert wanted.split in splits and len(splits) <= 10
     # 32 rows per optimizer step cannot be divided over more data-parallel ranks.
     assert all(split.policy <= 32 or split == wanted.split for split in splits)
+
+
+def test_a_weight_update_has_the_bytes_of_what_is_sent() -> None:
+    merged = request()
+    placement = dataclasses.replace(merged.placement, lora=LoraConfig(enabled=True))
+    adapters = LoraConfig(enabled=True, weight_sync="adapter")
+    adapted = dataclasses.replace(merged, placement=dataclasses.replace(placement, lora=adapters))
+    merged = dataclasses.replace(merged, placement=placement)
+    link = merged.rates.link_bytes_per_s
+    sent = predict_grpo_step(adapted).configured.weight_sync * link
+    # Llama 1B: 16 layers, hidden size 2048, 8 key-value heads of 64, feed-forward size 8192.
+    outputs = 2 * (2048 + 2048) + 2 * (2048 + 512) + 3 * (2048 + 8192)
+    assert sent == pytest.approx(16 * 16 * outputs * merged.placement.compute_bytes)
+    assert predict_grpo_step(merged).configured.weight_sync * link == pytest.approx(
+        MODEL.num_params * merged.placement.compute_bytes
+    )
+    assert "one copy of the LoRA adapters over" in " ".join(
+        predict_grpo_step(adapted).assumptions()
+    )
 
 
 def test_one_device_has_no_split_to_choose() -> None:
