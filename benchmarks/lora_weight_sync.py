@@ -10,6 +10,7 @@ AdamW changes a value by up to the learning rate in each. After every update the
 
     change       policy and base model: what the adapters changed
     gap          policy and generator
+    tok/s        of the generator; the first rollout of each process includes its warm-up
     changed      share of the adapted weights that differ from those of the base model
 
 The seconds are the median of five updates, without the check of log-probs.
@@ -22,6 +23,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,14 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.kind is not None:
         print(json.dumps(measure(arguments)))
         return
-    print(f"{'update':<9}{'std of B':>9}{'MB':>9}{'s':>8}{'changed':>9}{'change':>10}{'gap':>10}")
+    print(f"{'update':<9}{'std of B':>9}{'MB':>9}{'s':>8}{'tok/s':>8}", end="")
+    print(f"{'changed':>9}{'change':>10}{'gap':>10}")
     for kind in ("merged", "adapter"):
         command = [sys.executable, __file__, "--kind", kind, *(argv or sys.argv[1:])]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         for row in json.loads(done.stdout.splitlines()[-1]):
             print(
                 f"{kind:<9}{row['std']:>9.0e}{row['bytes'] / 1e6:>9.1f}{row['seconds']:>8.2f}"
-                f"{row['changed']:>9.1%}{row['change']:>10.5f}{row['gap']:>10.5f}",
+                f"{row['tokens_per_s']:>8.0f}{row['changed']:>9.1%}{row['change']:>10.5f}{row['gap']:>10.5f}",
                 flush=True,
             )
 
@@ -105,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
         num_changed = 0
         for name, weight in _adapted_weights(engine).items():
             num_changed += int((weight != base[name]).sum())
-        change, gap = _differences(arguments.model, policy, generator)
+        change, gap, tokens_per_s = _sample(arguments.model, policy, generator)
         rows.append(
             {
                 "std": std,
@@ -114,6 +117,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
                 "changed": num_changed / sum(weight.numel() for weight in base.values()),
                 "change": change,
                 "gap": gap,
+                "tokens_per_s": tokens_per_s,
             }
         )
     generator.shutdown()
@@ -150,18 +154,23 @@ def _adapted_weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine.full_weights(names)}
 
 
-def _differences(model: str, policy: Policy, generator: Generator) -> tuple[float, float]:
-    """Return mean differences of log-probs: policy and base model, policy and generator."""
+def _sample(model: str, policy: Policy, generator: Generator) -> tuple[float, float, float]:
+    """Return mean differences of log-probs: policy and base model, policy and generator.
+
+    The third value is the tokens per second of the generator.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
     for subject in _SUBJECTS:
         prompts.append(tokenizer(f"Here are some facts about {subject}. First,").input_ids)
+    start = time.perf_counter()
     completions = generator.generate(
         Jagged.from_rows(prompts, np.int32),
         np.arange(len(prompts), dtype=np.uint64),
         SamplingParams(max_new_tokens=_NUM_TOKENS),
         max_total_length=_MAX_LENGTH,
     )
+    tokens_per_s = len(completions.token_ids.values) / (time.perf_counter() - start)
     texts = []
     for prompt, token_ids in zip(prompts, completions.token_ids, strict=True):
         texts.append(np.concatenate([prompt, token_ids]))
@@ -181,7 +190,9 @@ def _differences(model: str, policy: Policy, generator: Generator) -> tuple[floa
         expected = found["prev_logprobs"][row][len(prompt) :]
         changes.append(np.abs(expected - found["reference_logprobs"][row][len(prompt) :]))
         gaps.append(np.abs(expected - completions.logprobs[row]))
-    return float(np.concatenate(changes).mean()), float(np.concatenate(gaps).mean())
+    change = np.concatenate(changes).mean()
+    gap = np.concatenate(gaps).mean()
+    return float(change), float(gap), tokens_per_s
 
 
 def _parser() -> argparse.ArgumentParser:
