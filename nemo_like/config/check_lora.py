@@ -55,9 +55,9 @@ def _weight_sync(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("policy.lora.weight_sync", "policy.lora.quantization"),
             "policy.lora.weight_sync is adapter, but policy.lora.quantization is"
-            f" {lora.quantization}: the generator has the weights of the model files, and the policy"
-            " those in 4 bits. Set policy.lora.weight_sync to merged, or policy.lora.quantization to"
-            " none",
+            f" {lora.quantization}: the generator has the weights of the model files, and the"
+            " policy those in 4 bits. Set policy.lora.weight_sync to merged, or"
+            " policy.lora.quantization to none",
         )
     is_vllm = config.policy.generation.backend == "vllm"
     if lora.sends_adapters and is_vllm and lora.rank > MAX_VLLM_RANK:
