@@ -44,23 +44,23 @@ class Divergence:
 
         `student` and `teacher` are finite log-probs log p and log q, float [..., V].
         """
-        student_probs = student.exp()
-        if self.kind == "reverse_kl":
-            terms = student_probs * (student - teacher)
-            return terms, terms
-        teacher_probs = teacher.exp()
+        # Products are in place: each further matrix of logits counts in the peak of memory.
         if self.kind == "jsd":
             # The logarithm of the mixture without its probabilities, which may underflow.
             mixture = torch.logaddexp(
                 teacher + math.log(self.beta), student + math.log(1 - self.beta)
             )
-            of_teacher = self.beta * teacher_probs * (teacher - mixture)
-            of_student = (1 - self.beta) * student_probs * (student - mixture)
-            return of_teacher + of_student, of_student
-        forward = teacher_probs * (teacher - student)
+            of_teacher = teacher.exp().mul_(self.beta).mul_(teacher - mixture)
+            of_student = student.exp().mul_(1 - self.beta).mul_(student - mixture)
+            return of_teacher.add_(of_student), of_student
+        if self.kind == "reverse_kl":
+            terms = student.exp().mul_(student - teacher)
+            return terms, terms
+        teacher_probs = teacher.exp()
+        forward = (teacher - student).mul_(teacher_probs)
         if self.kind == "forward_kl":
-            return forward, -teacher_probs
-        reverse = student_probs * (student - teacher)
+            return forward, teacher_probs.neg_()
         weight = self.forward_weight
-        terms = weight * forward + (1 - weight) * reverse
-        return terms, (1 - weight) * reverse - weight * teacher_probs
+        reverse = student.exp().mul_(student - teacher).mul_(1 - weight)
+        terms = forward.mul_(weight).add_(reverse)
+        return terms, reverse.sub_(teacher_probs.mul_(weight))

@@ -69,27 +69,23 @@ class VocabularyTarget:
         logsumexp: Combine,
         total: Combine,
     ) -> ChunkResult:
-        """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk]."""
-        student = self._student(logits, divergence)
-        plain_teacher = scaled_logits(self.hidden[part], self.weight, self.bias, 1.0)
-        teacher = _divided(plain_teacher, divergence.teacher_temperature)
-        parts = [logits, student, plain_teacher, teacher]
-        sums = logsumexp(torch.stack([each.logsumexp(dim=1) for each in parts]))
-        log_p = _normalized(student, sums[1])
-        log_q = _normalized(teacher, sums[3])
-        terms, slopes = divergence.terms(log_p, log_q)
-        values = total(
-            torch.stack(
-                [
-                    terms.sum(dim=1),
-                    slopes.sum(dim=1),
-                    _entropy(log_p),
-                    _entropy(log_q),
-                    picked(logits, labels[:, None])[:, 0],
-                    picked(plain_teacher, labels[:, None])[:, 0],
-                ]
-            )
+        """Compute a chunk from the student's `logits` [chunk, V] and local `labels` [chunk].
+
+        The logits are overwritten: few matrices of this size fit into memory.
+        """
+        teacher = scaled_logits(self.hidden[part], self.weight, self.bias, 1.0)
+        of_labels = [picked(each, labels[:, None])[:, 0] for each in (logits, teacher)]
+        plain = [logits.logsumexp(dim=1), teacher.logsumexp(dim=1)]
+        student = _divided_in_place(logits[:, : len(self.weight)], divergence.student_temperature)
+        teacher = _divided_in_place(teacher, divergence.teacher_temperature)
+        sums = logsumexp(
+            torch.stack([plain[0], student.logsumexp(dim=1), plain[1], teacher.logsumexp(dim=1)])
         )
+        log_p = _normalized_in_place(student, sums[1])
+        log_q = _normalized_in_place(teacher, sums[3])
+        entropies = [_entropy(log_p), _entropy(log_q)]
+        terms, slopes = divergence.terms(log_p, log_q)
+        values = total(torch.stack([terms.sum(dim=1), slopes.sum(dim=1), *entropies, *of_labels]))
         outputs = torch.stack(
             [values[0], values[4] - sums[0], values[2], values[3], values[5] - sums[2]]
         )
@@ -111,16 +107,15 @@ class VocabularyTarget:
         teacher = scaled_logits(
             self.hidden[part], self.weight, self.bias, divergence.teacher_temperature
         )
-        log_p = _normalized(self._student(logits, divergence), kept.scaled_logsumexp)
-        log_q = _normalized(teacher, kept.target_logsumexp)
-        _, slopes = divergence.terms(log_p, log_q)
-        of_student = slopes - log_p.exp() * kept.slope_sum[:, None]
+        student = _divided(logits[:, : len(self.weight)], divergence.student_temperature)
+        log_p = _normalized(student, kept.scaled_logsumexp)
+        del student
+        log_q = _normalized_in_place(teacher, kept.target_logsumexp)
+        slopes = divergence.terms(log_p, log_q)[1]
+        del teacher, log_q
+        of_student = slopes.sub_(log_p.exp_().mul_(kept.slope_sum[:, None]))
         scale = grad / divergence.student_temperature
-        gradient[:, : len(self.weight)] += of_student * scale[:, None]
-
-    def _student(self, logits: Tensor, divergence: Divergence) -> Tensor:
-        """Return the scaled logits [chunk, C] of the tokens that the teacher has as well."""
-        return _divided(logits[:, : len(self.weight)], divergence.student_temperature)
+        gradient[:, : len(self.weight)] += of_student.mul_(scale[:, None])
 
 
 @dataclass(frozen=True)
@@ -209,9 +204,12 @@ class TopKTarget:
         scaled = logits.new_zeros((len(logits), logits.shape[1] + 1))
         if kept.rest_slope is not None:
             # A token outside has its share of the rest, p / P_rest, of the gradient of the rest.
-            shares = (student - kept.target_logsumexp[:, None]).exp()
-            probs = (student - kept.scaled_logsumexp[:, None]).exp()
-            scaled[:, :-1] = shares * kept.rest_slope[:, None] - probs * kept.slope_sum[:, None]
+            outside = (student - kept.target_logsumexp[:, None]).exp_()
+            outside.mul_(kept.rest_slope[:, None])
+            probs = (student - kept.scaled_logsumexp[:, None]).exp_()
+            outside.sub_(probs.mul_(kept.slope_sum[:, None]))
+            del probs
+            scaled[:, :-1] = outside
         assert kept.token_gradients is not None, "set by `reduce`"
         columns = _columns(self.token_ids[part] - self.start, logits.shape[1])
         scaled.scatter_(1, columns, kept.token_gradients)
@@ -286,11 +284,21 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
+def _divided_in_place(logits: Tensor, temperature: float) -> Tensor:
+    """Return `logits` [...] / `temperature`, which overwrites them."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
 def _normalized(logits: Tensor, logsumexp: Tensor) -> Tensor:
     """Return log-probs [chunk, n], finite, of `logits` [chunk, n] and `logsumexp` [chunk]."""
     return (logits - logsumexp[:, None]).clamp_(min=LOWEST)
 
 
+def _normalized_in_place(logits: Tensor, logsumexp: Tensor) -> Tensor:
+    """Return `_normalized`, which overwrites `logits` [chunk, n]; `logsumexp` is [chunk]."""
+    return logits.sub_(logsumexp[:, None]).clamp_(min=LOWEST)
+
+
 def _entropy(logprobs: Tensor) -> Tensor:
     """Return the entropy [chunk], of a vocabulary shard its part, of `logprobs` [chunk, n]."""
-    return -(logprobs.exp() * logprobs).sum(dim=1)
+    return -logprobs.exp().mul_(logprobs).sum(dim=1)

@@ -20,6 +20,7 @@ from nemo_like.policy.divergence_chunks import TopKTarget, VocabularyTarget
 from nemo_like.policy.logprobs import VocabShard, token_logprobs
 from nemo_like.policy.top_k import top_k_logprobs
 from tests.losses.divergence_definition import divergence_of, outcomes, softmax
+from tests.policy.test_logprobs import Recorder
 from tests.policy.thread_ranks import run_thread_ranks
 
 DIVERGENCES = {
@@ -169,6 +170,36 @@ def test_values_and_gradients_are_those_of_the_definition(kind, top_k, tail, num
     tempered = softmax(case.teacher_logits() / temperature)
     entropy = -(tempered * np.log(tempered)).sum(-1)
     np.testing.assert_allclose(outputs.teacher_entropy.numpy(), entropy, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_few_chunks_of_logits_exist_at_a_time(kind: str, top_k: int | None) -> None:
+    """Chunks are a quarter of those of log-probs, of which two to three exist."""
+    num_tokens, num_columns, chunk_size = 64, 4096, 16
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, teacher_hidden, teacher_weight = (
+        torch.randn(size, 4, generator=generator)
+        for size in (num_tokens, num_columns, num_tokens, num_columns)
+    )
+    labels = torch.randint(num_columns, (num_tokens,), generator=generator)
+    target: VocabularyTarget | TopKTarget = VocabularyTarget(teacher_hidden, teacher_weight)
+    if top_k is not None:
+        ids, logprobs = top_k_logprobs(
+            teacher_hidden, teacher_weight, k=top_k, temperature=0.7, chunk_size=chunk_size
+        )
+        target = TopKTarget(ids, logprobs, logprobs[:, 0], logprobs[:, 0], "bucket")
+    with Recorder() as recorded:
+        outputs = token_divergence(
+            hidden.requires_grad_(),
+            weight,
+            labels,
+            target,
+            DIVERGENCES[kind],
+            chunk_size=chunk_size,
+        )
+        (outputs.divergence + 0.1 * outputs.logprobs).sum().backward()
+    assert recorded.peak < 9 * chunk_size * num_columns * 4
 
 
 @settings(max_examples=12, deadline=None)
