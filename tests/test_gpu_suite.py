@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.features import all_values, check_values, features_of, save_teachers
+from tests.policy.tiny import save_tiny_model
+
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = """
 import sys
@@ -37,3 +40,20 @@ def test_the_suite_is_collected_without_ray_hydra_and_megatron() -> None:
     assert "needs a CUDA device" in done.stdout
     summary = done.stdout.splitlines()[-1]
     assert "skipped" in summary and "passed" not in summary and "failed" not in summary
+
+
+def test_the_programs_of_the_features_run_on_a_cpu(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path / "model", "llama"))
+    teachers = save_teachers(tmp_path / "teachers")
+    found = all_values("dtensor", "cpu", "float32", model, teachers)
+    assert found.keys() == set(features_of("dtensor"))
+    names = ("ema", "distillation, top-k")
+    rounded = all_values("dtensor", "cpu", "bfloat16", model, teachers, names)
+    for name, values in rounded.items():
+        check_values(name, values, found[name], "bfloat16")
+        with pytest.raises(AssertionError):
+            check_values(name, values, found[name], "float32")
+    # The reference is the model without adapters.
+    adapted = found["lora"]
+    assert adapted["prev_logprobs"] != adapted["reference_logprobs"]
+    assert found["ema"]["averaged"] != found["ema"]["prev_logprobs"]

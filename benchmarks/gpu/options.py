@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.gpu import features
 from benchmarks.gpu.arguments import PartArguments
 from benchmarks.gpu.cells import Cell, SkipCell
 from benchmarks.gpu.kernel_speed import time_attention, time_head
@@ -29,6 +30,7 @@ from benchmarks.gpu.transformers_loops import LoopCase, time_loop
 from nemo_like.config.loss import PolicyGradientLossConfig
 from nemo_like.losses import ClippedPolicyGradientLoss, NllLoss
 from nemo_like.models.presets import load_spec
+from nemo_like.policy.targets import TargetSettings
 
 _NO_OPTIONS = (
     "policy.engine",
@@ -89,6 +91,7 @@ class _Part:
             yield self._step(name, "1b", options, expected_s=expected_s)
             if changes_compilation:
                 yield self._cell(f"profile {name}", partial(self._profile, "1b", options), 25.0)
+        yield from self._features()
         for model in ("8b-6-layers", "1b"):
             for name, options in self._full_row_options().items():
                 yield self._step(
@@ -101,6 +104,14 @@ class _Part:
         yield self._loop("padded", "sdpa", "float32", num_rows=4)
         # Compiled for every shape, which may take minutes.
         yield self._loop("packed", "flex_attention", "bfloat16")
+
+    def _features(self) -> Iterator[Cell]:
+        """Yield what changes the model, its optimizer or its loss, each by itself."""
+        for name, options in features.OPTIONS.items():
+            yield self._step(name, "1b", options, expected_s=30.0)
+        for name, settings in features.TARGETS.items():
+            yield self._cell(name, partial(self._distillation, settings), 40.0)
+        yield self._cell("reward model", self._scores, 30.0)
 
     def _full_row_options(self) -> dict[str, Options]:
         """Return the defaults, and each option of compilation with rows of equal length."""
@@ -151,7 +162,8 @@ class _Part:
         rows: Literal["mixed", "full"] = "mixed",
     ) -> Cell:
         measure = partial(self._measure_step, model, options, rows)
-        settings = {"model": model, "options": dict(options), "rows": rows}
+        shown = dict(features.shown_options(options))
+        settings = {"model": model, "options": shown, "rows": rows}
         return self._cell(name, measure, expected_s, **settings)
 
     def _loop(
@@ -201,6 +213,7 @@ class _Part:
         self, model: str, options: Options, rows: Literal["mixed", "full"]
     ) -> Mapping[str, Any]:
         self._check_compilation(options)
+        features.check_packages(options)
         case = self._case(model, options, rows)
         return time_steps(case, self._holder, self._arguments.device)
 
@@ -231,6 +244,15 @@ class _Part:
         loss = ClippedPolicyGradientLoss(config=loss_config)
         case = self._case("1b", {}, "mixed")
         return time_loss(case, self._holder, self._arguments.device, loss.for_num_steps(1))
+
+    def _distillation(self, settings: TargetSettings) -> Mapping[str, Any]:
+        case = self._case("1b", {}, "mixed")
+        device = self._arguments.device
+        return features.time_distillation(case, self._holder, device, settings)
+
+    def _scores(self) -> Mapping[str, Any]:
+        case = self._case("1b", {}, "mixed")
+        return features.time_scores(case, self._holder, self._arguments.device)
 
     def _profile(self, model: str, options: Options) -> Mapping[str, Any]:
         self._check_compilation(options)

@@ -18,7 +18,8 @@ from nemo_like.config.schema import (
 from nemo_like.distributed.local_group import LocalGroup, local_context
 from nemo_like.models.presets import load_spec
 from nemo_like.policy.policy import Policy
-from nemo_like.prediction.memory import MemoryModel, Placement
+from nemo_like.prediction.memory import MemoryModel
+from nemo_like.prediction.placement import policy_placement
 
 Options = Mapping[str, Any]
 """Keys such as `policy.logprob_chunk_size` or `parallel.sequence` -> value."""
@@ -102,19 +103,27 @@ class PolicyHolder:
         config: PolicyConfig,
         *,
         options: Options | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> Policy:
         """Return a policy with `config`; the worker is kept if only batch sizes differ.
 
+        `arguments` are further ones of the worker.
         Raises SkipCell for options that this version does not have.
         """
         options = options or {}
         check_options(options)
-        key = (config.model_name, config.precision, sorted(options.items()))
+        arguments = arguments or {}
+        key = (
+            config.model_name,
+            config.precision,
+            sorted(options.items()),
+            sorted(arguments.items()),
+        )
         if self._policy is None or self._key != key:
             self.close()
             group = LocalGroup(
                 worker_class(self._worker),
-                {"config": config, "parallel": parallel_config(options)},
+                {"config": config, "parallel": parallel_config(options), **arguments},
                 # On a CPU the sizes are tiny, and threads would only wait for each other.
                 local_context(
                     device=self._device, num_threads=1 if self._device == "cpu" else None
@@ -158,18 +167,13 @@ def predicted_peak_gb(
     options: Options,
 ) -> float:
     """Return the peak that `nemo-like plan` predicts for one GPU, in GB."""
-    names = {field.name for field in dataclasses.fields(Placement)}
-    settings: dict[str, Any] = {
-        "parallel_layout": build_layout(parallel_config(options), 1),
-        "precision": config.precision,
-        "engine": engine,
-        "chunk_size": config.chunk_size(device.partition(":")[0]),
-    }
-    # Further settings have the same name in both classes.
-    for field in dataclasses.fields(PolicyConfig):
-        if field.name in names - settings.keys():
-            settings[field.name] = getattr(config, field.name)
-    model = MemoryModel(load_spec(config.model_name), Placement(**settings))
+    placement = policy_placement(
+        dataclasses.replace(config, engine=engine),
+        build_layout(parallel_config(options), 1),
+        needs_reference=False,
+        device_type=device.partition(":")[0],
+    )
+    model = MemoryModel(load_spec(config.model_name), placement)
     return model.peak(config.sequence_packing.train_mb_tokens) / 1e9
 
 

@@ -14,15 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import part, report, tables
+from benchmarks.gpu import features, part, report, tables
 from benchmarks.gpu.attention_check import CP_LENGTHS, chunk_spans
 from benchmarks.gpu.cells import Budget, Cell, Recorder, SkipCell, read_record, run_cells
 from benchmarks.gpu.machine import ROOT
-from benchmarks.gpu.policies import check_options, option_defaults
+from benchmarks.gpu.policies import (
+    check_options,
+    option_defaults,
+    policy_config,
+    predicted_peak_gb,
+)
 from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.rows import file_lengths, full_lengths, lognormal_lengths
 from benchmarks.gpu.transformers_loops import packed, padded
-from nemo_like.models.presets import PRESETS
+from nemo_like.models.presets import PRESETS, load_spec
 from nemo_like.policy.model_inputs import cp_shard_positions
 
 HIDDEN = ("ray", "megatron", "hydra", "omegaconf", "vllm", "math_verify", "flash_attn")
@@ -103,6 +108,32 @@ def test_the_loops_of_transformers_train_on_the_same_loss(results: Path) -> None
         values = cells[f"transformers {layout} sdpa bfloat16 weights"]["values"]
         assert values["loss"] == pytest.approx(baseline["loss"], rel=2e-2)
         assert values["num_tokens"] == baseline["num_tokens"]
+
+
+def test_lora_distillation_and_reward_models_are_measured(results: Path) -> None:
+    cells = cells_of(results, "B2")
+    baseline = cells["baseline 1b"]["values"]
+    for name in ("LoRA rank 16", "Muon", "EMA", "embeddings frozen"):
+        values = cells[name]["values"]
+        assert values["loss"] == pytest.approx(baseline["loss"], rel=1e-2), name
+    for name in features.TARGETS:
+        values = cells[name]["values"]
+        assert values["divergence"] == pytest.approx(0.0, abs=1e-2), "its teacher is the student"
+        assert values["step_s"] == pytest.approx(values["teacher_s"] + values["train_s"])
+    assert cells["reward model"]["values"]["loss"] == pytest.approx(0.69, abs=0.3)
+
+
+def test_the_predicted_memory_is_that_of_the_options() -> None:
+    def predicted(options: Mapping[str, Any]) -> float:
+        config = policy_config(Path("1b"), budget=8192, num_rows=8, longest=2048, options=options)
+        return predicted_peak_gb(config, "dtensor", "cuda:0", options)
+
+    baseline = predicted({})
+    # Weights, gradients and moments of all parameters, in float32.
+    assert baseline > 16 * load_spec("1b").num_params / 1e9
+    for name, options in features.OPTIONS.items():
+        # Averages take memory; adapters, frozen weights and smaller moments save it.
+        assert (predicted(options) > baseline) == (name == "EMA"), name
 
 
 def test_bytes_arrive_in_the_second_process_and_a_grpo_step_has_all_phases(results: Path) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -30,20 +32,32 @@ WORKERS = {
 
 
 def open_policy(
-    worker: str, model: str, device: str, precision: str, mb_tokens: int = 256
+    worker: str,
+    model: str,
+    device: str,
+    precision: str,
+    mb_tokens: int = 256,
+    settings: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """A policy of one worker that packs rows of at most 64 tokens into `mb_tokens`."""
+    """A policy of one worker that packs rows of at most 64 tokens into `mb_tokens`.
+
+    `settings` are further keys of its configuration, `arguments` those of the worker.
+    """
     packing = SequencePackingConfig(
         enabled=True, train_mb_tokens=mb_tokens, logprob_mb_tokens=mb_tokens
     )
     config = PolicyConfig(
         model_name=model, train_global_batch_size=24, max_total_sequence_length=64
     )
-    config = replace(config, precision=precision, sequence_packing=packing)  # type: ignore[arg-type]
+    config = replace(config, precision=precision, sequence_packing=packing, **(settings or {}))  # type: ignore[arg-type]
     module, _, name = WORKERS[worker].rpartition(".")
     worker_class = getattr(importlib.import_module(module), name)
     group = LocalGroup(
-        worker_class, {"config": config}, local_context(device=device), name="policy"
+        worker_class,
+        {"config": config, **(arguments or {})},
+        local_context(device=device),
+        name="policy",
     )
     return Policy(group, config, load_spec(model))
 
