@@ -168,6 +168,10 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
             yield local_shard(sharded.parameter)
         yield from self._quantized_tensors()
 
+    def _by_name(self) -> dict[str, ShardedParameter]:
+        """Return all parameters and weights in NF4 by name."""
+        return {sharded.name: sharded for sharded in [*self.parameters, *self._quantized]}
+
     def _quantized_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the weights in NF4: codes [m, n / 2] and scales [m, n / 64]."""
         for quantized in self._quantized:
@@ -185,7 +189,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
 
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has the shape of `weight_shapes`."""
-        by_name = {sharded.name: sharded for sharded in self.parameters}
+        by_name = self._by_name()
         for name in names:
             sharded = by_name[name]
             yield name, sharded.gather_full(self._compute_shard(sharded))
@@ -197,7 +201,7 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         targets: Sequence[Tensor] | None,
     ) -> None:
         """See `Engine.gather_weights`; `targets` are [*shape] each, of `dtype`."""
-        by_name = {sharded.name: sharded for sharded in self.parameters}
+        by_name = self._by_name()
         parameters = [by_name[name] for name in names]
         # Cast before the transfer, which then moves no more bytes than the targets have.
         shards = [self._compute_shard(sharded).to(dtype) for sharded in parameters]
@@ -264,9 +268,9 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
 
     def _find_adapters(self) -> dict[str, Adapter]:
         """Return the adapter of each weight that has one, by the name of the weight."""
-        by_name = {sharded.name: sharded for sharded in self.parameters}
+        by_name = self._by_name()
         adapters = {}
-        for name in [*by_name, *(each.name for each in self._quantized)]:
+        for name in by_name:
             names = adapter_names(name)
             if names.a in by_name:
                 scale = self.config.lora.scale

@@ -49,7 +49,7 @@ def program(
         process_groups.init_process_group(worker_context)
     try:
         side = DTensorSide(worker_context, parallel)
-        found = look(side, MODEL, model, recomputes=True)
+        found = look(side, MODEL, model, recomputes=worker_context.world_size == 1)
         return found | {"use": use(side, MODEL, model, straight, out)}
     finally:
         if worker_context.world_size > 1:
