@@ -11,7 +11,6 @@ numbers); the backward all-reduces the hidden states' gradient once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ from nemo_like.policy.divergence_chunks import (
     VocabularyTarget,
     label_gradient,
 )
-from nemo_like.policy.logit_chunks import add_weight_gradient, finished_gradient, scaled_logits
-from nemo_like.policy.logprobs import VocabShard
+from nemo_like.policy.logit_chunks import scaled_logits
+from nemo_like.policy.projection import VocabShard, projection_gradients, token_chunks
 
 
 class DivergenceOutputs(NamedTuple):
@@ -84,10 +83,9 @@ class _Call:
     chunk_size: int
     vocab: VocabShard | None
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield consecutive slices of at most `chunk_size` tokens."""
-        for start in range(0, num_tokens, self.chunk_size):
-            yield slice(start, start + self.chunk_size)
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Return consecutive slices of at most `chunk_size` tokens."""
+        return list(token_chunks(num_tokens, self.chunk_size))
 
     def logsumexp(self, parts: Tensor) -> Tensor:
         """Combine the ranks' log-sum-exps [m, chunk] over their vocabulary rows."""
@@ -155,15 +153,10 @@ class _ChunkedDivergence(torch.autograd.Function):
         """Return the gradients of `hidden` [T, D], `weight` [V, D] and `bias` [V]."""
         hidden, weight, bias, labels = ctx.saved_tensors
         call: _Call = ctx.call
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_bias = None
-        if needs_bias:
-            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        # Several chunks are summed in float32; a single chunk needs no such buffer.
-        sum_dtype = weight.dtype if len(ctx.kept) <= 1 else torch.float32
-        grad_weight = None
-        for part, kept in zip(call.chunks(len(hidden)), ctx.kept, strict=True):
+
+        def gradient_of(index: int, part: slice) -> Tensor:
+            """Return the gradient of the logits of a chunk, float32 [chunk, V]."""
+            kept = ctx.kept[index]
             logits = scaled_logits(hidden[part], weight, bias, 1.0)
             gradient = torch.zeros_like(logits)
             if grad_divergence is not None:
@@ -172,19 +165,15 @@ class _ChunkedDivergence(torch.autograd.Function):
                 )
             if grad_logprobs is not None:
                 label_gradient(gradient, logits, kept, labels[part], grad_logprobs[part])
-            if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0)
-            gradient = gradient.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[part])
-            if needs_weight:
-                grad_weight = add_weight_gradient(grad_weight, gradient, hidden[part], sum_dtype)
-        # Each rank has the gradient from its own vocabulary rows.
-        vocab = call.vocab
-        if grad_hidden is not None and vocab is not None and not vocab.partial_hidden_grad:
-            dist.all_reduce(grad_hidden, group=vocab.group)
-        if needs_weight:
-            grad_weight = finished_gradient(weight, grad_weight)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+            return gradient
+
+        gradients = projection_gradients(
+            hidden,
+            weight,
+            bias,
+            ctx.needs_input_grad[:3],
+            call.chunks(len(hidden)),
+            gradient_of,
+            call.vocab,
+        )
+        return *gradients, None, None

@@ -12,12 +12,11 @@ hidden states' gradient once. No tensor of vocabulary size is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,30 +26,13 @@ from nemo_like.policy.logit_chunks import (
     ChunkLabels,
     EntropyGradient,
     KeptGradient,
-    add_weight_gradient,
     compiled,
-    finished_gradient,
     logits_gradient,
     reduce_logits,
     scaled_logits,
 )
+from nemo_like.policy.projection import VocabShard, projection_gradients, token_chunks
 from nemo_like.sampling_filter import SamplingFilter
-
-
-@dataclass(frozen=True)
-class VocabShard:
-    """Rows of the output embedding on this rank; each row is on one rank of `group`.
-
-    Shards may differ in size and may be empty.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    """First vocabulary row of this rank."""
-    partial_hidden_grad: bool = False
-    """Do not all-reduce the gradient of the hidden states, because the caller does: the backward of
-    sequence parallelism reduce-scatters it.
-    """
 
 
 def token_logprobs(
@@ -143,10 +125,9 @@ class _Options:
     token_filter: SamplingFilter | None
     is_compiled: bool
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield consecutive slices of at most `chunk_size` tokens."""
-        for start in range(0, num_tokens, self.chunk_size):
-            yield slice(start, start + self.chunk_size)
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Return consecutive slices of at most `chunk_size` tokens."""
+        return list(token_chunks(num_tokens, self.chunk_size))
 
     def labels(self, labels: Tensor, num_rows: int) -> ChunkLabels:
         """Return the labels of a chunk, int64 [chunk], as rows of this rank's `num_rows`."""
@@ -258,18 +239,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             _divided(grad_kept, options.temperature),
             *reduced,
         )
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        num_tokens = len(hidden)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Several chunks are summed in float32; a single chunk needs no such buffer.
-        is_single_chunk = num_tokens <= options.chunk_size
-        sum_dtype = weight.dtype if is_single_chunk else torch.float32
-        grad_weight = None
-        grad_bias = None
-        if needs_bias:
-            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        for part in options.chunks(num_tokens):
-            gradient = options.run(
+
+        def gradient_of(_: int, part: slice) -> Tensor:
+            """Return the gradient of the logits of a chunk, [chunk, V], as dtype of `hidden`."""
+            return options.run(
                 logits_gradient,
                 scaled_logits(
                     hidden[part],
@@ -281,21 +254,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 *of_chunk.of(part),
                 dtype=hidden.dtype,
             )
-            if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0, dtype=torch.float32)
-            if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[part])
-            if needs_weight:
-                grad_weight = add_weight_gradient(grad_weight, gradient, hidden[part], sum_dtype)
-        vocab = options.vocab
-        # Each rank has the gradient from its own vocabulary rows.
-        if grad_hidden is not None and vocab is not None and not vocab.partial_hidden_grad:
-            dist.all_reduce(grad_hidden, group=vocab.group)
-        if needs_weight:
-            grad_weight = finished_gradient(weight, grad_weight)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+
+        gradients = projection_gradients(
+            hidden,
+            weight,
+            bias,
+            ctx.needs_input_grad[:3],
+            options.chunks(len(hidden)),
+            gradient_of,
+            options.vocab,
+        )
+        return *gradients, None, None
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from nemo_like.policy.collectives import gather_objects
 from nemo_like.policy.divergence import DivergenceOutputs, token_divergence
 from nemo_like.policy.divergence_chunks import TopKTail, TopKTarget, VocabularyTarget
 from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.policy.logprobs import token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.projection import VocabShard
 from nemo_like.policy.vocab_head import OutputEmbedding
 
 TEACHER = "teacher"

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_like.policy.collectives import gather_rows
 from nemo_like.policy.divergence_chunks import marked_columns
 from nemo_like.policy.logit_chunks import scaled_logits
-from nemo_like.policy.logprobs import VocabShard
+from nemo_like.policy.projection import VocabShard
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from nemo_like.policy.engine import TokenLogprobs
-from nemo_like.policy.logprobs import VocabShard, scatter_logprobs, token_logprobs
+from nemo_like.policy.logprobs import scatter_logprobs, token_logprobs
 from nemo_like.policy.model_inputs import ModelInputs
+from nemo_like.policy.projection import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from nemo_like.losses.divergence import Divergence
 from nemo_like.policy.divergence import DivergenceOutputs, token_divergence
 from nemo_like.policy.divergence_chunks import TopKTarget, VocabularyTarget
-from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.projection import VocabShard
 from nemo_like.policy.top_k import top_k_logprobs
 from tests.losses.divergence_definition import divergence_of, outcomes, softmax
 from tests.policy.test_logprobs import Recorder

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nemo_like.policy.logprobs import VocabShard, token_logprobs
+from nemo_like.policy.logprobs import token_logprobs
+from nemo_like.policy.projection import VocabShard
 from nemo_like.sampling_filter import SamplingFilter
 from tests.filter_definition import kept_tokens
 from tests.policy.thread_ranks import run_thread_ranks
