@@ -23,6 +23,11 @@ def adapter_names(weight_name: str) -> AdapterNames:
     return AdapterNames(f"{layer}.lora_A.weight", f"{layer}.lora_B.weight")
 
 
+def is_adapter(name: str) -> bool:
+    """Return True for the name of a matrix of an adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
 def can_have_adapter(layer: str, spec: ModelSpec) -> bool:
     """Return True if the linear layer of this name, inside a decoder layer, can have an adapter.
 

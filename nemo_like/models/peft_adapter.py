@@ -13,13 +13,19 @@ from typing import Any
 
 from nemo_like.config.errors import ConfigError, shown_path
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
+from nemo_like.config.output_head import OutputHead
+from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.models.weight_headers import read_shapes
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT wraps the model twice; its files have the names of the wrapped modules."""
+SCORE_MODULE = SCORE_WEIGHT.removesuffix(".weight")
+"""The module of `modules_to_save` that the adapter of a reward model has."""
 
+_SCORE_MODULES = {SCORE_MODULE, "classifier"}
+"""PEFT adds both names to `modules_to_save` of every sequence classifier."""
 _KEY = "policy.lora.adapter_path"
 _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "init_lora_weights": (True, False, "gaussian"),
-    "modules_to_save": ([],),
     "target_parameters": ([],),
     "trainable_token_indices": ([], {}),
     "layer_replication": ([],),
@@ -41,17 +46,22 @@ not; null does not either.
 """
 
 
-def check_adapter(lora: LoraConfig, layers: Collection[str] | None) -> None:
+def check_adapter(
+    lora: LoraConfig,
+    layers: Collection[str] | None,
+    head: OutputHead,
+) -> None:
     """Raise ConfigError unless `lora.adapter_path` is an adapter with the settings of `lora`.
 
-    `layers` are the linear layers of the model, None if they are not known. Shapes are checked when
-    the values are read.
+    `layers` are the linear layers of the model, None if they are not known. An adapter for a model
+    with the head `scores` may have a score head. Shapes are checked when the values are read.
     """
     assert lora.adapter_path is not None, "there is an adapter to check"
     directory = Path(lora.adapter_path)
     _check_files(directory)
     settings = _read_settings(directory)
     _check_settings(directory, settings, lora)
+    _check_saved_modules(directory, settings, head)
     adapted = _adapted_layers(directory)
     wanted = None
     if layers is not None:
@@ -123,6 +133,27 @@ def _check_settings(
         )
 
 
+def _check_saved_modules(
+    directory: Path,
+    settings: Mapping[str, Any],
+    head: OutputHead,
+) -> None:
+    """Raise ConfigError if the adapter has a layer that is trained in full, but a score head."""
+    modules = settings.get("modules_to_save") or []
+    others = sorted(set(modules) - _SCORE_MODULES)
+    if others:
+        raise ConfigError(
+            f"{_KEY}: {shown_path(directory)} has modules_to_save {modules!r}, and only a score"
+            " head is supported; merge the adapter into its model with PEFT and train that, or"
+            " train a new adapter"
+        )
+    if modules and head == "vocabulary":
+        raise ConfigError(
+            f"{_KEY}: {shown_path(directory)} is the adapter of a reward model (modules_to_save"
+            f" {modules!r}), and this run trains a language model; use it with `nemo-like rm`"
+        )
+
+
 def _adapted_layers(directory: Path) -> set[str]:
     """Return the names of the layers that have matrices in the file."""
     path = directory / ADAPTER_WEIGHTS
@@ -132,11 +163,13 @@ def _adapted_layers(directory: Path) -> set[str]:
         raise ConfigError(f"{_KEY}: {shown_path(path)} {error}") from error
     layers = set()
     for name in names:
+        if name == PREFIX + SCORE_WEIGHT:
+            continue
         match = _MATRIX.fullmatch(name)
         if match is None:
             raise ConfigError(
                 f"{_KEY}: {shown_path(path)} has the tensor {name}, which is no matrix A or B of a"
-                " linear layer; only these are supported"
+                " linear layer and no score head; only these are supported"
             )
         layers.add(match[1])
     return layers

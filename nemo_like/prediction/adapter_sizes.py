@@ -19,11 +19,16 @@ class _Layer(NamedTuple):
 
 
 def num_adapter_params(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Return the number of parameters of all adapters, which are those that are trained.
+    """Return the number of parameters of all adapters.
 
     It is 0 for a model whose layers have other names than those of Llama.
     """
     return round(spec.num_layers * adapter_params(spec, lora, tp=1))
+
+
+def trained_head_params(spec: ModelSpec) -> int:
+    """Return the parameters that are trained besides the adapters: the head of a reward model."""
+    return spec.head_params if spec.head == "scores" else 0
 
 
 def adapter_params(

@@ -315,24 +315,32 @@ class MemoryModel:
         return parts
 
     def _lora_state(self, params: float, embedding: float) -> dict[str, float]:
-        """Return `_state` of a frozen model with `params` weights and float32 adapters."""
+        """Return `_state` of a frozen model with `params` weights and float32 adapters.
+
+        A score head is part of `params`, and trained in full.
+        """
         place = self.placement
         size = place.compute_bytes
         num_layers = ceil_div(self.spec.num_layers, place.parallel_layout.pp)
-        adapters = num_layers * self._adapter_params
-        shard = adapters / place.num_shards
+        trained = num_layers * self._adapter_params
+        frozen = params
+        if self.spec.head == "scores":
+            # `embedding` is the head, and 0 before the last pipeline stage.
+            trained += embedding
+            frozen -= embedding
+        shard = trained / place.num_shards
         if place.engine == "megatron":
             return {
-                "weights": size * (params + adapters),
-                "gradients": 4 * adapters,
+                "weights": size * (frozen + trained),
+                "gradients": 4 * trained,
                 "optimizer": (12 if size == 2 else 8) * shard,
                 **self._average(shard),
             }
         # Weights in 4 bits are not sharded by FSDP.
         quantized = self._quantized_params
-        params -= num_layers * quantized
+        frozen -= num_layers * quantized
         parts = {
-            "weights": size * params / place.num_shards
+            "weights": size * frozen / place.num_shards
             + BYTES_PER_VALUE * num_layers * quantized
             + 4 * shard,
             "gradients": 4 * shard,
@@ -343,7 +351,7 @@ class MemoryModel:
             matrix = largest_linear_params(self.spec) / place.parallel_layout.tp
             parts["dequantized matrix"] = size * matrix
         if place.has_compute_copy and self.keeps_unsharded:
-            parts["gathered weights"] = size * params + (size + 4) * adapters
+            parts["gathered weights"] = size * frozen + (size + 4) * trained
         elif place.has_compute_copy:
             layer = self.spec.layer_params / place.parallel_layout.tp - quantized
             parts["gathered weights"] = size * (embedding + 2 * (layer + self._adapter_params))

@@ -19,7 +19,7 @@ from nemo_like.models.quantization import quantization_problems
 from nemo_like.models.spec import ModelSpec
 from nemo_like.models.weight_headers import read_shapes
 from nemo_like.policy.lora_state import check_targets
-from nemo_like.prediction.adapter_sizes import num_adapter_params
+from nemo_like.prediction.adapter_sizes import num_adapter_params, trained_head_params
 
 _SAVED_KEYS = ("enabled", "rank", "alpha", "use_rslora", "target_modules", "quantization")
 """Keys of `policy.lora` on which the adapters of a checkpoint depend."""
@@ -39,7 +39,7 @@ def check_lora(policy: PolicyConfig, spec: ModelSpec) -> None:
         layers = linear_layers(directory, spec)
         check_targets(lora, layers)
     if lora.adapter_path is not None:
-        check_adapter(lora, layers)
+        check_adapter(lora, layers, spec.head)
 
 
 def check_quantization(policy: PolicyConfig, spec: ModelSpec, tp: int) -> None:
@@ -115,9 +115,10 @@ def lora_line(lora: LoraConfig, spec: ModelSpec) -> str:
     line = f"LoRA: rank {lora.rank}, scale {lora.scale:g}"
     if lora.is_quantized:
         line += f", frozen linear layers in {lora.quantization}"
-    num_trained = num_adapter_params(spec, lora)
-    if num_trained > 0:
-        total = spec.num_params + num_trained
+    num_adapter = num_adapter_params(spec, lora)
+    if num_adapter > 0:
+        num_trained = num_adapter + trained_head_params(spec)
+        total = spec.num_params + num_adapter
         line += f", {num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})"
     if lora.adapter_path is not None:
         line += f", from the adapter {lora.adapter_path}"

@@ -34,11 +34,12 @@ class RewardModelRunConfig(RunConfig):
 
     def job_problems(self) -> Iterator[Problem]:
         """Yield the problems of model and data keys."""
-        if self.policy.lora.enabled:
+        lora = self.policy.lora
+        if lora.is_quantized:
             yield Problem(
-                ("policy.lora.enabled",),
-                "policy.lora.enabled is true, but the score head of a reward model is trained in"
-                " full, with all weights: set it to false",
+                ("policy.lora.quantization",),
+                f"policy.lora.quantization is {lora.quantization}, which reward models do not have:"
+                " set it to none",
             )
         if self.data.train_on != "assistant":
             yield Problem(

@@ -3,7 +3,8 @@
     <directory>/adapter_config.json        rank, alpha, targets, base model
     <directory>/adapter_model.safetensors  float32, `base_model.model.<layer>.lora_A.weight`, ...
 
-`peft.PeftModel.from_pretrained(model, directory)` reads it.
+`peft.PeftModel.from_pretrained(model, directory)` reads it. That of a reward model also has the
+score head, `base_model.model.score.weight`, which is trained in full.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.lora import ALL_LINEAR, LoraConfig
 from nemo_like.files import finish_library_file, reporting_write_errors, write_json
-from nemo_like.models.adapters import adapter_names
-from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from nemo_like.models.adapters import adapter_names, is_adapter
+from nemo_like.models.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, SCORE_MODULE
+from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.policy.checkpoint.hf_reader import ModelFiles, open_model
 from nemo_like.policy.checkpoint.sharded_reader import WEIGHT, CheckpointReader
 from nemo_like.policy.nf4 import quantized_layers, require_library, rounded
 from nemo_like.policy.optim import NonFiniteError
+from nemo_like.policy.output_head import meta_model
 
 ADAPTER_DIRECTORY = "adapter"
 """Directory of the adapter inside an exported model."""
@@ -57,7 +60,7 @@ def write_adapter(
     model_name: str,
 ) -> None:
     """Write the adapter of `model_name`; `tensors` are A [rank, inputs] and B [outputs, rank] by
-    name.
+    name, and of a reward model its score head.
 
     Raises WriteError if a file cannot be written, and NonFiniteError for NaN or infinity.
     """
@@ -82,14 +85,16 @@ def adapter_config(
     model_name: str,
     names: Iterable[str],
 ) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json`; `names` are those of all matrices."""
+    """Return the contents of PEFT's `adapter_config.json`; `names` are those of all tensors."""
+    names = list(names)
+    has_score_head = SCORE_WEIGHT in names
     targets = lora.target_modules
     if ALL_LINEAR in targets:
         # PEFT gives adapters to experts too where it reads `all-linear`.
-        targets = sorted({name.split(".")[-3] for name in names})
+        targets = sorted({name.split(".")[-3] for name in names if is_adapter(name)})
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_score_head else "CAUSAL_LM",
         "base_model_name_or_path": model_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -100,7 +105,7 @@ def adapter_config(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": [SCORE_MODULE] if has_score_head else None,
     }
 
 
@@ -116,15 +121,16 @@ def open_merged(
     Weights that the run had in 4 bits are rounded in the same way. Raises ConfigError if a file of
     the model is missing or of another shape.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    model.tie_weights()
+    model = meta_model(model_config)
     with open_model(model_name) as files:
         yield MergedWeights(files, model, reader, lora)
 
 
 def read_adapter(reader: CheckpointReader) -> dict[str, Tensor]:
-    """Return the matrices of all adapters of a checkpoint by name, float32 [*shape] each."""
+    """Return the tensors of a checkpoint with adapters by name, float32 [*shape] each.
+
+    They are the matrices of all adapters, and the score head of a reward model.
+    """
     tensors = {}
     for name, shape in reader.shapes.items():
         tensors[name] = reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)
@@ -157,6 +163,9 @@ class MergedWeights:
         for names in by_weight.values():
             # A tied weight may be stored under any of its names; the first is that of the shapes.
             self._stored_names[names[0]] = next((name for name in names if name in files), names[0])
+        for name in reader.shapes:
+            # A score head is in the checkpoint, and may not be in the files of the model.
+            self._stored_names.pop(name, None)
         files.check({stored: self._shapes[name] for name, stored in self._stored_names.items()})
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -166,6 +175,9 @@ class MergedWeights:
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield each name with W + scale B A, float32 [*shape] as in `weight_shapes`."""
         for name in names:
+            if name not in self._stored_names:
+                yield name, self._read(name)
+                continue
             shape = self._shapes[name]
             start = (0,) * len(shape)
             weight = self._files.read(self._stored_names[name], start, shape).float()
@@ -178,6 +190,6 @@ class MergedWeights:
             yield name, weight
 
     def _read(self, name: str) -> Tensor:
-        """Read a complete matrix of an adapter, float32 [*shape]."""
+        """Read a complete tensor of the checkpoint, float32 [*shape]."""
         shape = self._reader.shapes[name]
         return self._reader.read(f"{WEIGHT}/{name}", (0,) * len(shape), shape)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import adapter_names
+from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint.adapter import (
     ADAPTER_DIRECTORY,
     write_adapter,
 )
+from nemo_like.policy.checkpoint.adapter_reader import stored_head
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
 from nemo_like.policy.dtensor.groups import Groups
@@ -101,15 +102,18 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         self._trained = [each for each in self.parameters if each.parameter.requires_grad]
         """Parameters with gradients."""
         self._saved = self.parameters
-        """Parameters in checkpoints: all weights, or the adapters."""
+        """Parameters in checkpoints: all weights, or the adapters and a score head."""
         self._weights = self.parameters
+        """Parameters of the model without adapters."""
         if self._lora is not None:
             self._saved = self._trained
-            frozen = [each for each in self.parameters if not each.parameter.requires_grad]
-            by_name = {each.name: each for each in [*frozen, *self._quantized]}
+            others = [each for each in self.parameters if not is_adapter(each.name)]
+            by_name = {each.name: each for each in [*others, *self._quantized]}
             # In the order of the model.
             self._weights = [by_name[name] for name in specs if name in by_name]
             initialize(self._adapters.values(), config.lora, seed)
+            if head == "scores":
+                initial_weights |= stored_head(config.lora, self.spec.hidden_size)
         load_weights(config.model_name, self._model.causal_lm, self._weights, initial_weights)
         self._fsdp_modules = fsdp_modules(self._model)
         exclude_fsdp_communication(self._fsdp_modules, self.clock)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy import attention
 from nemo_like.policy.activation_checkpointing import checkpoint_layers
@@ -215,9 +215,14 @@ def _frozen_parameters(
     *,
     trainable: bool,
 ) -> list[nn.Parameter]:
-    """Return the weights that have no gradient: all, or those that `policy.freeze` matches."""
-    if not trainable or config.lora.enabled:
+    """Return the weights that have no gradient: all, or those that `policy.freeze` matches.
+
+    With LoRA these are all but a score head, which has no adapter.
+    """
+    if not trainable:
         return list(causal_lm.parameters())
+    if config.lora.enabled:
+        return [weight for name, weight in causal_lm.named_parameters() if name != SCORE_WEIGHT]
     if not config.freeze:
         return []
     frozen = frozen_names(causal_lm, config.freeze)

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
-from nemo_like.models.adapters import adapter_names
+from nemo_like.models.adapters import adapter_names, is_adapter
+from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
 from nemo_like.policy.checkpoint.adapter import (
     ADAPTER_DIRECTORY,
     write_adapter,
 )
-from nemo_like.policy.checkpoint.adapter_reader import open_initial
+from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.checkpoint.sharded_reader import EMA, adam_states
@@ -154,6 +155,8 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
                 groups,
                 config.chunk_size(device.type),
             )
+        if has_adapters and head == "scores":
+            initial_weights |= stored_head(config.lora, self.spec.hidden_size)
         shapes = self.weight_shapes()
         with open_model(config.model_name) as files:
             files.check({name: shapes[name] for name in shapes if name not in initial_weights})
@@ -164,13 +167,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
                 self._optimizer,
             )
         if has_adapters:
-            with open_initial(config.lora, self._saved_shapes(), seed) as read:
-                megatron_checkpoint.fill_weights(
-                    self._trained,
-                    self._trained_map,
-                    read,
-                    self._optimizer,
-                )
+            self._initialize_adapters(seed)
         if trainable:
             self.start_ema()
 
@@ -236,9 +233,8 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
 
     def local_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters in compute precision, each with the shape of its shard."""
-        if self._lora is None:
-            return self._parameters.values()
-        return [*self._parameters.values(), *self._trained.values()]
+        # With adapters the trained parameters are these, and at most a score head of the model.
+        return (self._parameters | self._trained).values()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `Engine.weight_shapes`."""
@@ -379,7 +375,7 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         return {name: each for name, each in self._param_map.items() if name not in self._trained}
 
     def _add_adapters(self, tp_rank: int) -> None:
-        """Add the LoRA adapters, which are then the trained parameters."""
+        """Add the LoRA adapters, which are then the trained parameters, beside a score head."""
         lora = self.config.lora
         for spec in adapter_specs(self._param_map, lora, self.spec, tp_rank):
             self._adapters.setdefault(spec.module, []).append(spec)
@@ -396,9 +392,19 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         self._trained_map = adapter_map(self._param_map, lora, self.spec, tp_rank)
         parameters = dict(self._model.named_parameters())
         self._trained = {name: parameters[name] for name in self._trained_map}
+        for parameter in self._trained.values():
+            parameter.requires_grad_(True)
+
+    def _initialize_adapters(self, seed: int) -> None:
+        """Set the matrices of the adapters to their initial values; see `open_initial`."""
+        shapes = {name: shape for name, shape in self._saved_shapes().items() if is_adapter(name)}
+        # A score head has the values of the model's files, or those of `initial_weights`.
+        matrices = {name: each for name, each in self._trained.items() if is_adapter(name)}
+        with open_initial(self.config.lora, shapes, seed) as read:
+            megatron_checkpoint.fill_weights(matrices, self._trained_map, read, self._optimizer)
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of what checkpoints have: all weights, or the adapters."""
+        """Return the full shapes of what checkpoints have: all weights, or what LoRA trains."""
         shapes = self.weight_shapes()
         if self._adapter_gatherer is None:
             return shapes
@@ -409,6 +415,8 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
                 num_outputs, num_inputs = shape
                 saved[names.a] = (self.config.lora.rank, num_inputs)
                 saved[names.b] = (num_outputs, self.config.lora.rank)
+            elif name == SCORE_WEIGHT:
+                saved[name] = shape
         return saved
 
     def _check_names(self) -> None:

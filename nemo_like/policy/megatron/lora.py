@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.models.adapters import adapter_names, can_have_adapter
-from nemo_like.models.spec import ModelSpec
+from nemo_like.models.spec import SCORE_WEIGHT, ModelSpec
 from nemo_like.policy.collectives import copy_to, gather_rows, scatter_sum, sum_over
 from nemo_like.policy.lora_state import LoraState, check_targets
 from nemo_like.policy.megatron.families.family import Family
@@ -158,17 +158,22 @@ def adapter_map(
     model: ModelSpec,
     tp_rank: int,
 ) -> ParamMap:
-    """Return the specs of all matrices of a rank's adapters by their names in the model."""
+    """Return the specs of a rank's trained parameters by their names in the model.
+
+    They are the matrices of its adapters, and on the last stage of a reward model the score head.
+    """
     specs: ParamMap = {}
     for adapter in adapter_specs(param_map, lora, model, tp_rank):
         name_a, name_b = adapter.parameter_names
         specs[name_a] = adapter.a
         specs[name_b] = adapter.b
+    if SCORE_WEIGHT in param_map:
+        specs[SCORE_WEIGHT] = param_map[SCORE_WEIGHT]
     return specs
 
 
 class AdapterMaps:
-    """Specs of the adapters of any rank, in the place of those of a family's weights."""
+    """Specs of `adapter_map` of any rank, in the place of those of a family's weights."""
 
     def __init__(self, family: Family, lora: LoraConfig) -> None:
         self._family = family
