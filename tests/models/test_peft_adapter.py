@@ -47,8 +47,8 @@ def write(directory: Path, layers: list[str], **settings: Any) -> LoraConfig:
 
 def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_path: Path):
     lora = write(tmp_path / "adapter", LAYERS)
-    check_adapter(lora, None)
-    check_adapter(lora, [*LAYERS, "model.layers.0.self_attn.k_proj"])
+    check_adapter(lora, None, "vocabulary")
+    check_adapter(lora, [*LAYERS, "model.layers.0.self_attn.k_proj"], "vocabulary")
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in LAYERS:
         shapes[f"{layer}.lora_A.weight"] = (2, 8)
@@ -83,31 +83,33 @@ def test_settings_without_a_counterpart_and_other_settings_are_refused(
 ):
     lora = write(tmp_path / "adapter", LAYERS, **settings)
     with pytest.raises(ConfigError, match=message):
-        check_adapter(lora, None)
+        check_adapter(lora, None, "vocabulary")
 
 
 def test_missing_files_and_other_layers_are_refused(tmp_path: Path):
     lora = write(tmp_path / "adapter", LAYERS)
     with pytest.raises(ConfigError, match="there is no directory"):
-        check_adapter(LoraConfig(enabled=True, adapter_path=str(tmp_path / "none")), None)
+        check_adapter(
+            LoraConfig(enabled=True, adapter_path=str(tmp_path / "none")), None, "vocabulary"
+        )
     other = [LAYERS[0], "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
     with pytest.raises(ConfigError, match=r"no matrices of model\.layers\.1\.self_attn\.q_proj"):
-        check_adapter(lora, other)
+        check_adapter(lora, other, "vocabulary")
     with pytest.raises(
         ConfigError, match=r"has matrices of .*down_proj.* set policy.lora.target_m"
     ):
-        check_adapter(lora, LAYERS[:1])
+        check_adapter(lora, LAYERS[:1], "vocabulary")
     (tmp_path / "model").mkdir()
     (tmp_path / "adapter").rename(tmp_path / "model" / "adapter")
     model = LoraConfig(enabled=True, adapter_path=str(tmp_path / "model"))
     with pytest.raises(ConfigError, match="the adapter of this model is in"):
-        check_adapter(model, None)
+        check_adapter(model, None, "vocabulary")
     directory = tmp_path / "model" / "adapter"
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
     moved = LoraConfig(enabled=True, adapter_path=str(directory))
     with pytest.raises(ConfigError, match="save the adapter as safetensors"):
-        check_adapter(moved, None)
+        check_adapter(moved, None, "vocabulary")
     (directory / "adapter_model.bin").rename(directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text("[")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
-        check_adapter(moved, None)
+        check_adapter(moved, None, "vocabulary")

@@ -17,11 +17,16 @@ from torch import Tensor
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.config.optimization import EmaConfig
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import OptimizerConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_like.losses import NllLoss
+from nemo_like.losses import Loss, NllLoss
+from nemo_like.losses.bradley_terry import BradleyTerryLoss
 from nemo_like.metrics import metric_values
+from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.policy.worker import PolicyWorker
+from tests.policy.preferences import PAIR_LENGTHS
+from tests.policy.scores import CENTER, reward_batch
 from tests.policy.test_gradient_equality import LENGTHS, dynamic, packed
 from tests.policy.tiny import compute_and_fetch, random_batch
 from tests.weight_sync.received import received_weights
@@ -54,6 +59,8 @@ LORA_OF = {
 }
 """Architecture -> its adapters in these tests."""
 
+REWARD_LOSS = BradleyTerryLoss(center_coefficient=CENTER)
+
 PACKED = dataclasses.replace(packed(48), max_grad_norm=0.5)
 DYNAMIC = dataclasses.replace(dynamic(48), max_grad_norm=0.5)
 LAYOUTS = {"packed": PACKED, "dynamic": DYNAMIC}
@@ -69,8 +76,12 @@ TRAINED = dataclasses.replace(
 class Side(Protocol):
     """An engine in a layout of ranks, on one of them."""
 
-    def worker(self, config: PolicyConfig) -> PolicyWorker:
-        """Return a policy that is its own reference, with the adapters of `adapter_values`."""
+    def worker(
+        self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
+    ) -> PolicyWorker:
+        """Return a policy that is its own reference; what LoRA trains is `adapter_values`, or as it
+        is `initial`.
+        """
         ...
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
@@ -78,7 +89,7 @@ class Side(Protocol):
         ...
 
     def gradients(self, engine: Any) -> dict[str, np.ndarray]:
-        """Return the gradient of each matrix of the adapters, full on rank 0."""
+        """Return the gradient of each trained parameter, full on rank 0."""
         ...
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
@@ -91,9 +102,14 @@ class Side(Protocol):
 
 
 def adapter_values(name: str, shape: Sequence[int]) -> Tensor:
-    """Random values of one matrix of an adapter, the same in every process."""
+    """Random values of one trained parameter, the same in every process."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.05 * torch.randn(tuple(shape), generator=generator)
+
+
+def is_trained(name: str) -> bool:
+    """LoRA trains its matrices, and of a reward model the score head."""
+    return ".lora_" in name or name == SCORE_WEIGHT
 
 
 def of_architecture(config: PolicyConfig, architecture: str, model: str) -> PolicyConfig:
@@ -101,7 +117,10 @@ def of_architecture(config: PolicyConfig, architecture: str, model: str) -> Poli
 
 
 def step_gradients(
-    side: Side, worker: PolicyWorker, shard: SlicedDataDict
+    side: Side,
+    worker: PolicyWorker,
+    shard: SlicedDataDict,
+    loss: Loss = NllLoss(),  # noqa: B008  (immutable)
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The gradients of one step that leaves every weight as it is, and the step's metrics."""
     engine: Any = worker._policy
@@ -113,7 +132,7 @@ def step_gradients(
         return type(engine).optimizer_step(engine, 0.0, is_loss_finite=is_loss_finite)
 
     engine.optimizer_step = step
-    (metrics,) = worker.train(shard, None, NllLoss())
+    (metrics,) = worker.train(shard, None, loss)
     del engine.optimizer_step
     return found, metric_values(metrics)
 
@@ -196,6 +215,46 @@ def check_sent_adapters(worker: PolicyWorker, dtype: torch.dtype) -> None:
     assert worker._policy.rank > 0 or received.keys() == wanted.keys()
     for name, tensor in received.items():
         assert torch.equal(tensor, wanted[name]), name
+
+
+def use_scores(side: Side, architecture: str, model: str, out: Path) -> dict[str, Any]:
+    """Scores, gradients and files of a reward model with adapters; `out` gets its files."""
+    config = of_architecture(TRAINED, architecture, model)
+    config = dataclasses.replace(config, train_global_batch_size=len(PAIR_LENGTHS))
+    batch = reward_batch()
+    worker = side.worker(config, head="scores")
+    shard = side.shard(config, batch)
+    rows = [np.asarray(row).tobytes() for row in shard["input_ids"]]
+    scores = worker.compute_scores(shard)
+    worker.export_hf(out / "reward_model")
+    worker.save(out / "reward_start")
+    losses = [_reward_loss(worker, shard) for _ in range(2)]
+    after = worker.compute_scores(shard)
+    assert scores is None or after is None or not np.array_equal(after, scores)
+    # The adapter with its score head is the start of another run, and of this one.
+    lora = dataclasses.replace(config.lora, adapter_path=str(out / "reward_model" / "adapter"))
+    engine: Any = worker._policy
+    engine.barrier()
+    continued = side.worker(dataclasses.replace(config, lora=lora), head="scores", initial=True)
+    worker.load(out / "reward_start")
+    for each in (worker, continued):
+        found = [_reward_loss(each, shard) for _ in range(2)]
+        assert found == pytest.approx(losses, rel=1e-6, nan_ok=True)
+    worker.load(out / "reward_start")
+    steps = step_gradients(side, worker, shard, REWARD_LOSS)
+    if dist.is_initialized():
+        half = side.worker(dataclasses.replace(config, precision="bfloat16"), head="scores")
+        assert {each.dtype for each in side.frozen(half._policy)} == {torch.bfloat16}
+        assert {each.dtype for each in side.masters(half._policy)} == {torch.float32}
+        loss = _reward_loss(half, shard)
+        assert loss == pytest.approx(losses[0], rel=0.1, nan_ok=True)
+    return {"rows": rows, "scores": scores, "steps": steps}
+
+
+def _reward_loss(worker: PolicyWorker, shard: SlicedDataDict) -> float:
+    """The loss of an optimizer step; NaN before the last stage."""
+    (metrics,) = worker.train(shard, None, REWARD_LOSS)
+    return metric_values(metrics).get("policy/loss", math.nan)
 
 
 def averages_of(worker: PolicyWorker) -> dict[str, Tensor]:

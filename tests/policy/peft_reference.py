@@ -15,11 +15,16 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
 
 from nemo_like.config.lora import LoraConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict
 from tests.policy.adapters import LORA_OF, adapter_values
+from tests.policy.scores import loss_of_scores, reward_batch, scores_by_definition
 from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE
 from tests.policy.tiny import MIXTURES, random_batch, row_loss, saved_tensors
 
@@ -40,20 +45,12 @@ class Reference:
         if self.is_quantized:
             round_layers(plain)
         self.base_outputs = row_outputs(plain, self.batch)
-        adapted: Any = get_peft_model(plain, _peft_config(lora, architecture)).double()
-        self.matrices: dict[str, Tensor] = {}
-        trained = {}
-        for name, parameter in adapted.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            own_name = name.removeprefix("base_model.model.").replace(".default.", ".")
-            self.matrices[own_name] = adapter_values(own_name, parameter.shape)
-            parameter.data.copy_(self.matrices[own_name])
-            trained[own_name] = parameter
+        adapted, trained = _adapted(plain, lora, architecture, "CAUSAL_LM")
+        self.matrices = {name: parameter.detach().clone() for name, parameter in trained.items()}
         loss = row_loss(adapted, self.batch)
         loss.backward()
         self.loss = loss.item()
-        self.gradient = {name: parameter.grad for name, parameter in trained.items()}
+        self.gradient = _gradients(trained)
         squares = [float(gradient.norm()) ** 2 for gradient in self.gradient.values()]
         self.norm = math.sqrt(sum(squares))
         self.outputs = row_outputs(adapted, self.batch)
@@ -62,7 +59,58 @@ class Reference:
         self.merged = {name: weight.detach() for name, weight in merged.named_parameters()}
 
 
-def _peft_config(lora: LoraConfig, architecture: str) -> PeftLoraConfig:
+class RewardReference:
+    """A reward model of transformers with adapters by PEFT, in float64 and on unpadded rows."""
+
+    def __init__(self, architecture: str, model: str) -> None:
+        self.model = model
+        self.batch = reward_batch()
+        plain = open_classifier(architecture, model, torch.float64)
+        adapted, trained = _adapted(plain, LORA_OF[architecture], architecture, "SEQ_CLS")
+        scores = scores_by_definition(adapted, self.batch)
+        loss = loss_of_scores(scores)
+        loss.backward()
+        self.loss = loss.item()
+        self.gradient = _gradients(trained)
+        self.scores: dict[bytes, float] = {}
+        for ids, score in zip(self.batch["input_ids"], scores.tolist(), strict=True):
+            self.scores[ids.tobytes()] = score
+
+
+def open_classifier(architecture: str, model: str, dtype: torch.dtype) -> Any:
+    """The language or reward model of a directory, with a score head."""
+    options = {"experts_implementation": "eager"} if architecture in MIXTURES else {}
+    return AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, attn_implementation="eager", dtype=dtype, **options
+    )
+
+
+def _adapted(
+    plain: Any, lora: LoraConfig, architecture: str, task: str
+) -> tuple[Any, dict[str, Tensor]]:
+    """The model with adapters, and its trained parameters, which have known values, by name."""
+    adapted: Any = get_peft_model(plain, _peft_config(lora, architecture, task)).double()
+    trained = {}
+    for name, parameter in adapted.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own_name = name.removeprefix("base_model.model.").replace("modules_to_save.", "")
+        own_name = own_name.replace(".default.", ".")
+        parameter.data.copy_(adapter_values(own_name, parameter.shape))
+        trained[own_name] = parameter
+    return adapted, trained
+
+
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of each parameter by name."""
+    gradients = {}
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad
+    return gradients
+
+
+def _peft_config(lora: LoraConfig, architecture: str, task: str) -> PeftLoraConfig:
     targets: Any = list(lora.target_modules)
     if targets == ["all-linear"]:
         # PEFT would give adapters to experts as well.
@@ -75,7 +123,8 @@ def _peft_config(lora: LoraConfig, architecture: str) -> PeftLoraConfig:
         target_modules=targets,
         lora_dropout=0.0,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task,
+        modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
 
 
@@ -207,9 +256,40 @@ def assert_files(out: Path, reference: Reference) -> None:
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def assert_same_keys(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
+@torch.no_grad()
+def assert_scores(
+    ranks: Sequence[dict[str, Any]], reference: RewardReference, architecture: str, out: Path
+) -> None:
+    """Gradients on rank 0, loss and scores where they are; PEFT and transformers read the files."""
+    gradients, _ = ranks[0]["steps"]
+    assert gradients.keys() == reference.gradient.keys()
+    assert "score.weight" in gradients
+    for name, gradient in reference.gradient.items():
+        error = float((torch.from_numpy(gradients[name]) - gradient).norm() / gradient.norm())
+        assert error < TOLERANCE, (architecture, name)
+    _, metrics = ranks[-1]["steps"]
+    assert metrics["policy/loss"] == pytest.approx(reference.loss, rel=TOLERANCE)
+    assert ranks[-1]["scores"] is not None
+    for rank in ranks:
+        if rank["scores"] is not None:
+            expected = [reference.scores[row] for row in rank["rows"]]
+            np.testing.assert_allclose(rank["scores"], expected, rtol=1e-5, atol=1e-5)
+    assert_same_keys(out / "reward_start", reference.gradient, kinds=("weight",))
+    base = open_classifier(architecture, reference.model, torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(out / "reward_model" / "adapter"))
+    merged = open_classifier(architecture, str(out / "reward_model"), torch.float32)
+    for model in (adapted, merged):
+        found = scores_by_definition(model, reference.batch).numpy()
+        np.testing.assert_allclose(found, [*reference.scores.values()], rtol=1e-5, atol=1e-5)
+
+
+def assert_same_keys(
+    checkpoint: Path,
+    weights: Mapping[str, Tensor],
+    kinds: Sequence[str] = ("weight", "exp_avg", "exp_avg_sq"),
+) -> None:
     """A checkpoint has both moments of each weight and nothing else."""
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+    for kind in kinds:
         tensors = saved_tensors(checkpoint, kind)
         assert tensors.keys() == weights.keys()
         assert all(tensors[name].shape == weights[name].shape for name in tensors)

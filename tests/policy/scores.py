@@ -50,17 +50,22 @@ def scores_by_definition(model: Any, batch: BatchedDataDict) -> Tensor:
     return torch.stack(scores)
 
 
+def loss_of_scores(scores: Tensor) -> Tensor:
+    """The loss of `reward_batch` from the scores of its rows, float64 [B]."""
+    chosen = scores[0::2]
+    rejected = scores[1::2]
+    margins = torch.tensor(MARGINS, dtype=torch.float64)
+    losses = torch.log1p(torch.exp(-(chosen - rejected - margins)))
+    return (losses + CENTER * (chosen + rejected) ** 2).mean()
+
+
 def reward_gradients(
     directory: str, batch: BatchedDataDict
 ) -> tuple[dict[str, Tensor], float, np.ndarray]:
     """Gradients, loss and scores [B] of the model with an initial head."""
     model = open_reward_model(directory, SEED)
     scores = scores_by_definition(model, batch)
-    chosen = scores[0::2]
-    rejected = scores[1::2]
-    margins = torch.tensor(MARGINS, dtype=torch.float64)
-    losses = torch.log1p(torch.exp(-(chosen - rejected - margins)))
-    loss = (losses + CENTER * (chosen + rejected) ** 2).mean()
+    loss = loss_of_scores(scores)
     loss.backward()
     gradients = {name: weight.grad.float() for name, weight in model.named_parameters()}
     return gradients, float(loss.detach()), scores.detach().numpy()

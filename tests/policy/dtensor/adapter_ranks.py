@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_like import parallel_layout as parallel_layout_module
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed import process_groups
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
@@ -25,10 +26,12 @@ from tests.policy.adapters import (
     LORA,
     PACKED,
     adapter_values,
+    is_trained,
     look,
     of_architecture,
     step_gradients,
     use,
+    use_scores,
 )
 from tests.policy.dtensor.test_layouts import Rank, full_gradients
 from tests.policy.test_gradient_equality import LENGTHS
@@ -44,7 +47,9 @@ class DTensorSide:
     def __init__(self, worker_context: WorkerContext, parallel: ParallelConfig) -> None:
         self._rank = Rank(worker_context, parallel)
 
-    def worker(self, config: PolicyConfig) -> PolicyWorker:
+    def worker(
+        self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
+    ) -> PolicyWorker:
         rank = self._rank
         engine = DTensorEngine(
             config,
@@ -52,10 +57,9 @@ class DTensorSide:
             rank.parallel_layout,
             rank.rank,
             trainable=True,
+            head=head,
         )
-        for sharded in engine.parameters:
-            if ".lora_" not in sharded.name:
-                continue
+        for sharded in () if initial else engine._trained:
             full = adapter_values(sharded.name, sharded.spec.full_shape)
             offset, shape = sharded.block()
             rows, columns = (slice(o, o + s) for o, s in zip(offset, shape, strict=True))
@@ -67,13 +71,14 @@ class DTensorSide:
 
     def gradients(self, engine: Any) -> dict[str, np.ndarray]:
         found = {}
+        trained = {each.name for each in engine._trained}
         for name, gradient in full_gradients(engine):
-            if ".lora_" in name:
+            if name in trained:
                 found[name] = gradient.clone().numpy()
         return found
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
-        return [each.parameter for each in engine.parameters if ".lora_" not in each.name]
+        return [each.parameter for each in engine.parameters if not is_trained(each.name)]
 
     def masters(self, engine: Any) -> Iterable[Tensor]:
         return [local_shard(each.parameter) for each in engine._trained]
@@ -101,6 +106,7 @@ def program(
             shard = side.shard(config, random_batch(LENGTHS))
             found[USED]["steps"]["sharded"] = step_gradients(side, side.worker(config), shard)
         found["use"] = use(side, USED, models[USED], straight, out)
+        found["scores"] = use_scores(side, USED, models[USED], out)
         return found
     finally:
         if worker_context.world_size > 1:

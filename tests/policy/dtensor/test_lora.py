@@ -33,7 +33,13 @@ from tests.policy.adapters import (
 )
 from tests.policy.dtensor.adapter_ranks import USED, DTensorSide, program, save_initial
 from tests.policy.dtensor.test_layouts import Rank
-from tests.policy.peft_reference import Reference, assert_look, assert_use
+from tests.policy.peft_reference import (
+    Reference,
+    RewardReference,
+    assert_look,
+    assert_scores,
+    assert_use,
+)
 from tests.policy.test_gradient_equality import LENGTHS, TOLERANCE, fixed
 from tests.policy.tiny import compute_and_fetch, context, random_batch, run_ranks, saved_tensors
 
@@ -57,6 +63,12 @@ def reference(model_dir) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="module")
+def reward_reference(model_dir) -> RewardReference:
+    """What PEFT computes of a reward model, once."""
+    return RewardReference(USED, model_dir(USED))
+
+
+@pytest.fixture(scope="module")
 def straight(model_dir, tmp_path_factory) -> tuple[dict[str, Any], Path]:
     """What one process finds, and its checkpoints."""
     out = tmp_path_factory.mktemp("straight")
@@ -64,12 +76,13 @@ def straight(model_dir, tmp_path_factory) -> tuple[dict[str, Any], Path]:
     return program(context(), ParallelConfig(), models, out, out), out
 
 
-def test_one_process_has_the_gradients_of_peft(reference, straight):
+def test_one_process_has_the_gradients_of_peft(reference, reward_reference, straight):
     found, out = straight
     for name in NOT_QUANTIZED:
         assert_look([found[name]], reference(name), name)
     assert_use([found["use"]], reference(USED), found["use"]["losses"], out)
     assert found["use"]["losses"][-1] != found["use"]["losses"][0]
+    assert_scores([found["scores"]], reward_reference, USED, out)
     settings = json.loads((out / "hf" / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (5, 8.0, True)
     assert settings["target_modules"] == list(LORA.target_modules)
@@ -77,7 +90,14 @@ def test_one_process_has_the_gradients_of_peft(reference, straight):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_nothing(
-    layout, reference, straight, model_dir, rank_pool, meeting, tmp_path
+    layout,
+    reference,
+    reward_reference,
+    straight,
+    model_dir,
+    rank_pool,
+    meeting,
+    tmp_path,
 ):
     world_size, parallel = LAYOUTS[layout]
     names = MODELS if world_size == 2 else (USED,)
@@ -89,6 +109,7 @@ def test_a_layout_changes_nothing(
         assert_look([rank[name] for rank in ranks], reference(name), (layout, name))
     losses = single["use"]["losses"]
     assert_use([rank["use"] for rank in ranks], reference(USED), losses, tmp_path)
+    assert_scores([rank["scores"] for rank in ranks], reward_reference, USED, tmp_path)
     side = DTensorSide(context(), ParallelConfig())
     alone = side.worker(of_architecture(TRAINED, USED, model_dir(USED)))
     alone.load(tmp_path / "half")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import ParallelConfig, PolicyConfig
 from nemo_like.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_like.distributed.worker_group import WorkerContext
@@ -18,7 +19,15 @@ from nemo_like.policy.megatron.checkpoint import fill_weights
 from nemo_like.policy.megatron.engine import MegatronEngine
 from nemo_like.policy.megatron.param_map import Shape
 from nemo_like.policy.worker import PolicyWorker
-from tests.policy.adapters import PACKED, adapter_values, look, of_architecture, use
+from tests.policy.adapters import (
+    PACKED,
+    adapter_values,
+    is_trained,
+    look,
+    of_architecture,
+    use,
+    use_scores,
+)
 from tests.policy.megatron.ranks import Rank, joined
 
 
@@ -28,7 +37,9 @@ class MegatronSide:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def worker(self, config: PolicyConfig) -> PolicyWorker:
+    def worker(
+        self, config: PolicyConfig, head: OutputHead = "vocabulary", *, initial: bool = False
+    ) -> PolicyWorker:
         rank = self._rank
         engine = MegatronEngine(
             config,
@@ -37,6 +48,7 @@ class MegatronSide:
             rank.context.rank,
             groups=rank.groups,
             trainable=True,
+            head=head,
         )
         shapes = engine._saved_shapes()
 
@@ -44,7 +56,8 @@ class MegatronSide:
             full = adapter_values(name, shapes[name])
             return full.narrow(0, offset[0], shape[0]).narrow(1, offset[1], shape[1])
 
-        fill_weights(engine._trained, engine._trained_map, read, engine.optimizer)
+        if not initial:
+            fill_weights(engine._trained, engine._trained_map, read, engine.optimizer)
         return PolicyWorker(config, engine, engine)
 
     def shard(self, config: PolicyConfig, batch: BatchedDataDict) -> SlicedDataDict:
@@ -64,7 +77,7 @@ class MegatronSide:
         return {name: tensor.numpy() for name, tensor in gathered}
 
     def frozen(self, engine: Any) -> Iterable[Tensor]:
-        return engine._parameters.values()
+        return [each for name, each in engine._parameters.items() if not is_trained(name)]
 
     def masters(self, engine: Any) -> Iterable[Tensor]:
         return [shard.main.detach() for _, shard in engine.optimizer.shards()]
@@ -85,6 +98,7 @@ def program(
         for name, model in models.items():
             found[name] = look(side, name, model, recomputes=name == used)
         found["use"] = use(side, used, models[used], straight, out)
+        found["scores"] = use_scores(side, used, models[used], out)
     return found
 
 

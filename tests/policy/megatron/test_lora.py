@@ -22,7 +22,13 @@ from nemo_like.policy.megatron.param_map import ModelSharding
 from tests.policy.adapters import TRAINED, of_architecture, train
 from tests.policy.dtensor.adapter_ranks import DTensorSide
 from tests.policy.megatron.adapter_ranks import build_worker, program
-from tests.policy.peft_reference import Reference, assert_look, assert_use
+from tests.policy.peft_reference import (
+    Reference,
+    RewardReference,
+    assert_look,
+    assert_scores,
+    assert_use,
+)
 from tests.policy.test_gradient_equality import TOLERANCE
 from tests.policy.tiny import context
 
@@ -49,6 +55,12 @@ def reference(model_dir) -> Callable[[str], Reference]:
 
 
 @pytest.fixture(scope="module")
+def reward_reference(model_dir) -> Callable[[str], RewardReference]:
+    """`reward_reference(architecture)`: what PEFT computes of a reward model, once."""
+    return cache(lambda architecture: RewardReference(architecture, model_dir(architecture)))
+
+
+@pytest.fixture(scope="module")
 def straight(model_dir, tmp_path_factory) -> Callable[[str], tuple[list[float], Path]]:
     """`straight(architecture)`: losses of four steps of one process of the other engine, and the
     folder of its checkpoint after two, `half`.
@@ -68,7 +80,7 @@ def straight(model_dir, tmp_path_factory) -> Callable[[str], tuple[list[float], 
 
 @pytest.mark.parametrize("parallel", MODELS)
 def test_every_layout_has_the_gradients_of_peft(
-    parallel, reference, straight, model_dir, on_ranks, tmp_path
+    parallel, reference, reward_reference, straight, model_dir, on_ranks, tmp_path
 ):
     names = MODELS[parallel]
     used = names[0]
@@ -78,6 +90,7 @@ def test_every_layout_has_the_gradients_of_peft(
     for name in names:
         assert_look([rank[name] for rank in ranks], reference(name), (parallel, name))
     assert_use([rank["use"] for rank in ranks], reference(used), losses, tmp_path)
+    assert_scores([rank["scores"] for rank in ranks], reward_reference(used), used, tmp_path)
     side = DTensorSide(context(), ParallelConfig())
     other_engine = side.worker(of_architecture(TRAINED, used, model_dir(used)))
     other_engine.load(tmp_path / "half")
