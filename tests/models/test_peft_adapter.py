@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.lora import LoraConfig
 from nemo_like.models.peft_adapter import check_adapter
-from nemo_like.policy.checkpoint.adapter_reader import open_initial
+from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
 
 LAYERS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"]
 SETTINGS: dict[str, Any] = {
@@ -69,6 +69,7 @@ def test_an_adapter_with_the_settings_of_the_config_is_accepted_and_read(tmp_pat
         ({"peft_type": "IA3"}, "of the type IA3; only LORA"),
         ({"use_dora": True}, "use_dora True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["classifier", "score"]}, "the adapter of a reward model"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"bias": "all"}, "bias 'all'"),
         (
@@ -84,6 +85,21 @@ def test_settings_without_a_counterpart_and_other_settings_are_refused(
     lora = write(tmp_path / "adapter", LAYERS, **settings)
     with pytest.raises(ConfigError, match=message):
         check_adapter(lora, None, "vocabulary")
+
+
+def test_the_score_head_of_an_adapter_is_read(tmp_path: Path):
+    lora = write(tmp_path / "adapter", LAYERS, modules_to_save=["classifier", "score"])
+    assert stored_head(lora, 8) == {}
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    head = torch.randn(1, 8)
+    save_file(load_file(path) | {"base_model.model.score.weight": head}, path)
+    check_adapter(lora, LAYERS, "scores")
+    assert torch.equal(stored_head(lora, 8)["score.weight"], head)
+    with pytest.raises(ConfigError, match=r"as \(1, 8\), and a reward model needs \(1, 16\)"):
+        stored_head(lora, 16)
+    other = write(tmp_path / "other", LAYERS, modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="only a score head is supported"):
+        check_adapter(other, LAYERS, "scores")
 
 
 def test_missing_files_and_other_layers_are_refused(tmp_path: Path):
