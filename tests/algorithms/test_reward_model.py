@@ -147,5 +147,7 @@ def test_commands_know_the_job(recipe: Recipe, capsys: pytest.CaptureFixture[str
     config = recipe.rm()
     assert not validate(config).problems
     assert main(["plan", "--config", str(recipe.folder / "rm.yaml")]) == 0, capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"quantization is nf4, which reward models do not have"):
+        recipe.rm("policy.lora.enabled=true", "policy.lora.quantization=nf4")
     with pytest.raises(ConfigError, match=r"data\.train_on is all"):
         recipe.rm("data.train_on=all")
