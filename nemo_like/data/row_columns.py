@@ -53,6 +53,7 @@ _ROLES = {
     "function_response": "tool",
 }
 """Values of ShareGPT's `from`."""
+_MISSING = object()
 _JSON_COLUMNS = ("messages", "conversations", "input_ids", "labels", "token_mask", "history")
 """Columns of lists, which a CSV file has as JSON text."""
 
@@ -105,16 +106,29 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """Return the row with renamed columns; a column of the new name is replaced."""
     values = {}
     for column, own_name in columns.items():
-        if own_name not in row:
+        value = _named_value(row, own_name)
+        if value is _MISSING:
             names = shortened(printable(str(sorted(map(str, row)))), 300)
             raise ConfigError(
                 f"data.columns gives {own_name!r} as the column of {column!r}, but the row has"
                 f" {names}; correct the name"
             )
-        values[column] = row[own_name]
+        values[column] = value
     own_names = set(columns.values())
     others = {name: value for name, value in row.items() if name not in own_names}
     return others | values
+
+
+def _named_value(row: Row, name: str) -> Any:
+    """Return the column `name`, or the entry of nested objects if it has dots; else `_MISSING`."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
 
 
 def _parsed_list(text: str) -> Any:

@@ -47,7 +47,7 @@ class Estimate:
     low: float | None
     high: float | None
     method: Method
-    """`wilson`, `bootstrap` over prompts, or `none` for fewer than two prompts."""
+    """`wilson`, `bootstrap` over prompts, or `none` for one prompt that is no trial."""
 
 
 def estimates(

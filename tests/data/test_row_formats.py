@@ -257,6 +257,17 @@ def test_a_bad_row_is_named(
         load_one(tmp_path, row, columns=columns)
 
 
+def test_a_renamed_column_may_be_in_an_object(tmp_path: Path) -> None:
+    # As verl's parquet files.
+    row = {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "4"}}
+    columns = {"answer": "reward_model.ground_truth"}
+    loaded = load_one(tmp_path, row, PROMPT_ROWS, columns)
+    assert (question(loaded).messages, question(loaded).answer) == ([USER], "4")
+    assert question(loaded).row["reward_model"] == row["reward_model"]
+    with pytest.raises(ConfigError, match=r"'reward_model\.truth' as the column of 'answer'"):
+        load_one(tmp_path, row, PROMPT_ROWS, {"answer": "reward_model.truth"})
+
+
 def test_a_renamed_column_needs_a_meaning() -> None:
     check_columns({"prompt": "problem"})
     with pytest.raises(ConfigError, match=r"data\.columns: 'prompts' is no column with a meaning"):
