@@ -220,9 +220,14 @@ def _section(
         path = f"{prefix}.{name}" if prefix else name
         annotation = type_at(job.run_config, path)
         if annotation is None:
-            # A key of another job of this package is reported as that, not as a foreign one.
-            if not any(type_at(config, path) is not None for config in job.jobs.values()):
+            # A key of another job of this package is reported as that, not as a foreign one, unless
+            # it is a section with keys that other tools have for this job.
+            is_of_other_job = any(type_at(each, path) is not None for each in job.jobs.values())
+            if not is_of_other_job:
                 yield from _unknown(job, tree, path, value)
+            elif isinstance(value, Mapping) and _are_renamed(job, path, value):
+                for inner_name, item in value.items():
+                    yield from _unknown(job, tree, f"{path}.{inner_name}", item)
             continue
         inner, may_be_null = without_none(annotation)
         if path in SAME_KEYS and isinstance(value, SAME_KEYS[path][0]):
@@ -235,6 +240,16 @@ def _section(
                 yield from _section(job, tree, value, path)
         elif value is None and not may_be_null:
             yield Finding(path, "deletable", is_recognized=False)
+
+
+def _are_renamed(
+    job: JobSchema,
+    path: str,
+    section: Mapping[str, Any],
+) -> bool:
+    """Return True if all keys of a section have another name in this job."""
+    entries = [_entry(f"{path}.{name}", job) for name in section]
+    return bool(entries) and all(isinstance(entry, Renamed) for entry in entries)
 
 
 def _unknown(

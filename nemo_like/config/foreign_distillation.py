@@ -19,6 +19,16 @@ NEMO_RL_DISTILLATION: dict[str, Entry] = {
     "distillation.val_at_start": to("distill.val_at_start"),
     "distillation.max_val_samples": to("data.max_validation_rows"),
     "distillation.topk_logits_k": to("distill.top_k"),
+    "loss_fn.kl_type": to(
+        "distill.divergence",
+        values={"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "mixed_kl"},
+    ),
+    "loss_fn.mixed_kl_weight": to("distill.forward_weight", note="for mixed_kl only"),
+    "loss_fn.zero_outside_topk": to(
+        "distill.top_k_tail",
+        values={"false": "renormalize"},
+        note="with bucket the tokens outside count as one further token",
+    ),
     **obsolete("distillation.val_batch_size", "distillation.val_at_end"),
     "teacher.model_name": to("distill.teacher"),
     **unsupported(

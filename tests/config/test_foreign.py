@@ -395,8 +395,12 @@ def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
             (
                 "distillation: {max_num_steps: 9, topk_logits_k: 64, num_prompts_per_step: 8}\n"
                 "teacher: {model_name: t, precision: bfloat16}\n"
+                "loss_fn: {kl_type: mixed, mixed_kl_weight: 0.3, zero_outside_topk: false}\n"
             ),
             [
+                "loss_fn.kl_type: mixed -> distill.divergence: mixed_kl",
+                "loss_fn.mixed_kl_weight -> distill.forward_weight",
+                "loss_fn.zero_outside_topk: false -> distill.top_k_tail: renormalize",
                 "distillation.topk_logits_k -> distill.top_k  ",
                 "teacher.model_name -> distill.teacher  ",
                 "distillation.num_prompts_per_step -> policy.train_global_batch_size  ",
