@@ -35,6 +35,10 @@ class RewardModelConfig:
     """Directory or hub name of the tokenizer; null uses the model's."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
+    conversation_end: Literal["turn", "template"] = "turn"
+    """Last token of a conversation, where the score is read: `turn` is the end token of its last
+    turn, as `nemo-like rm` trains; `template` is the last token that the chat template writes, e.g.
+    a line break after that token, for models that other tools trained."""
     weight: float = 1.0
     """Weight of the score in the sum; may be negative, and 0 logs the score only."""
     precision: Literal["float32", "bfloat16"] = "float32"

@@ -125,6 +125,20 @@ class ChatEncoder:
         self._check(messages, tools, text, trains=False)
         return self._token_ids(text)
 
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> np.ndarray:
+        """Encode all that the template writes for a conversation, in one piece, int32 [L].
+
+        Raises ConfigError if the template refuses or drops messages or tools.
+        """
+        messages = self._prepare(messages)
+        if not self.template.exists:
+            return self._token_ids(self._plain(messages, tools)[0])
+        text = self.template.render(messages, tools)
+        self._check(messages, tools, text, trains=False)
+        return self._token_ids(text)
+
     def render_prompt(self, messages: Sequence[Message]) -> str:
         """Render the messages, without the configured prompts, and the generation prompt.
 

@@ -2,7 +2,7 @@
 
 The score of a completion is that of the conversation that it ends, in the reward model's own
 tokenizer and chat template, as in the training of the model: up to the end of the last assistant
-turn, and read at the last token.
+turn, or of what the template writes after it, and read at the last token.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ class RewardModel:
         self._policy = start()
 
     def encode(self, conversation: ScoredConversation) -> np.ndarray:
-        """Encode up to the end of the last assistant turn, int32 [L].
+        """Encode up to the end that `conversation_end` selects, int32 [L].
 
         Raises ConfigError if the chat template refuses or drops messages, and for a conversation
         above the limit where `oversize_rows` is `error`.
         """
-        encoded = self._encoder.encode_sft(conversation.messages, conversation.tools)
-        token_ids = encoded.input_ids
+        messages = conversation.messages
+        if self.config.conversation_end == "template":
+            token_ids = self._encoder.encode_conversation(messages, conversation.tools)
+        else:
+            token_ids = self._encoder.encode_sft(messages, conversation.tools).input_ids
         limit = self._max_length
         if limit is None or len(token_ids) <= limit:
             return token_ids

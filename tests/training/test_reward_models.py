@@ -125,6 +125,20 @@ def test_scores_are_those_of_transformers_in_any_packing(
         np.testing.assert_allclose(job.rewards, 1 - 0.5 * np.array(expected), atol=1e-5)
 
 
+def test_a_model_of_another_tool_is_scored_at_the_end_of_the_template(
+    directory: Path, reference: ReferenceScores
+) -> None:
+    tokenizer = reference._tokenizer
+    expected = []
+    for answer in ANSWERS:
+        turns = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": answer}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        assert text.endswith("<|im_end|>\n")
+        expected.append(reference.score(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    job = score(reward_model(directory, conversation_end="template"), ANSWERS)
+    np.testing.assert_allclose(job.components["quality"], expected, atol=1e-5)
+
+
 def test_a_conversation_is_scored_with_all_its_turns_and_the_prompts_of_the_config(
     directory: Path, reference: ReferenceScores
 ) -> None:
