@@ -126,6 +126,14 @@ def _add_eval(command: CommandParser) -> None:
         help="reward function; several are added up",
     )
     command.add_argument(
+        "--reward-model",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="reward model, as `nemo-like rm` exports it, whose score is added to the reward; it"
+        " scores in this process when all answers are sampled",
+    )
+    command.add_argument(
         "--from-config",
         type=Path,
         metavar="FILE",

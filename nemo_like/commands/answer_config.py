@@ -93,19 +93,19 @@ def answer_config(
     arguments: argparse.Namespace,
     *,
     files: Mapping[str, str],
-    rewards: Mapping[str, Any] | None = None,
+    rewards: Mapping[str, Mapping[str, Any]] | None = None,
     base: RunConfig | None = None,
     temperature: float | None = None,
 ) -> AnswerRunConfig:
     """Return the checked config, with absolute paths.
 
-    `files` are the rows by name, as `data.validation_files`. `rewards` replaces `reward.functions`
-    of `base`, a training config; `temperature` is used where no option sets one. Raises
-    ConfigError.
+    `files` are the rows by name, as `data.validation_files`. `rewards` has `functions` and `models`
+    in the place of those of `base`, a training config; `temperature` is used where no option sets
+    one. Raises ConfigError.
     """
     tree = _tree(arguments, files, base)
-    if rewards is not None:
-        _set(tree, "reward.functions", dict(rewards))
+    for section, values in (rewards or {}).items():
+        _set(tree, f"reward.{section}", dict(values))
     if temperature is not None and arguments.temperature is None:
         _set(tree, "policy.generation.temperature", temperature)
     # With the default limit, which is not used: the model's own is not known yet.
@@ -143,6 +143,9 @@ def _tree(
         _set(tree, "data.train_sets", {})
         _set(tree, "data.train_weights", {})
         _set(tree, "policy.generation.vllm.tensor_parallel_size", 1)
+        for model in tree["reward"]["models"].values():
+            # They score in this process.
+            model["num_workers"] = 0
         if values["policy"]["oversize_rows"] == "singleton":
             _set(tree, "policy.oversize_rows", "error")
     else:
@@ -285,15 +288,15 @@ def described_settings(config: AnswerRunConfig) -> dict[str, Any]:
         "system_prompt": config.data.system_prompt,
         "prompt_template": config.data.prompt_template,
         "environment": to_dict(config.environment),
-        "weights": _weight_files(Path(config.policy.model_name)),
+        "weights": weight_files(config.policy.model_name),
     }
     return settings
 
 
-def _weight_files(directory: Path) -> dict[str, list[int]]:
+def weight_files(directory: str) -> dict[str, list[int]]:
     """Return size and time of change of the weight files of a local model, by name."""
     files = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(Path(directory).glob("*.safetensors")):
         status = path.stat()
         files[path.name] = [status.st_size, status.st_mtime_ns]
     return files

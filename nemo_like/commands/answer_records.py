@@ -40,6 +40,8 @@ class AnswerRequest:
     settings: Mapping[str, Any]
     """What determines the records; a resume needs the same."""
     resume: bool
+    finish: Callable[[Sequence[tuple[PromptFile, int, Record]]], None] | None = None
+    """Completes the records when all answers are sampled."""
 
 
 def collect_records(request: AnswerRequest, progress: Progress) -> list[Record]:
@@ -58,6 +60,7 @@ def collect_records(request: AnswerRequest, progress: Progress) -> list[Record]:
     if request.out is None:
         records: dict[Key, Record] = {}
         _sample(request, list(range(len(keys))), keys, places, records.__setitem__, progress)
+        _finish(request, keys, places, records)
         return [records[key] for key in keys]
     answer_file = AnswerFile(request.out, request.settings, resume=request.resume)
     with closing(answer_file):
@@ -71,6 +74,7 @@ def collect_records(request: AnswerRequest, progress: Progress) -> list[Record]:
 
         try:
             _sample(request, missing, keys, places, add, progress)
+            _finish(request, keys, places, answer_file.records)
         except BaseException:
             progress.print_line(
                 f"{len(answer_file.records):,} of {len(keys):,} prompts are finished in"
@@ -78,6 +82,21 @@ def collect_records(request: AnswerRequest, progress: Progress) -> list[Record]:
             )
             raise
         return answer_file.finish(keys)
+
+
+def _finish(
+    request: AnswerRequest,
+    keys: Sequence[Key],
+    places: Sequence[tuple[PromptFile, int]],
+    records: Mapping[Key, Record],
+) -> None:
+    """Complete the records of all prompts."""
+    if request.finish is None:
+        return
+    placed = []
+    for key, (file, index) in zip(keys, places, strict=True):
+        placed.append((file, index, records[key]))
+    request.finish(placed)
 
 
 def _sample(

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_like.algorithms.grpo.config import GrpoRunConfig
@@ -20,9 +21,10 @@ from nemo_like.commands.answer_rows import (
     named_files,
     open_prompts,
 )
+from nemo_like.commands.answer_scores import add_model_scores, described_models, open_models
 from nemo_like.commands.eval_results import Results, evaluation_results, results_json, results_table
 from nemo_like.commands.generate import checked_num_samples
-from nemo_like.commands.reward_names import INCLUDED, reward_functions
+from nemo_like.commands.reward_names import INCLUDED, named_models, reward_functions
 from nemo_like.config.errors import ConfigError
 from nemo_like.config.schema import RunConfig
 from nemo_like.config.text import printable
@@ -117,21 +119,16 @@ def _score(
     config = answer_config(
         arguments,
         files=paths,
-        rewards=reward_functions(arguments.reward) if arguments.reward else None,
+        rewards=_rewards(arguments),
         base=base,
         temperature=sampling.temperature,
     )
-    if config.reward.models and not arguments.reward:
-        names = ", ".join(f"reward.models.{name}" for name in config.reward.models)
-        raise ConfigError(
-            f"the config has {names}, and `nemo-like eval` does not score with reward models; name"
-            " the reward functions to score with in --reward"
-        )
-    if not config.reward.functions and config.environment.path is None:
+    if not config.reward.weights and config.environment.path is None:
         raise ConfigError(
             f"there is no reward to score answers with; give --reward, e.g. one of"
-            f" {', '.join(INCLUDED)}"
+            f" {', '.join(INCLUDED)}, or --reward-model"
         )
+    models = open_models(config)
     encoder = open_encoder(config)
     files = open_prompts(config, encoder, paths, "--data")
     progress = Progress(sys.stderr)
@@ -144,6 +141,7 @@ def _score(
         out=None if arguments.out is None else arguments.out / ANSWERS,
         settings=_settings(config, sampling),
         resume=arguments.resume,
+        finish=partial(add_model_scores, config, models) if models else None,
     )
     records = collect_records(request, progress)
     left_out = left_out_text(files)
@@ -158,6 +156,17 @@ def _score(
     )
 
 
+def _rewards(arguments: argparse.Namespace) -> dict[str, Mapping[str, Any]] | None:
+    """Return the sections of `reward` that the options set; None without such an option."""
+    if not arguments.reward and not arguments.reward_model:
+        return None
+    models = named_models(arguments.reward_model)
+    precision = arguments.precision
+    if precision is not None:
+        models = {name: model | {"precision": precision} for name, model in models.items()}
+    return {"functions": reward_functions(arguments.reward), "models": models}
+
+
 def _settings(config: AnswerRunConfig, sampling: AnswerSampling) -> dict[str, Any]:
     """Return what determines answers and rewards, as JSON values."""
     rewards = {}
@@ -170,6 +179,7 @@ def _settings(config: AnswerRunConfig, sampling: AnswerSampling) -> dict[str, An
     return described_settings(config) | {
         "num_samples": sampling.num_samples,
         "rewards": rewards,
+        "reward_models": described_models(config),
         "on_reward_error": config.reward.on_error,
     }
 

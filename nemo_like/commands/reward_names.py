@@ -46,6 +46,22 @@ def reward_functions(given: Sequence[str]) -> dict[str, dict[str, str]]:
     return functions
 
 
+def named_models(given: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return `reward.models` of `--reward-model [NAME=]DIR`. Raises ConfigError for equal names."""
+    models: dict[str, dict[str, str]] = {}
+    for text in given:
+        name, separator, directory = text.partition("=")
+        if not separator or not name.isidentifier():
+            name = "reward_model"
+            directory = text
+        if name in models:
+            raise ConfigError(
+                f"--reward-model has the name {name!r} twice; write NAME=DIR with different names"
+            )
+        models[name] = {"model_name": directory}
+    return models
+
+
 def _file_function(text: str) -> str:
     """Return the import path of a function in a file. Raises ConfigError."""
     name, _, function = text.rpartition(":")

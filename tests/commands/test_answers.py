@@ -22,6 +22,7 @@ from nemo_like.config.errors import ConfigError
 from nemo_like.distributed.local_group import local_context
 from nemo_like.training.model_files import open_encoder
 from nemo_like.training.rollout_workers import generation_worker
+from tests.reward_models import ReferenceScores, save_reward_model
 
 CPU = ("--device", "cpu", "--max-new-tokens", "12")
 
@@ -171,6 +172,53 @@ def test_answers_are_scored_by_functions_of_files(model, prompts, tmp_path, caps
     )
 
 
+def test_answers_are_scored_by_reward_models(model, prompts, recipe, tmp_path, capsys):
+    directory = save_reward_model(tmp_path / "quality")
+    out = tmp_path / "results"
+    config = tmp_path / "grpo.yaml"
+    recipe.grpo()
+    text = (recipe.folder / "grpo.yaml").read_text().replace("backend: local", "backend: ray")
+    keys = f"{{model_name: {directory}, weight: 0.5, num_workers: 2}}"
+    config.write_text(text.replace("reward:\n", f"reward:\n  models: {{quality: {keys}}}\n"))
+    arguments = (
+        *("eval", "--model", model, "--from-config", config, "--data", prompts, *CPU),
+        *("--num-samples", 2, "--temperature", 1, "--out", out),
+    )
+    code, table, _ = run(capsys, *arguments)
+    assert code == 0 and "quality_mean" in table
+    answers = out / "answers.jsonl"
+    records = read(answers)
+    reference = ReferenceScores(directory)
+    for record in records:
+        functions = [values for name, values in record["components"].items() if name != "quality"]
+        for sample, completion in enumerate(record["completions"]):
+            score = reference.answer(record["prompt"], completion)
+            assert record["components"]["quality"][sample] == pytest.approx(score, abs=1e-4)
+            total = sum(values[sample] for values in functions) + 0.5 * score
+            assert record["rewards"][sample] == pytest.approx(total, abs=1e-4)
+
+    # Stopped before the scores of two prompts, and before the last answer.
+    lines = [*records[:2], *map(_without_scores, records[2:4]), records[4]]
+    answers.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    code, _, message = run(capsys, *arguments, "--resume")
+    assert code == 0, message
+    for record, resumed in zip(records, read(answers), strict=True):
+        assert resumed["completions"] == record["completions"]
+        assert resumed["rewards"] == pytest.approx(record["rewards"], abs=1e-4)
+
+    options = ("--reward-model", directory, "--json", "--max-rows", 2)
+    code, printed, _ = run(capsys, "eval", "--model", model, "--data", prompts, *CPU, *options)
+    metrics = json.loads(printed)["sets"]["data"]["metrics"]
+    assert code == 0 and metrics["reward_mean"] == metrics["reward_model_mean"]
+
+
+def _without_scores(record: dict[str, Any]) -> dict[str, Any]:
+    components = dict(record["components"])
+    scores = components.pop("quality")
+    rewards = [total - 0.5 * score for total, score in zip(record["rewards"], scores, strict=True)]
+    return record | {"components": components, "rewards": rewards}
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
@@ -191,6 +239,11 @@ def test_answers_are_scored_by_functions_of_files(model, prompts, tmp_path, caps
         ("generate", ["--prompts", "{prompts}", "--tensor-parallel", "2"], "needs --backend vllm"),
         ("eval", ["--data", "{prompts}"], "give --reward, e.g. one of answer, format"),
         ("eval", ["--data", "{prompts}", "--reward", "answers"], "functions are answer, format"),
+        (
+            "eval",
+            ["--data", "{prompts}", "--reward-model", "{prompts}"],
+            "reward.models.reward_model.model_name",
+        ),
         ("eval", ["--data", "{prompts}", "--reward", "math.py:f"], "there is no file"),
         ("eval", ["--reward", "answer"], "give --data FILE"),
         ("eval", ["--data", "{prompts}", "--reward", "answer", "--num-samples", "2"], "greedy"),
