@@ -112,15 +112,25 @@ class TeacherOfRow:
         rows: Rows,
         name: str | None = None,
     ) -> None:
-        """`name` is that of a validation set, '' for `data.validation_path`; None for training."""
+        """`name` is that of a validation set, '' for `data.validation_path`; None for training.
+
+        Raises ConfigError if the column of a row names no teacher.
+        """
         self._names = list(config.named_teachers)
         self._rows = rows
         self._column = config.distill.teacher_column
+        self._of_rows: np.ndarray | None = None
+        """Teacher of each row, int16 [N], with a column."""
         self._teachers: np.ndarray | None = None
         """Teacher of each set, int64 [S]; None for a single one or a column."""
         self._first_rows = np.zeros(1, dtype=np.int64)
         """First row of each set, int64 [S]."""
-        if len(self._names) == 1 or self._column is not None:
+        if self._column is not None:
+            # All rows now: a wrong one would otherwise end the run when it is reached.
+            of_rows = [self._named_by(row, self._column) for row in range(len(rows))]
+            self._of_rows = np.array(of_rows, dtype=np.int16)
+            return
+        if len(self._names) == 1:
             return
         sets: tuple[str, ...] = (MAIN_SET,)
         if name is not None:
@@ -132,16 +142,20 @@ class TeacherOfRow:
         self._teachers = np.array([self._names.index(each) for each in sets], dtype=np.int64)
 
     def index(self, row: int) -> int:
-        """Return the teacher of a row. Raises ConfigError if its column names none."""
-        if self._teachers is not None:
-            position = np.searchsorted(self._first_rows, row, side="right") - 1
-            return int(self._teachers[position])
-        if self._column is None:
+        """Return the teacher of a row."""
+        if self._of_rows is not None:
+            return int(self._of_rows[row])
+        if self._teachers is None:
             return 0
-        value = self._rows[row].get(self._column)
+        position = np.searchsorted(self._first_rows, row, side="right") - 1
+        return int(self._teachers[position])
+
+    def _named_by(self, row: int, column: str) -> int:
+        """Return the teacher that the column of a row names. Raises ConfigError for none."""
+        value = self._rows[row].get(column)
         if value not in self._names:
             raise ConfigError(
-                f"{self._rows.locations[row]}: the column {self._column!r} (distill.teacher_column)"
+                f"{self._rows.locations[row]}: the column {column!r} (distill.teacher_column)"
                 f" is {value!r}, but distill.teachers has {', '.join(self._names)}"
             )
         return self._names.index(value)
