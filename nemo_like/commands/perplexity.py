@@ -42,15 +42,18 @@ def measure_perplexity(
     encoded: dict[str, list[EncodedRow]] = {}
     sizes: dict[str, int] = {}
     for name, path in files.items():
+        key = f"--data {name}" if name else "--data"
         rows = load_rows(
             path,
             SFT_ROWS,
             max_rows=config.data.max_validation_rows,
-            key=f"--data {name}" if name else "--data",
+            key=key,
             columns=config.data.columns,
         )
         sizes[name] = len(rows)
         encoded[name] = list(_encoded(rows, encoder, config))
+        if not encoded[name]:
+            raise ConfigError(f"{key}: no row of {path} is short enough for the model")
     progress = Progress(sys.stderr)
     sets = {}
     with local_policy(config, needs_reference=False) as policy:

@@ -292,6 +292,11 @@ def test_rows_that_are_too_long_are_left_out_and_reported(model, tmp_path, capsy
     code, printed, message = run(capsys, *arguments, "--oversize-rows", "drop")
     assert code == 0 and "1 row left out, too long" in message and "long.txt:2" in message
     assert [json.loads(line)["row"] for line in printed.splitlines()] == [0, 2]
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "completion": 302 * "1"}) + "\n")
+    arguments = ("eval", "--model", model, "--data", path, "--perplexity", "--device", "cpu")
+    code, _, message = run(capsys, *arguments, "--oversize-rows", "drop")
+    assert code == 2 and f"no row of {path} is short enough" in message
 
 
 @pytest.fixture
