@@ -71,7 +71,9 @@ TRL: dict[str, Entry] = {
     "max_seq_length": to("policy.max_total_sequence_length"),
     "packing": to("policy.sequence_packing.enabled"),
     # Of GRPO and of GKD.
-    "beta": to("loss_fn.reference_policy_kl_penalty", "distill.jsd_beta"),
+    "beta": to("loss_fn.reference_policy_kl_penalty", "distill.jsd_beta", "loss_fn.beta"),
+    "label_smoothing": to("loss_fn.label_smoothing"),
+    "rpo_alpha": to("loss_fn.sft_loss_weight"),
     "epsilon": to("loss_fn.ratio_clip_min"),
     "epsilon_high": to("loss_fn.ratio_clip_max"),
     "scale_rewards": to(

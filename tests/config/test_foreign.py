@@ -391,6 +391,16 @@ def test_a_key_with_the_same_name_and_meaning_is_not_listed() -> None:
             ],
         ),
         (
+            "dpo",
+            "beta: 0.1\nnum_train_epochs: 3\nlabel_smoothing: 0.1\neval_steps: 20\n",
+            [
+                "beta -> loss_fn.beta  ",
+                "num_train_epochs -> dpo.max_num_epochs",
+                "label_smoothing -> loss_fn.label_smoothing  ",
+                "eval_steps -> dpo.val_period  ",
+            ],
+        ),
+        (
             "distill",
             (
                 "distillation: {max_num_steps: 9, topk_logits_k: 64, num_prompts_per_step: 8}\n"
