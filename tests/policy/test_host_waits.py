@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,6 +195,26 @@ def test_scores_wait_at_the_end_of_a_pass_only(model_dir: Any) -> None:
             worker.train(shard, None, BradleyTerryLoss())
     for each, counted in passes.items():
         assert waits_per_microbatch(counted) == 0, (each, sorted(set(counted[6].places)))
+
+
+def test_no_operator_mixes_devices(model_dir: Any, tmp_path: Path) -> None:
+    """Steps of all kinds on a fake device: the CPU would not notice a tensor of the wrong one."""
+    command = [sys.executable, "-m", "tests.policy.fake_device", model_dir("llama")]
+    done = subprocess.run(
+        [*command, *save_teachers(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = done.stdout.splitlines()
+    assert found[:3] == [
+        "mixed: FakeTensorDeviceMismatchError",
+        "item: DataDependentOutputException",
+        "mask: DynamicOutputShapeException",
+    ]
+    assert found[3:] == ["grpo", "lora, averaged", "muon", "scores", "jsd", "top-k"]
 
 
 def test_the_counter_sees_every_kind_of_wait() -> None:
