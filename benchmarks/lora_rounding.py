@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             weight = file.get_tensor(name).bfloat16()
             num_weights += weight.numel()
-            product = _product(*weight.shape, lora.rank)
+            num_outputs, num_inputs = weight.shape
+            product = _product(num_outputs, num_inputs, lora.rank)
             for std in _STDS:
                 update = lora.scale * std * product
                 merged = (weight.float() + update).bfloat16()

@@ -62,6 +62,9 @@ class Owner:
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(each.shape) for name, each in self.model.named_parameters()}
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         weights = dict(self.model.named_parameters())
         for name in names:
