@@ -48,11 +48,22 @@ def answer_warnings(config: RunConfig, rows: Rows) -> Iterator[str]:
 
 
 def precision_warnings(config: RunConfig, cpu_flags: set[str] | None = None) -> Iterator[str]:
-    """Warn of bfloat16 on a CPU that has no instructions for it.
+    """Warn of bfloat16 where small LoRA updates are lost, and on a CPU without instructions for it.
 
     `cpu_flags` are the flags of /proc/cpuinfo, by default those of this machine.
     """
-    if config.policy.precision != "bfloat16" or config.cluster.gpus_per_node > 0:
+    if config.policy.precision != "bfloat16":
+        return
+    lora = config.policy.lora
+    # The generator has no 4-bit weights, so with quantization there is no other choice.
+    can_send_adapters = lora.enabled and not lora.is_quantized
+    if config.generates and can_send_adapters and not lora.sends_adapters:
+        yield (
+            "policy.lora.weight_sync is merged and policy.precision is bfloat16, so the generator"
+            " loses the part of LoRA updates below the last bit of its weights, in the first steps"
+            " nearly all; set policy.lora.weight_sync to adapter"
+        )
+    if config.cluster.gpus_per_node > 0:
         return
     flags = _cpu_flags() if cpu_flags is None else cpu_flags
     if flags and not flags & _BFLOAT16_FLAGS:

@@ -128,6 +128,20 @@ def test_bfloat16_without_instructions_for_it(recipe: Recipe):
     assert list(precision_warnings(on_gpu, INTEL)) == []
 
 
+def test_lora_updates_that_bfloat16_weights_of_the_generator_lose(recipe: Recipe):
+    keys = ("policy.precision=bfloat16", "policy.lora.enabled=true")
+    [warning] = precision_warnings(recipe.grpo(*keys), set())
+    assert "policy.lora.weight_sync is merged" in warning and "to adapter" in warning
+    for config in (
+        recipe.grpo(*keys, "policy.lora.weight_sync=adapter"),
+        recipe.grpo(*keys, "policy.lora.quantization=nf4"),
+        recipe.grpo("policy.lora.enabled=true"),
+        recipe.grpo("policy.precision=bfloat16"),
+        recipe.sft(*keys),
+    ):
+        assert list(precision_warnings(config, set())) == []
+
+
 def test_validate_and_the_run_report_slow_bfloat16(
     recipe: Recipe, monkeypatch, caplog: pytest.LogCaptureFixture
 ):
