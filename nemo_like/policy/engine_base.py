@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.spec import ModelSpec
 from nemo_like.parallel_layout import ParallelLayout
+from nemo_like.policy.checkpoint.adapter import ADAPTER_DIRECTORY, write_adapter
 from nemo_like.policy.checkpoint.hf_export import write_hf
 from nemo_like.policy.checkpoint.staging import HostBuffers
 from nemo_like.policy.collectives import gather_objects, gather_rows, sum_floats, sum_over
@@ -22,6 +23,7 @@ from nemo_like.policy.compute_clock import ComputeClock
 from nemo_like.policy.ema import Masters, WeightEma
 from nemo_like.policy.engine import Engine
 from nemo_like.policy.host_allocator import keep_freed_memory
+from nemo_like.policy.lora_state import LoraState
 from nemo_like.policy.offload import HostMemory
 from nemo_like.policy.optim import LARGEST, all_within, clip_factor
 
@@ -99,6 +101,7 @@ class EngineBase(ABC, Generic[OptimizerT]):
         self._axes = groups
         self._optimizer: OptimizerT | None = None
         self._ema: WeightEma | None = None
+        self._lora: LoraState | None = None
         self._spec: ModelSpec | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -131,6 +134,14 @@ class EngineBase(ABC, Generic[OptimizerT]):
     @abstractmethod
     def full_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.full_weights`; on rank 0 each has its full shape."""
+        ...
+
+    @abstractmethod
+    def _gather_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters and a trained score head in float32; every rank calls.
+
+        On rank 0 each has its full shape.
+        """
         ...
 
     def gather_weights(
@@ -250,7 +261,9 @@ class EngineBase(ABC, Generic[OptimizerT]):
 
     def base_model(self) -> AbstractContextManager[None]:
         """See `Engine.base_model`."""
-        raise RuntimeError("this model has no LoRA adapters (policy.lora.enabled is false)")
+        if self._lora is None:
+            raise RuntimeError("this model has no LoRA adapters (policy.lora.enabled is false)")
+        return self._lora.disabled()
 
     def sum_over_dp(self, values: Sequence[float]) -> list[float]:
         """See `Engine.sum_over_dp`."""
@@ -290,6 +303,16 @@ class EngineBase(ABC, Generic[OptimizerT]):
             directory,
             is_writer=self.rank == 0,
         )
+        if self._lora is None:
+            return
+        adapters = self._gather_adapters()
+        if self.rank == 0:
+            write_adapter(
+                directory / ADAPTER_DIRECTORY,
+                adapters,
+                self.config.lora,
+                self.config.model_name,
+            )
 
     def offload(self) -> None:
         """See `Engine.offload`; does nothing on CPU."""

@@ -6,7 +6,6 @@ It runs microbatches; it knows no loss and no plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,6 @@ from nemo_like.config.output_head import OutputHead
 from nemo_like.config.schema import PolicyConfig
 from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.parallel_layout import ParallelLayout
-from nemo_like.policy.checkpoint.adapter import (
-    ADAPTER_DIRECTORY,
-    write_adapter,
-)
 from nemo_like.policy.checkpoint.adapter_reader import stored_head
 from nemo_like.policy.checkpoint.sharded import PendingSave
 from nemo_like.policy.dtensor import checkpoint as dtensor_checkpoint
@@ -248,27 +243,12 @@ class DTensorEngine(EngineBase[ShardedOptimizer]):
         )
         self._constant_memory.discard_copies()
 
-    def export_hf(self, directory: Path) -> None:
-        """See `Engine.export_hf`."""
-        super().export_hf(directory)
-        if self._lora is None:
-            return
-        tensors = {}
-        for sharded in self._trained:
-            tensors[sharded.name] = sharded.gather_full(local_shard(sharded.parameter))
-        if self.rank == 0:
-            write_adapter(
-                directory / ADAPTER_DIRECTORY,
-                tensors,
-                self.config.lora,
-                self.config.model_name,
-            )
-
-    def base_model(self) -> AbstractContextManager[None]:
-        """See `Engine.base_model`."""
-        if self._lora is None:
-            return super().base_model()
-        return self._lora.disabled()
+    def _gather_adapters(self) -> dict[str, Tensor]:
+        """See `EngineBase._gather_adapters`."""
+        return {
+            sharded.name: sharded.gather_full(local_shard(sharded.parameter))
+            for sharded in self._trained
+        }
 
     def _find_adapters(self) -> dict[str, Adapter]:
         """Return the adapter of each weight that has one, by the name of the weight."""

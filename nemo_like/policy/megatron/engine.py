@@ -7,7 +7,6 @@ It runs microbatches through Megatron-Core's schedules; it knows no loss and no 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,10 +22,6 @@ from nemo_like.models.adapters import adapter_names, is_adapter
 from nemo_like.models.spec import SCORE_WEIGHT
 from nemo_like.parallel_layout import ParallelLayout
 from nemo_like.policy.checkpoint import sharded as sharded_checkpoint
-from nemo_like.policy.checkpoint.adapter import (
-    ADAPTER_DIRECTORY,
-    write_adapter,
-)
 from nemo_like.policy.checkpoint.adapter_reader import open_initial, stored_head
 from nemo_like.policy.checkpoint.hf_reader import open_model
 from nemo_like.policy.checkpoint.sharded import PendingSave
@@ -125,7 +120,6 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         if trainable and config.freeze:
             self._freeze(family, sharding, stage)
         self._adapters: dict[str, list[AdapterSpec]] = {}
-        self._lora: LoraState | None = None
         if has_adapters:
             check_lora(family, sharding, config.lora)
             self._add_adapters(tp_rank)
@@ -328,25 +322,9 @@ class MegatronEngine(EngineBase[ShardedAdamW]):
         )
         self._constant_memory.discard_copies()
 
-    def export_hf(self, directory: Path) -> None:
-        """See `Engine.export_hf`."""
-        super().export_hf(directory)
-        if self._adapter_gatherer is None:
-            return
-        tensors = dict(self._full_adapters(list(self._saved_shapes()), torch.float32))
-        if self.rank == 0:
-            write_adapter(
-                directory / ADAPTER_DIRECTORY,
-                tensors,
-                self.config.lora,
-                self.config.model_name,
-            )
-
-    def base_model(self) -> AbstractContextManager[None]:
-        """See `Engine.base_model`."""
-        if self._lora is None:
-            return super().base_model()
-        return self._lora.disabled()
+    def _gather_adapters(self) -> dict[str, Tensor]:
+        """See `EngineBase._gather_adapters`."""
+        return dict(self._full_adapters(list(self._saved_shapes()), torch.float32))
 
     def _freeze(
         self,
