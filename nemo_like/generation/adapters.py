@@ -30,6 +30,8 @@ class AdapterSettings:
 
     lora: LoraConfig
     shapes: Shapes
+    has_experts: bool = False
+    """The model is a mixture of experts."""
 
     @classmethod
     def of_files(cls, lora: LoraConfig, model_name: str) -> AdapterSettings:
@@ -39,7 +41,8 @@ class AdapterSettings:
         )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        return cls(lora, adapter_shapes(model, lora))
+        has_experts = ModelSpec.from_config(config).moe is not None
+        return cls(lora, adapter_shapes(model, lora), has_experts)
 
 
 def adapter_shapes(model: PreTrainedModel, lora: LoraConfig) -> Shapes:

